@@ -122,7 +122,7 @@ def test_weights_lie_once_on_a_device():
     places = [
         {
             shard.device: shard.data.unsafe_buffer_pointer()
-            for x in jax.tree.leaves(spread._on(n))[:1]
+            for x in jax.tree.leaves(spread.on(n))[:1]
             for shard in x.addressable_shards
         }
         for n in (1, 2, 3)

@@ -89,17 +89,7 @@ def finish(place: Path) -> None:
 
 def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
     """Reads the arrays of an item."""
-    with reading(place, files):
-        return _read(place, template)
 
-
-def check(place: Path, template: Tree, files: Mapping[str, str]) -> None:
-    """Checks that an item has the arrays of a template, without reading them; arguments and errors as of `read`."""
-    with reading(place, files):
-        _open(place, template)
-
-
-def _read(place: Path, template: Tree) -> Tree:
     def begin(wanted: jax.ShapeDtypeStruct, store: ts.TensorStore) -> Callable[[], jax.Array]:
         """Begins to read the parts that this process's devices have; those that several have only once."""
         places = wanted.sharding.addressable_devices_indices_map(wanted.shape)
@@ -114,9 +104,16 @@ def _read(place: Path, template: Tree) -> Tree:
 
         return end
 
-    leaves, structure = jax.tree.flatten(template)
-    ends = [begin(*pair) for pair in zip(leaves, _open(place, template), strict=True)]
-    return jax.tree.unflatten(structure, [ends.pop(0)() for _ in leaves])
+    with reading(place, files):
+        leaves, structure = jax.tree.flatten(template)
+        ends = [begin(*pair) for pair in zip(leaves, _open(place, template), strict=True)]
+        return jax.tree.unflatten(structure, [ends.pop(0)() for _ in leaves])
+
+
+def check(place: Path, template: Tree, files: Mapping[str, str]) -> None:
+    """Checks that an item has the arrays of a template, without reading them; arguments and errors as of `read`."""
+    with reading(place, files):
+        _open(place, template)
 
 
 def _part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:

@@ -17,10 +17,7 @@ class Best:
     """Saves the parameters with the highest score; all processes must make the same calls."""
 
     def __init__(self, directory: Path, config: Config, about: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Reads the score that an earlier part of the run saved in the directory, if there is one.
-
-        `about` is saved with each step, beside its score.
-        """
+        """Reads the score that an earlier part of the run saved, if there is one; `about` is saved with each step."""
         self.config, self.about = config, dict(about)
         self.store = Store(directory, keep=1, writable=True)
         found = self.store.newest_metadata()

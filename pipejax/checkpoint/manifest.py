@@ -66,15 +66,7 @@ def make(
     metadata: Mapping[str, object],
     files: Mapping[str, str],
 ) -> Manifest:
-    """The sealed manifest of a step.
-
-    Args:
-      step: the number of updates made, which is the data position, too.
-      arrays: the fingerprints of the arrays, by item.
-      config: the run's config.
-      metadata: further facts, as `Store.save` got them.
-      files: digests of the items' small files, by path.
-    """
+    """The sealed manifest of a step, from fingerprints by item and digests of small files by path."""
     return cast(
         Manifest,
         _seal(
@@ -193,10 +185,7 @@ def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -
 
 
 def on_host() -> jax.sharding.Sharding:
-    """A sharding in the host's memory, because an item may exceed one accelerator's.
-
-    If JAX may not use the CPU, the sharding is that of the first device.
-    """
+    """The host's memory, as an item may exceed an accelerator's; the first device's if JAX may not use the CPU."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU

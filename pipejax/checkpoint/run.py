@@ -73,11 +73,7 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
 
 
 def save_params(directory: str | Path, config: Config, params: Tree, *, tokenizer_source: Path | None = None) -> None:
-    """Writes a run directory that holds only parameters, as step 0: completely or not at all.
-
-    Args:
-      tokenizer_source: the directory of the tokenizer files to copy; None: the run has no tokenizer.
-    """
+    """Writes a run directory of parameters, as step 0, and tokenizer files: completely or not at all."""
     directory = absolute(directory)
     check_place(directory)
     require_free(directory)

@@ -51,11 +51,7 @@ class Steps:
         return status.st_dev, status.st_ino
 
     def commit(self, step: int) -> None:
-        """Turns the staged files into a committed step, then removes old steps.
-
-        If the directory cannot be synced, a loss of power may undo the commit: then old steps stay and `troubles` says
-        so.
-        """
+        """Makes a step of the staged files, then removes old ones, unless a loss of power may undo it (`troubles`)."""
         sync_tree(self.staging(step))
         named = self.directory / str(step)
         if named.exists():
@@ -116,10 +112,7 @@ class Steps:
         return target.name
 
     def _sweep_gone(self) -> None:
-        """Deletes steps that are no longer needed.
-
-        A step to be replaced gets its name back if no successor has it.
-        """
+        """Deletes steps no longer needed; one to be replaced gets its name back if no successor has it."""
         with contextlib.suppress(OSError):  # on failure they stay until the next save
             for path in self.directory.glob(f"{REPLACED}*"):
                 step = path.name.removeprefix(REPLACED)

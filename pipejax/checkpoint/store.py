@@ -71,9 +71,7 @@ class Store:
     ) -> None:
         """Opens the directory; a writable store makes it, and removes the files that killed saves left.
 
-        Args:
-          keep: the number of newest steps to keep; None: all.
-          keep_every: multiples of this step are kept as well; 0: none.
+        `keep`: the newest steps to keep, None: all; `keep_every`: multiples of this step are kept as well, 0: none.
         """
         environment.check()
         self.directory = absolute(directory)
@@ -110,11 +108,7 @@ class Store:
         metadata: Mapping[str, object] | None = None,
         wait: bool = False,
     ) -> bool:
-        """Begins to save a step: its arrays and manifest are committed together. Replaces a step of the same number.
-
-        Returns:
-          False if the save has failed by now; the log then has the reason.
-        """
+        """Begins to save a step, in place of one of that number; False: it failed by now, and the log says why."""
         assert self._writable, "not writable"
         self.settle()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
@@ -166,11 +160,9 @@ class Store:
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
-        """Reads a step and verifies it.
+        """Reads a step and verifies it; the parameters alone, to the host, unless `expect` says otherwise.
 
-        Args:
-          expect: given the step's config, returns a tree of jax.ShapeDtypeStruct with shardings for each wanted item;
-            None: only the parameters are read, to the host.
+        `expect` gives, from the step's config, a tree of jax.ShapeDtypeStruct with shardings for each wanted item.
         """
         with distributed.together(UserError, Damaged):
             place = self.place(step)

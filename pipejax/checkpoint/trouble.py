@@ -100,10 +100,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def hush_stragglers() -> None:
-    """Silences the tracebacks of arrays that Orbax abandons after another array could not be read or written.
-
-    They add nothing to the one line about the step. All other warnings and tracebacks are shown as before.
-    """
+    """Silences the tracebacks of arrays that Orbax abandons after another array could not be read or written."""
     # Coroutines that were abandoned before they began, by Orbax's names for them.
     names = "coroutine '.*(array|serialize|metadata|param_info).*' was never awaited"
     warnings.filterwarnings("ignore", names, RuntimeWarning)

@@ -167,10 +167,7 @@ def made(section: dict[str, Any], key: str = "method") -> Any:
 
 
 def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
-    """The method of that class, with the settings of one that is described, if it is of the same class.
-
-    A backbone of another class has the same sizes.
-    """
+    """The method of that class, with settings described for the same; a backbone of another has the same sizes."""
     is_same = key == "model" or section["class"] == name
     settings = {field: value for field, value in section.items() if field != "class" and is_same}
     return _build(find_class(name, key), settings, f"{key}.", name)
@@ -272,7 +269,8 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
             value = _of_class(value, {"class": "", **(described(old, full) if old is not None else {})}, full)
         return dataclasses.replace(node, **{full: value or None})
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
-        raise UserError(f"{full}: found a section; expected one of its keys, such as {_example(full, old)}")
+        names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]
+        raise UserError(f"{full}: found a section; expected one of its keys, such as {full}.{names[0]}")
     value = parse(value, kind, full) if written and isinstance(value, str) else plain(value, kind)
     try:
         return dataclasses.replace(node, **{keys[0]: value})
@@ -322,11 +320,6 @@ def _suggestion(key: str) -> str:
     if siblings:
         return f"; the keys of {section} are {', '.join(siblings)}"
     return f"; the sections are {', '.join(types_of(Config))}"
-
-
-def _example(key: str, value: object) -> str:
-    section = value if dataclasses.is_dataclass(value) else T5Config
-    return f"{key}.{dataclasses.fields(section)[0].name}"
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -82,12 +82,7 @@ def first_argmax(logits: Array) -> Array:
 def choose_tokens(
     greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes, states: Array | None = None
 ) -> Array:
-    """Chooses the tokens i32 [N] that are wished for, of the queries that were asked.
-
-    Args:
-      logits: [V, N].
-      states: i32 [B, R], of the rows by `Wishes.grammar`.
-    """
+    """The tokens i32 [N] wished for, by logits [V, N] and the rows' `states` i32 [B, R] by `Wishes.grammar`."""
     if not (wishes.sampling or wishes.grammar) and wishes.allowed is None:
         return greedy(logits)
     example, row, time = _query_coordinates(asked)
@@ -116,12 +111,7 @@ def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
 
 
 def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array:
-    """The states i32 [B, R] of rows once tokens answer the queries; given tokens leave them as they are.
-
-    Args:
-      states: i32 [B, R], before.
-      tokens: i32 [N].
-    """
+    """The states i32 [B, R] of rows after tokens i32 [N] answered the queries; given tokens leave them as they are."""
     example, row, time = _query_coordinates(asked)
     at = example, jnp.minimum(row, states.shape[1] - 1)
     is_free = time >= jnp.asarray(grammar.first)[at]
@@ -142,13 +132,7 @@ def score(logits: Array, tokens: Array, wishes: Wishes) -> Array:
 
 
 def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
-    """Writes the log-probabilities found in a step to those of the steps before.
-
-    Args:
-      log_probs: f32 [B, R, W], of the steps before.
-      found: f32 [B, S].
-      counts: bool [B, S], those that count.
-    """
+    """Writes those `found` f32 [B, S] that count, bool [B, S], into the log-probabilities f32 [B, R, W]."""
     row = jnp.where(counts, query.row, log_probs.shape[1])
     example = jnp.arange(len(counts))[:, None]
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")

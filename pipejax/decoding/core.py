@@ -130,9 +130,7 @@ def decode(
 ) -> Stretch:
     """Goes on until every example is done, or the next step does not fit into a cache of that many slots; traced.
 
-    Args:
-      pause_after: i32 scalar, steps after which it pauses; None: it does not.
-      watched: bool [B], examples of which none is done: it pauses as soon as one is; None: it does not.
+    It pauses after `pause_after` steps, i32, or as soon as one of the `watched` examples, bool [B], is done.
     """
     # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
     widths = [min(n, strategy.most_queries) for n in sizes.queries]
@@ -213,12 +211,7 @@ def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
 def refill(
     strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes, wishes: Wishes = GREEDILY
 ) -> Carry:
-    """Puts other examples into a batch whose examples take slots apart; gives the carry back.
-
-    Args:
-      begins: bool [B], places at which an example begins.
-      ends: bool [B], places whose examples are given up.
-    """
+    """The carry, whose examples take slots apart, after some begin and some are given up, bool [B] each."""
     fresh = strategy.query(strategy.init(len(begins)))
 
     def put(new: Array, old: Array) -> Array:

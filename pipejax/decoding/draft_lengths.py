@@ -32,23 +32,14 @@ class Record:
         return cls(jnp.zeros((batch, degrees)), jnp.zeros((batch, degrees)))
 
     def odds(self, supposed: Sequence[float], trust: Array) -> Array:
-        """f32 [B, R], how often a token of such a draft is right if those before it are.
-
-        Args:
-          supposed: K, before anything was judged.
-          trust: i32 [B, R], the drafter's, of each row's draft.
-        """
+        """f32 [B, R], how often a token of that trust is right if those before it are; `supposed`: at first."""
         odds = (PRIOR * jnp.asarray(supposed) + self.right) / (PRIOR + self.judged)
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 
     def add(self, trust: Array, *, drafted: Array, run: Array, counts: Array) -> "Record":
         """The record with a call's drafts, i32 [B, R] each; those up to a row's first wrong one are judged.
 
-        Args:
-          trust: the drafter's.
-          drafted: tokens of each row.
-          run: of these, those before the first wrong one.
-          counts: those that count; -1 if not even the row's newest token does.
+        `run`: those before the first wrong one; `counts`: those that count, -1 if not even the row's newest token does.
         """
         of = trust[:, :, None] == jnp.arange(self.right.shape[1])
         right = jnp.maximum(counts, 0)
@@ -60,15 +51,11 @@ class Record:
 def choose_lengths(
     count: Array, odds: Array, hangs: Array, needed: Array, *, fixed: float, most: int, sizes: Sequence[int] | None
 ) -> Array:
-    """Chooses i32 [B, R], the tokens to draft of those at hand: as many as get on fastest.
+    """i32 [B, R], how many to draft of the `count` tokens at hand: as many as get on fastest.
 
     A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right. The
-    best drafts come first, and so many of them that the call writes most at the cost of one column.
-
-    Args:
-      count: i32 [B, R], tokens at hand.
-      odds: f32 [B, R], how often one of them is right if those before it are.
-      hangs: bool [B, R], rows that are asked only if a draft of another one is right.
+    best drafts come first, and so many of them that the call writes most at the cost of one column. `odds`: f32 [B, R];
+    `hangs`: bool [B, R], rows that are asked only if a draft of another one is right.
     """
     place = jnp.arange(1, most + 1)
     chances = odds[:, :, None] ** (place + hangs[:, :, None])

@@ -12,7 +12,7 @@ call already, and begins if they turn out right.
 
 import dataclasses
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -80,6 +80,8 @@ class Drafted:
     fixed: float = 3.0  # the cost of a call in any case, in columns
     rounded: bool = True  # whether a call costs all columns of its size, and not only those that are fed
     trace: bool = False  # whether what becomes of drafts is kept (`Decoded.trace`)
+    reads_source: ClassVar[bool] = True  # the drafter does
+    choose: ClassVar[None] = None  # greedily
 
     @cached_property
     def grid(self) -> Pipelined:
@@ -103,11 +105,6 @@ class Drafted:
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """As the inner strategy."""
         return self.grid.position(row, time)
-
-    @property
-    def reads_source(self) -> bool:
-        """The drafter does."""
-        return True
 
     @property
     def borrows(self) -> bool:
@@ -226,10 +223,6 @@ class Drafted:
         time = newest[:, None] + columns[:, None]
         row = jnp.broadcast_to(rows, (1, self.width, self.grid.rows))
         return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
-
-    @property
-    def choose(self) -> None:
-        """Greedily."""
 
     def advance(self, state: State, answers: Array) -> State:
         """Accepts what counts of the answers."""

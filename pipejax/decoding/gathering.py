@@ -63,13 +63,7 @@ def count_slots(live: Array, kept: Array) -> Array:
 
 
 def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """Hides rejected queries: nobody sees them by the coordinates that come back.
-
-    Args:
-      rejected: bool [B, S].
-      live: bool [B, S], the queries that were fed.
-      start: i32 [B|1], the slot of each example's first query.
-    """
+    """Hides rejected queries, bool [B, S], of those fed: nobody sees them by the coordinates that come back."""
     slot = jnp.where(rejected, start[:, None] + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
     example = jnp.arange(live.shape[0])[:, None]
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
@@ -83,13 +77,9 @@ def gather(
     width: int,
     position: Callable[[Numbers, Numbers], Numbers] = grid.position,
 ) -> tuple[Step, Array, Filled]:
-    """Gathers the live queries of a batch.
+    """The live queries of a batch as a question to the model, whose slots begin at `start`, i32 [B|1].
 
-    Args:
-      start: i32 [B|1], the slot of each example's first query.
-
-    Returns:
-      the question to the model; for each of the [B, S] queries its number among the N; the coordinates with theirs.
+    Beside it for each of the [B, S] queries its number among the N, and the coordinates with theirs.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))

@@ -28,8 +28,7 @@ class Table:
     def lift(cls, automaton: Sequence[np.ndarray], spelled: Sequence[bytes], *, most: int) -> "Table | None":
         """The table of an automaton over bytes; None: it, or the work for it, would be of more than `most` entries.
 
-        Args:
-          automaton: classes of bytes i32 [256], next states i32 [classes, states], and accepting ones bool [states].
+        `automaton`: classes of bytes i32 [256], next states i32 [classes, states], accepting ones bool [states].
         """
         # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
         byte_kinds, moves, accepts = automaton
@@ -98,12 +97,7 @@ class Grammar:
         return Grammar(table, starts, first, last, self.eos)
 
     def allow(self, states: Array, left: Array) -> Array:
-        """bool [V, N], the tokens that may be chosen.
-
-        Args:
-          states: i32 [N], of the rows.
-          left: i32 [N], tokens that may follow the one that is chosen, eos included.
-        """
+        """bool [V, N], the tokens that may be chosen if `left` i32 [N] may follow, eos included."""
         ends = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
         ids = jax.lax.broadcasted_iota(jnp.int32, (len(self.table.kinds), 1), 0)
         return jnp.where(ids == self.eos, jnp.asarray(self.table.distance)[states] == 0, ends[self.table.kinds])

@@ -213,13 +213,8 @@ class Pipelined(Plain):
         """i32 [B], the time at which the answer is seen to run in circles, or NEVER.
 
         It does once two rows, one right after the other, have ended and each has the tokens of a row before it. A row
-        cannot end before an equal one above it does, so what is equal by then is known by then.
-
-        Args:
-          tokens: i32 [B, R, T], of each row, eos included.
-          length: i32 [B, R], how many.
-          ended: bool [B, R], by eos.
-          ends: bool [B, R], only now; if none did, nothing is compared.
+        cannot end before an equal one above it does, so what is equal by then is known by then. `length` counts eos;
+        `ends`: bool [B, R], rows that ended only now; if none did, nothing is compared.
         """
         rows = jnp.arange(self.rows)
 

@@ -1,6 +1,7 @@
 """Token by token: the ordinary greedy decoder of T5, the baseline. One row of the grid."""
 
 import dataclasses
+from typing import ClassVar
 
 import flax.struct
 import jax.numpy as jnp
@@ -29,11 +30,7 @@ class Sequential(Plain):
     max_length: int
     bos: int = 0
     eos: int = 1
-
-    @property
-    def most_queries(self) -> int:
-        """One."""
-        return 1
+    most_queries: ClassVar[int] = 1
 
     @property
     def slots(self) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -66,6 +66,8 @@ class Backend:
     """Computes with the layers of any backbone, on any device and in any dtype. Static under jit."""
 
     weights: str = "auto"  # the dtype that they are held in, one of `pipejax.config.WEIGHTS`
+    skips_fillers: ClassVar[bool] = False  # a step takes the time of the queries that are asked, not of its room
+    can_listen: ClassVar[bool] = False  # a program that runs can be told to pause
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
         """Merges low-rank factors, rounds the weights and lays them out. Jit-able."""
@@ -79,12 +81,7 @@ class Backend:
         return quantization.hold(params, model.dtype, self.weights)
 
     def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
-        """The memory of a batch of sources, of `memory_length(L)` slots.
-
-        Args:
-          source: i32 [B, L].
-          length: i32 [B], real tokens of each.
-        """
+        """The memory, of `memory_length(L)` slots, of sources i32 [B, L] with `length` i32 [B] real tokens each."""
         mask = jnp.arange(source.shape[1]) < length[:, None]
         memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
         return Backend.widen(self, memory, memory_length(source.shape[1]))
@@ -104,19 +101,9 @@ class Backend:
         return LayerDecoder(model, weights, memory)
 
     @property
-    def skips_fillers(self) -> bool:
-        """Whether a step takes the time of the queries that are asked, and not of as many as it has room for."""
-        return False
-
-    @property
     def reading(self) -> Reading:
         """The time that a step on a CPU takes beside its columns."""
         return Reading(float32=10.0, bfloat16=6.0, int8=5.0, cached=1.5)
-
-    @property
-    def can_listen(self) -> bool:
-        """Whether a program that runs can be told to pause."""
-        return False
 
     def listen(self, count: Array, switch: Array) -> Array:
         """The count i32 of steps left, below zero if the program is told to pause.
@@ -223,6 +210,8 @@ class OwnKernel(Xla):
     """Our kernel for CPUs, for the stock T5; activations are float32."""
 
     level: kernels.Level = kernels.LEVELS[-1]
+    skips_fillers: ClassVar[bool] = True
+    can_listen: ClassVar[bool] = True
 
     def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
         return kernel_decoder.encoder_layer(layer, weights=self.weights)
@@ -263,19 +252,9 @@ class OwnKernel(Xla):
         return KernelDecoder(model.config, weights, memory, self.level)
 
     @property
-    def skips_fillers(self) -> bool:
-        """See `Backend`."""
-        return True
-
-    @property
     def reading(self) -> Reading:
         """See `Backend`."""
         return self.level.reading
-
-    @property
-    def can_listen(self) -> bool:
-        """See `Backend`."""
-        return True
 
     def listen(self, count: Array, switch: Array) -> Array:
         """See `Backend`."""
@@ -303,11 +282,7 @@ def portable(model: Module, weights: str = "auto") -> Backend:
 
 
 def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights: str) -> Backend:
-    """The backend that is wanted, but for XLA's one where that does not know the backbone.
-
-    Args:
-      wanted: None: the fastest.
-    """
+    """The backend that is wanted (None: the fastest), but for XLA's one where that does not know the backbone."""
     if wanted is None:
         return fastest(backbone, dtype, weights)
     return portable(backbone.module(dtype=dtype), wanted.weights) if type(wanted) is Xla else wanted

@@ -17,18 +17,12 @@ END, WANTED, PLANNED, LATER, LAST = range(5)  # in this order; a request waits f
 
 
 class Compiler:
-    """Compiles one program after the other.
-
-    Attributes:
-      compiled: programs and keys of needs that are met; for all threads.
-      planned: needs that were asked for as PLANNED.
-      prepared: those of them that are met.
-    """
+    """Compiles one program after the other."""
 
     def __init__(self, tell: Told) -> None:
         """Starts the thread, which calls `tell` with each need that is met, or whose compilation failed."""
-        self.compiled: dict[Hashable, Any] = {}
-        self.planned = self.prepared = 0
+        self.compiled: dict[Hashable, Any] = {}  # programs, and keys of needs that are met; for all threads
+        self.planned = self.prepared = 0  # needs asked for as PLANNED, and those of them that are met
         self._tell, self._numbers = tell, itertools.count()
         self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object]]]()
         threading.Thread(target=self._run, name="compiler", daemon=True).start()

@@ -140,20 +140,12 @@ class _Lane(NamedTuple):
 
 
 class Engine:
-    """Answers requests with one T5 on one device, each strategy and its settings in batches of their own.
-
-    Attributes:
-      answered: requests that were.
-      tokens: that were written for them.
-      failed: requests that an error of the engine ended.
-      encodings: of the latest sources.
-      compiler: of its programs.
-    """
+    """Answers requests with one T5 on one device, each strategy and its settings in batches of their own."""
 
     def __init__(self, generator: Generator, *, places: int, queue: int, encodings: int = 0) -> None:
         """Starts the thread."""
         self.generator, self.places, self._most_waiting = generator, places, queue
-        self.answered = self.tokens = self.failed = 0
+        self.answered = self.tokens = self.failed = 0  # requests, tokens written, requests that an own error ended
         self.encodings = Encodings(encodings)
         self._waiting: deque[Answer] = deque()
         self._batches: dict[_Lane, RunningBatch] = {}

@@ -253,11 +253,9 @@ class Generator:
     def under(
         self, given: Mapping[str, object] | str | Path, strategy: str | None = None, *, at_once: bool = False
     ) -> "Generator":
-        """The same weights and programs, whose answers follow a JSON schema; `given`: it or its file.
+        """The same weights and programs, with answers that follow a JSON schema or file; a UserError if they cannot.
 
-        Raises:
-          UserError: rows of the strategy cannot follow it.
-          Uncompiled: it is new, and wanted `at_once`.
+        A new one that is wanted `at_once` raises Uncompiled.
         """
         made = self.make_strategy(strategy, drafts=False)
         other, method = copy.copy(self), self.method(strategy)
@@ -265,11 +263,7 @@ class Generator:
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
-        """The value as a source, if it can be decoded; `name`: its id, if it has none.
-
-        Raises:
-          UserError: it cannot; `place` says where it is.
-        """
+        """The value as a source (`name`: its id, if it has none); a UserError at `place` if it cannot be decoded."""
         source = Source(name, value)
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
@@ -278,11 +272,7 @@ class Generator:
         return checked._replace(schema=self.schema)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
-        """Yields each source as often as `decode.samples` says.
-
-        Raises:
-          UserError: the strategy cannot do what a source asks for.
-        """
+        """Yields each source `decode.samples` times; a UserError if the strategy cannot do what a source asks for."""
         method = self.method(strategy)
         for source in given:
             wishes.rows_of(source, method, self.tokenizer)
@@ -304,18 +294,9 @@ class Generator:
         tick: Callable[[int], None] = lambda count: None,
         drafter: Drafter | None = None,
     ) -> Iterator[Record]:
-        """Yields records in input order.
+        """Yields records of checked sources in input order, with `window` batches of sources read ahead.
 
-        Adds to `report` as it goes, and calls `tick` with the number of examples of each batch once it is decoded.
-
-        Args:
-          given: sources that are checked.
-          strategy: the name of a method; None: `default_strategy`.
-          batch_size: that is wanted.
-          report: is added to, batch by batch.
-          window: batches of sources that are read ahead.
-          tick: is called with the number of examples of each batch once it is decoded.
-          drafter: instead of the config's.
+        Adds to `report`, and calls `tick` with the number of examples, after each batch; `drafter`: not the config's.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
         wanted = batch_size
@@ -364,12 +345,9 @@ class Generator:
     def make_strategy(
         self, name: str | None = None, drafter: Drafter | None = None, *, drafts: bool = True
     ) -> Strategy:
-        """The strategy that decodes by the method of that name, checked, with this config's settings.
+        """The checked strategy that decodes by the method of that name (None: `default_strategy`).
 
-        Args:
-          name: None: `default_strategy`.
-          drafter: instead of the config's.
-          drafts: whether drafts are verified if the config says so.
+        `drafter`: instead of the config's; `drafts`: whether drafts are verified if the config says so.
         """
         method = self.method(name)
         lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []

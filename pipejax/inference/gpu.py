@@ -113,10 +113,7 @@ TOLERANCE = 0.05  # of `trial`; what both round to bfloat16 is apart by 0.01 to 
 
 
 def trial(queries: int, *, interpret: bool = False) -> Array:
-    """The largest difference of the kernels from XLA for random numbers, relative to 1 + |x|: f32 scalar.
-
-    `queries` is Q of each of two examples; `interpret` as in `GpuDecoder`.
-    """
+    """The kernels' largest difference from XLA for two examples of so many random queries, relative to 1 + |x|."""
     batch, heads, width, slots, inputs = 2, 2, 64, 192, 256
     rng = np.random.default_rng(0)
 
@@ -165,12 +162,7 @@ def _holding(number: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("split", "relu", "dtype", "interpret"))
 def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, dtype: Any, interpret: bool) -> Array:
-    """[S, N, O]: x times the matrix's rows, in S parts that are to be added up.
-
-    Args:
-      rows: [O, I].
-      x: [N, I].
-    """
+    """[S, N, O]: x [N, I] times the matrix's rows [O, I], in S parts that are to be added up."""
     (outputs, inputs), queries = rows.shape, x.shape[0]
     high = _holding(queries, 64)
     wide = _power(outputs, 64 if outputs >= 8192 else 32 if high > 32 else 16)
@@ -255,9 +247,7 @@ def _attend_cache(
 ) -> tuple[Array, Array, Array]:
     """The values that queries find in a cache and among themselves, [B Q, H K]; the cache with their keys and values.
 
-    Args:
-      bias: f32 [B, H, Q, C].
-      start: i32 [B|1], each example's first new slot; nothing is read from there on.
+    `bias`: f32 [B, H, Q, C]; `start`: i32 [B|1], each example's first new slot; nothing is read from there on.
     """
     _, heads, queries, slots = bias.shape
     width, high = keys.shape[1], _holding(queries, MOST_QUERIES)

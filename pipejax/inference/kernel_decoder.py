@@ -160,12 +160,7 @@ def encode(
     weights: str,
     level: kernels.Level,
 ) -> Memory:
-    """The memory of a batch of sources.
-
-    Args:
-      source: i32 [B, L].
-      length: i32 [B], real tokens of each.
-    """
+    """The memory of sources i32 [B, L] with `length` i32 [B] real tokens each."""
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x

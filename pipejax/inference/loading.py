@@ -30,10 +30,7 @@ def load(
     method: Method | None = None,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> Generator:
-    """Does the work of `pipejax.load`, which describes arguments and errors. `where` names the overrides in errors.
-
-    Compiled programs are kept as the commands keep them (`pipejax.system.compile_cache`).
-    """
+    """Does the work of `pipejax.load`, which describes arguments and errors. `where` names the overrides in errors."""
     for key, value, _ in config_lib.assignments(overrides, where):
         section = key.partition(".")[0]
         is_free = {section, key} & {*DECODING_KEYS} or not hasattr(Config(), section)

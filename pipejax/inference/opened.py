@@ -25,11 +25,7 @@ class Opened:
     """
 
     def __init__(self, config: Config, params: Any, devices: Sequence[jax.Device], backend: Backend | None) -> None:
-        """Opens the small T5 that drafts, if one does; nothing runs on a device yet.
-
-        Args:
-          backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
-        """
+        """Opens the small T5 that drafts, if one does; nothing runs on a device yet. No backend: the fastest."""
         self.size = sum(x.size for x in jax.tree.leaves(params))
         self.small = small.load(config)
         self._config, self._devices, self._backend = config, devices, backend

@@ -60,13 +60,7 @@ def encode_batch(
     *,
     backend: Backend = XLA,
 ) -> Memory:
-    """Encodes one padded batch; `model` and `backend` are static under jit.
-
-    Args:
-      source: i32 [B, L].
-      length: i32 [B], real tokens of each source.
-      adapter: i32 [B], of each source; None: there are no adapters.
-    """
+    """The memory of sources i32 [B, L] with `length` and `adapter` i32 [B]; model and backend are static."""
     memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
     return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
 
@@ -97,11 +91,7 @@ def decode_batch(
     backend: Backend = XLA,
     drafting: Drafting | None = None,
 ) -> Stretch:
-    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static.
-
-    Args:
-      wishes: how tokens are chosen.
-    """
+    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
     if drafting:
         weights, small = weights
         assert source is not None
@@ -149,10 +139,6 @@ class Programs:
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
         return strategy.suit(platform, costs=self._call_costs, skips_fillers=fillers)
 
-    def on_first(self) -> Ready:
-        """The weights on the first device."""
-        return self._on(1)
-
     def forget_params(self) -> None:
         """Gives their memory back, until `set_params`; what was compiled stays."""
         del self._ready
@@ -175,19 +161,14 @@ class Programs:
     ) -> Decoded:
         """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
 
-        Args:
-          wishes: how the tokens of the sources are chosen, in NumPy.
-          adapter: of all sources; None: there are no adapters.
-
-        Returns:
-          NumPy arrays [E * B, ...], calls included; what lies beyond the sources is filled up with copies of the last.
+        Wishes and results [E * B, ...] are NumPy's; copies of the last source fill the batch up.
         """
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
-        ready = self._on(across)
+        ready = self.on(across)
         adapters = None if adapter is None else np.full_like(lengths, adapter)
         memory = self._run("encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
@@ -198,7 +179,7 @@ class Programs:
             wide[..., : source.shape[2]] = source
             read = SourceIds(wide, lengths)
             if small := self._small(strategy):
-                own = small._on(across)
+                own = small.on(across)
                 found = small._run("encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
@@ -225,7 +206,7 @@ class Programs:
     ) -> None:
         """Compiles all that batches of a size may need."""
         shape = 1, batch_size, bucket(length)
-        ready, source = self._on(1), jax.ShapeDtypeStruct(shape, np.int32)
+        ready, source = self.on(1), jax.ShapeDtypeStruct(shape, np.int32)
         lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
         adapters = None if adapter is None else lengths
         memory = self._program("encoder", 0, (ready.encoding, source, lengths, adapters), shape, report).out_info
@@ -235,7 +216,7 @@ class Programs:
         if strategy.reads_source:
             read = jax.eval_shape(SourceIds, jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
             if small := self._small(strategy):
-                own = small._on(1)
+                own = small.on(1)
                 found = small._program("encoder", 0, (own.encoding, source, lengths, None), shape, report).out_info
                 weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
@@ -249,7 +230,7 @@ class Programs:
         assert self.small is not None, "the generator saw to it"
         return self.small
 
-    def _on(self, across: int) -> Ready:
+    def on(self, across: int) -> Ready:
         """The weights, whole on each of the first devices; those of all numbers share one copy a device."""
         if across not in self._placed:
             for device in self.devices[:across]:

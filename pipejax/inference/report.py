@@ -28,18 +28,13 @@ class Report:
     def of_all(cls, parts: "Sequence[Report]") -> "Report":
         """The sums over processes that each decoded a part at the same time."""
         others = [part.other_steps for part in parts]
-        return cls(
-            examples=sum(part.examples for part in parts),
-            seconds=max(part.seconds for part in parts),
-            compile_seconds=max(part.compile_seconds for part in parts),
-            shapes=max(part.shapes for part in parts),
-            steps=sum(part.steps for part in parts),
-            calls=sum(part.calls for part in parts),
-            other_steps=None if None in others else sum(n for n in others if n),
-            cut_sources=sum(part.cut_sources for part in parts),
-            repeated=sum(part.repeated for part in parts),
-            truncated=sum((Counter(part.truncated) for part in parts), Counter()),
-        )
+        found = cls(other_steps=None if None in others else sum(n for n in others if n))
+        for key in ("examples", "steps", "calls", "cut_sources", "repeated"):
+            setattr(found, key, sum(getattr(part, key) for part in parts))
+        for key in ("seconds", "compile_seconds", "shapes"):
+            setattr(found, key, max(getattr(part, key) for part in parts))
+        found.truncated = sum((Counter(part.truncated) for part in parts), Counter())
+        return found
 
     def summary(self, method: Method) -> dict[str, Any]:
         """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""

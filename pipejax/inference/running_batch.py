@@ -37,18 +37,13 @@ class Encodings:
     """Memories of sources by ids and adapter; the one that was not asked for the longest makes room for a new one.
 
     Of one model, and written by one thread; any may read the numbers.
-
-    Attributes:
-      hits: sources that were found.
-      misses: sources that had to be encoded.
-      bytes: that the kept memories take on the device.
     """
 
     def __init__(self, most: int) -> None:
         """Keeps the memories of at most so many sources; 0: of none."""
         self._most = most
         self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
-        self.hits = self.misses = self.bytes = 0
+        self.hits = self.misses = self.bytes = 0  # sources found, sources encoded, bytes of the kept memories
 
     def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
         """The memory of a source, i32 [L]: the very arrays that `encode` made of the same before, if they are kept."""
@@ -76,15 +71,12 @@ def _size(memory: Memory) -> int:
 
 
 class Switch:
-    """While it is thrown, batches pause after each step, those that decode already as well. For all threads.
-
-    Attributes:
-      address: u32 [2], of the i32 that is not 0 then, the low half first.
-    """
+    """While it is thrown, batches pause after each step, those that decode already as well. For all threads."""
 
     def __init__(self) -> None:
         """Not thrown."""
         self._thrown = np.zeros(1, np.int32)
+        # u32 [2], of the i32 that is not 0 then, the low half first.
         self.address = np.asarray([self._thrown.ctypes.data], np.uint64).view(np.uint32)
 
     def throw(self) -> None:
@@ -102,10 +94,6 @@ class RunningBatch:
     What an example is decoded to does not depend on the others. Programs are compiled as they are needed: an encoder
     for each padded length, a decoder for each power of two that holds the longest source and each size of the cache,
     and another one where tokens are sampled or scored.
-
-    Attributes:
-      cache_sizes: slots of the cache, as it grows.
-      lacks: for the next step, if `advance` could not take it as the programs of a larger cache are not compiled.
     """
 
     def __init__(
@@ -121,16 +109,16 @@ class RunningBatch:
         self.strategy = strategy
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
-        self._model, self._backend, self._ready = programs.model, programs.backend, programs.on_first()
+        self._model, self._backend, self._ready = programs.model, programs.backend, programs.on(1)
         self._sizes = schedule(strategy, places)
-        self.cache_sizes = self._sizes.slots
+        self.cache_sizes = self._sizes.slots  # as the cache grows
         self._forced: np.ndarray | None = None
         self._grammar: Grammar | None = None
         self.schema: Schema | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
         self._compiled, self._waits = compiled if compiled is not None else {}, compiled is None
-        self.lacks: Needs = {}
+        self.lacks: Needs = {}  # for a step that `advance` could not take: a larger cache's programs are not compiled
         self._adapter: int | None = None  # of the latest source
         self._functions: dict[str, Callable[..., Any]] = {
             "encode": partial(encode_batch, self._model, backend=self._backend),
@@ -153,11 +141,7 @@ class RunningBatch:
         self._slots, self._steps = self._sizes.slots[0], 1
 
     def give(self, forced: np.ndarray | None, schema: Schema | None = None) -> None:
-        """Says what is known of all answers, while nobody has a place.
-
-        Args:
-          forced: `Wishes.forced` of each, [R, W].
-        """
+        """Says what is known of all answers, `forced` [R, W] as in `Wishes`, while nobody has a place."""
         assert not self._in_use.any(), "answers of other rows are under way"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
         self.schema = schema
@@ -193,10 +177,7 @@ class RunningBatch:
     ) -> int:
         """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
 
-        Args:
-          sampling: how its tokens are chosen.
-          row_tokens: of a row at the most, if it follows a schema; None: as many as the grid holds.
-          adapter: of the source; None: there are no adapters.
+        `row_tokens`: of a row at the most, if it follows a schema; None: as many as the grid holds.
         """
         place, self._adapter = self.free[0], adapter
         with precision(self._model.dtype):
@@ -315,13 +296,9 @@ class RunningBatch:
         self._ends[place] = True
 
     def advance(self, most: int = NO_END, *, often: bool = True) -> tuple[Decoded, np.ndarray]:
-        """Takes some steps: until an example is done.
+        """Takes steps until an example is done, or, `often` or where no switch is heard, for `SLICE` seconds.
 
-        Args:
-          often: pauses when `SLICE` seconds have passed; so it does in any case where no switch is heard.
-
-        Returns:
-          NumPy arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
+        Returns arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
         """
         begun = time.perf_counter()
         often = often or not self._backend.can_listen
@@ -338,10 +315,7 @@ class RunningBatch:
         return step - taken + max(-(-tokens // len(self.starts)), 0)
 
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
-        """Time, row and place in the row of each token that is not known yet, in the order of steps.
-
-        `known`: i32 [R], how many tokens of each row are.
-        """
+        """Time, row and place in it of each token beyond the `known` i32 [R] of each row, in the order of steps."""
         lengths = decoded.lengths[place]
         rows = np.flatnonzero(lengths > known)
         first, begin, end = (x[rows].tolist() for x in (self.starts, known, lengths))

@@ -58,11 +58,7 @@ class Schema:
         return Given(tuple(row.beginning for row in self.rows), len(self.rows), "schema")
 
     def grammar(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
-        """The grammar of a batch.
-
-        Args:
-          bounds: tokens of a row at the most, for each example; None: as many as the grid holds.
-        """
+        """The grammar of a batch; `bounds`: tokens of a row at the most in each example, None: of the grid."""
         rows, times = strategy.places
         starts, first, last = (np.zeros((len(bounds), rows), np.int32) for _ in range(3))
         for i, row in enumerate(self.rows):
@@ -179,16 +175,9 @@ def read(given: Mapping[str, object] | str | Path) -> object:
 def make(
     schema: object, tokenizer: Tokenizer | None, *, row_names: Sequence[str], size: int, strategy: Strategy
 ) -> Schema:
-    """Compiles a schema.
+    """Compiles a schema; a UserError if rows cannot follow it, or this tokenizer cannot write them.
 
-    Args:
-      schema: its JSON.
-      tokenizer: of the model.
-      row_names: with which rows begin in the model's training; a property has the one that is its name.
-      size: of the model's vocabulary.
-
-    Raises:
-      UserError: rows cannot follow it, or this tokenizer cannot write them.
+    `row_names`: with which rows begin in training, one a property; `size`: of the vocabulary.
     """
     if tokenizer is None:
         raise UserError("schema: found one, but the checkpoint has no tokenizer; expected none")

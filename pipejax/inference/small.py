@@ -28,11 +28,7 @@ class Small:
 
 
 def load(config: Config) -> Small | None:
-    """Opens the newest good step of `decode.draft_checkpoint`; None: no T5 drafts.
-
-    Raises:
-      UserError: there is no such checkpoint, or its vocabulary is another one.
-    """
+    """Opens the newest good step of `decode.draft_checkpoint`, if it has the same vocabulary; None: no T5 drafts."""
     directory = config.decode.draft_checkpoint
     if config.decode.draft != "model":
         if directory:

@@ -86,11 +86,7 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
 
 
 def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Tokenizer | None) -> Source:
-    """The source if it can be decoded.
-
-    Args:
-      tokenizer: None: texts cannot be decoded.
-    """
+    """The source if it can be decoded; without a tokenizer texts cannot."""
     vocabulary, eos = architecture.vocab_size, architecture.eos_token_id
     for i, prefix in enumerate(source.prefixes):
         where = f'{place}: "row_prefixes"'

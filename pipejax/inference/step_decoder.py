@@ -104,9 +104,7 @@ class StepDecoder:
     ) -> tuple[Array, Array, Array]:
         """The values that queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
 
-        Args:
-          bias: f32 [B, H, Q, C].
-          start: i32 [B|1], the slot of each example's first query.
+        `bias`: f32 [B, H, Q, C]; `start`: i32 [B|1], the slot of each example's first query.
         """
         query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
         key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
@@ -172,11 +170,7 @@ def _by_query(found: Array) -> Array:
 
 
 def grow(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:
-    """A cache of that many slots.
-
-    Args:
-      old: is followed by zeroed slots; None: there are no others.
-    """
+    """A cache of that many slots: those of `old`, if there is one, and zeroed ones."""
     heads, width = batch * config.num_heads, config.d_kv
     if old is None:
         keys, values = jnp.zeros((heads, width, slots), dtype), jnp.zeros((heads, slots, width), dtype)
@@ -189,11 +183,7 @@ def grow(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache 
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """The values that queries find in keys under a bias: [B, H, K, Q].
-
-    Args:
-      query: [B, H, K, Q].
-    """
+    """The values that queries [B, H, K, Q] find in keys under a bias, as many."""
     batch, heads, width, queries = query.shape
     rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
     keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])

@@ -33,12 +33,7 @@ def events(
     unique: bool = False,
     adapter: int | None = None,
 ) -> Iterator[RowEvent | Decoded]:
-    """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one.
-
-    Args:
-      sampling: how tokens are chosen.
-      adapter: of the source; None: there are no adapters.
-    """
+    """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one."""
     found = _all_events(batch, tokenizer, lambda: batch.add(ids, sampling, log_probs=log_probs, adapter=adapter))
     return _of_unique_rows(found) if unique else found
 

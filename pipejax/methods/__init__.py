@@ -74,10 +74,7 @@ def default(config: Config) -> str:
 
 
 def trained(config: Config) -> Method:
-    """The method by which a run is trained; settings that matter to decoding alone are not looked at.
-
-    Of a run whose class is not imported, one that has its name and cannot do anything.
-    """
+    """The method by which a run is trained; if its class is not imported, one of its name that cannot do anything."""
     try:
         if own := _own(config):
             return own
@@ -145,11 +142,7 @@ def check_training(config: Config) -> None:
 def make_strategy(
     method: Method, decode: DecodeConfig, ids: Ids, drafter: "Drafter | None" = None, *, drafts: bool = True
 ) -> "Strategy":
-    """The strategy that decodes by a method, with drafts if the settings say so.
-
-    Args:
-      drafts: False: none are verified, whatever the settings say.
-    """
+    """The strategy that decodes by a method, with drafts if the settings and `drafts` say so."""
     check(method, decode, drafts=drafter is not None)
     made = strategy_of(method, ids)
     if not drafts or (drafter is None and decode.draft == "none"):

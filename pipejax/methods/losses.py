@@ -11,14 +11,9 @@ LOGITS = 2**25  # at the most at once: 128 MiB in float32, of which the backward
 
 
 def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
-    """Weighted negative log-likelihood: its sum and the sum of weights, both f32 scalars (paper section 3.3, eq. 6).
+    """Weighted negative log-likelihood [G, N]: its sum and that of weights, f32 scalars (paper section 3.3, eq. 6).
 
     Sums, so that parts of a batch add up exactly; the mean is over the real target tokens of the whole batch.
-
-    Args:
-      logits: f32 [G, N, V].
-      targets: i32 [G, N].
-      weights: f32 [G, N], 0 at padding and at slots without a target.
     """
     # Not looked up: the gradient of that is a scatter into all logits, and of this a part of softmax's own pass.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
@@ -30,13 +25,7 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
 def in_parts(
     loss: Loss, head: Callable[[Array], Array], hidden: Array, targets: Array, weights: Array, *, vocabulary: int
 ) -> tuple[Array, Array]:
-    """The loss of `head(hidden)`, with no more than LOGITS logits in memory at once where N can be parted so.
-
-    Args:
-      head: logits f32 [G, n, V] from [G, n, D].
-      hidden: [G, N, D].
-      targets: i32 [G, N, ...].
-    """
+    """The loss of logits f32 [G, N, V] = head(hidden), LOGITS of them at once where N can be parted so."""
     groups, slots = targets.shape[:2]
     wanted = -(-groups * slots * vocabulary // LOGITS)
     parts = next(count for count in range(1, slots + 1) if slots % count == 0 and count >= min(wanted, slots))

@@ -66,10 +66,7 @@ class Pipelined(Method):
         }
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5).
-
-        Arguments as of `Method.target`.
-        """
+        """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5)."""
         return self._laid_out([row for row in spell(rows, spells, ids.eos) if row], ids, most=most)
 
     def _laid_out(self, rows: Sequence[list[int]], ids: Ids, *, most: int, names: Sequence[int] = ()) -> Target:
@@ -137,10 +134,7 @@ class NamedRows(Pipelined):
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """Names are fed like other tokens, and have weight 0: decoding puts them there.
-
-        Arguments as of `Method.target`.
-        """
+        """Names are fed like other tokens, and have weight 0: decoding puts them there."""
         found = [row for row in spell(rows, spells, ids.eos) if row]
         names = [prefix_ids(spells, name, "grid.row_names", ids.eos) for name in self.grid.row_names]
         if names and len(found) != len(names):

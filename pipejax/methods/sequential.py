@@ -68,10 +68,7 @@ class Sequential(Method):
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """One row. If it is too long, its last rows are left out, and the end after them is not learned.
-
-        Arguments as of `Method.target`.
-        """
+        """One row. If it is too long, its last rows are left out, and the end after them is not learned."""
         kept = [row for row in rows if not spells.vanishes(row)]
         joined, cut = _join(kept, lambda text: spell([text], spells, ids.eos)[0], self.separator, most - 1)
         flat = grid.flatten([joined[: most - 1]], delay=1, bos=ids.bos, eos=ids.eos, final=False)
@@ -84,10 +81,7 @@ class Sequential(Method):
         return most
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
-        """A separator ends the row before it. Its last token is fed where the next row begins, as bos is on the grid.
-
-        Arguments as of `Method.rows_of`.
-        """
+        """A separator ends the row before it. Its last token is fed where the next row begins, as bos of a grid is."""
         kept, whole = [row for row in rows if not spells.vanishes(row)], flat.targets.tolist()
         starts = []
         for count in range(1, len(kept)):
@@ -184,10 +178,7 @@ def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[
 
 
 def separator_pattern(separator: str) -> str:
-    """A regular expression for the separator in decoded text.
-
-    Tokenizers change the number of spaces around the separator, and drop them at the ends of the text.
-    """
+    """An expression for the separator in decoded text, around which tokenizers change or drop spaces."""
     core = separator.strip(" ")
     before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
     after = r"(?:$| +)" if separator.endswith(" ") else ""
@@ -195,10 +186,7 @@ def separator_pattern(separator: str) -> str:
 
 
 def _join(rows: Sequence[str], spell: Callable[[str], list[int]], separator: str, most: int) -> tuple[list[int], bool]:
-    """The ids of the first rows, joined by the separator, that have at most `most` ids; and whether rows were left out.
-
-    The first row is always kept.
-    """
+    """The joined ids of the first rows, one at least, that have at most `most` ids; and whether rows were left out."""
 
     def joined(count: int) -> list[int]:
         return spell(separator.join(rows[:count]))

@@ -20,14 +20,9 @@ Array = jax.Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def attend(queries: Array, keys: Array, values: Array, bias: Array, seed: Array | None, rate: float) -> Array:
-    """softmax(queries keys^T + bias) values, [B, H, Q, K]; softmax in float32.
+    """softmax(queries keys^T + bias) values, [B, H, Q, K]; of keys and values C, of bias f32 [B|1, H|1, Q|1, C].
 
-    Args:
-      queries: [B, H, Q, K], not divided by sqrt(K): T5's are not.
-      keys: [B, H, C, K].
-      values: [B, H, C, K].
-      bias: f32 [B|1, H|1, Q|1, C].
-      seed: u32 [2], of dropout on the weights; None: without.
+    The softmax is float32; queries are not divided by sqrt(K): T5's are not. `seed`: u32 [2], of dropout.
     """
     return _forward(queries, keys, values, bias, seed, rate)[0]
 

@@ -217,12 +217,7 @@ class Attention(nn.Module):
     def attend(
         self, x: Array, normed: Array, keys: Array, values: Array, bias: Array | Seen, deterministic: bool
     ) -> Array:
-        """x plus what its normed form finds in keys and values, [B, Q, D].
-
-        Args:
-          x, normed: [B, Q, D].
-          keys, values: [B, H, C, K].
-        """
+        """x [B, Q, D] plus what its normed form, as large, finds in keys and values [B, H, C, K]."""
         queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
         if isinstance(bias, Seen):

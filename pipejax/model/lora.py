@@ -28,11 +28,7 @@ def is_factor(path: str) -> bool:
 
 
 def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Tree:
-    """The parameters with fresh factors beside each adapted kernel.
-
-    Args:
-      rank: of the factors; 0: none.
-    """
+    """The parameters with fresh factors of that rank (0: none) beside each adapted kernel."""
     if not rank:
         return params
     flat = flatten_dict(params, sep="/")
@@ -47,10 +43,7 @@ def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], boo
 
 
 def merge_factors(params: Tree) -> Tree:
-    """The parameters of the T5 that those with factors are: W + A B in place of all three, on every device alike.
-
-    Factors of several adapters stay.
-    """
+    """Parameters with W + A B in place of all three, on every device alike; factors of several adapters stay."""
     flat = flatten_dict(params, sep="/")
     for path in [path for path in flat if path.endswith(f"/{A}")]:
         stem = path.removesuffix(f"/{A}")

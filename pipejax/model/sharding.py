@@ -20,11 +20,7 @@ from pipejax.system.errors import UserError
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over all devices, or over the first ones if the sizes name fewer.
-
-    Args:
-      data: devices along this axis; -1: all that the other two leave.
-    """
+    """The mesh over all devices, or the first if the sizes name fewer; `data` = -1: all that the others leave."""
     devices, rest = devices or jax.devices(), fsdp * tensor
     if data == -1:
         if len(devices) % rest:

@@ -22,14 +22,11 @@ def apply_layers(
     keys: Callable[[], Array],
     pin: Callable[[Array], Array],
 ) -> Array:
-    """Runs x through a stack of equal layers: `x = layer(x, *seen, deterministic)`, or the first that it returns.
+    """Runs x [B, L, D] through equal layers: `x = layer(x, *seen, deterministic)`, or the first that it returns.
 
     With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
     layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
     weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
-
-    Args:
-      x: [B, L, D].
     """
     if remat == "none":
         for layer in layers:

@@ -130,8 +130,8 @@ class DecoderLayer(nn.Module):
         return self.cross_attention.keys_values(encoded)
 
 
-class Encoder(nn.Module):
-    """The encoder's stack: embedded tokens [B, L, D] to encoded ones."""
+class Stack(nn.Module):
+    """The common part of both stacks: layers, with a norm and dropout around them."""
 
     config: T5Config
     dtype: DTypeLike
@@ -139,18 +139,35 @@ class Encoder(nn.Module):
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
     blocks: str = ""
-    layer: ClassVar[type[nn.Module]] = EncoderLayer
+    layer: ClassVar[type[nn.Module]]
+    depth: ClassVar[str]  # the key of the config that counts the layers
+    bidirectional: ClassVar[bool]  # whether a query sees what comes after it
 
     def setup(self) -> None:
         c = self.config
-        self.layers = [self.layer(c, self.dtype, self.dropout) for _ in range(c.num_layers)]
+        self.layers = [self.layer(c, self.dtype, self.dropout) for _ in range(getattr(c, self.depth))]
         self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
         self.drop = Dropout(self.dropout)
         self.set_up_bias()
 
     def set_up_bias(self) -> None:
         """Makes what `bias` needs."""
-        self.relative_bias = RelativeBias(self.config, bidirectional=True)
+        self.relative_bias = RelativeBias(self.config, bidirectional=self.bidirectional)
+
+    def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
+        """All of it, [B, Q, D] to the same; `seen`: as the layers are given it."""
+        x = self.drop(x, deterministic=deterministic)
+        keys = partial(self.make_rng, "dropout")
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
+        return self.drop(self.norm(x), deterministic=deterministic)
+
+
+class Encoder(Stack):
+    """The encoder's stack: embedded tokens [B, L, D] to encoded ones."""
+
+    layer: ClassVar[type[nn.Module]] = EncoderLayer
+    depth: ClassVar[str] = "num_layers"
+    bidirectional: ClassVar[bool] = True
 
     def bias(self, batch: int, length: int) -> Any:
         """The bias of self-attention that all layers are given, [B|1, H, L, L]."""
@@ -169,43 +186,18 @@ class Encoder(nn.Module):
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
         bias = self.seen(mask) if self.blocks else self.bias(*x.shape[:2])
-        seen = bias, jnp.where(mask[:, None, None, :], 0.0, MASKED)
-        x = self.drop(x, deterministic=deterministic)
-        keys = partial(self.make_rng, "dropout")
-        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
-        return self.drop(self.norm(x), deterministic=deterministic)
+        return self.run(x, bias, jnp.where(mask[:, None, None, :], 0.0, MASKED), deterministic=deterministic)
 
 
-class Decoder(nn.Module):
+class Decoder(Stack):
     """The decoder's stack: embedded queries [B, Q, D] to hidden states of the same shape."""
 
-    config: T5Config
-    dtype: DTypeLike
-    dropout: float
-    remat: str = "none"
-    pin: Callable[[Array], Array] = unpinned
-    blocks: str = ""
     layer: ClassVar[type[nn.Module]] = DecoderLayer
-
-    def setup(self) -> None:
-        c = self.config
-        self.layers = [self.layer(c, self.dtype, self.dropout) for _ in range(c.num_decoder_layers)]
-        self.norm = RMSNorm(c.layer_norm_epsilon, self.dtype)
-        self.drop = Dropout(self.dropout)
-        self.set_up_bias()
-
-    def set_up_bias(self) -> None:
-        """Makes what `bias` needs."""
-        self.relative_bias = RelativeBias(self.config, bidirectional=False)
+    depth: ClassVar[str] = "num_decoder_layers"
+    bidirectional: ClassVar[bool] = False
 
     def bias(self, mask: Array, query: Array, key: Array) -> Any:
-        """The bias of self-attention that all layers are given, [B|1, H, Q, C].
-
-        Args:
-          mask: bool [B|1, Q, C].
-          query: positions i32 [B|1, Q].
-          key: positions i32 [B|1, C].
-        """
+        """The bias that all layers are given, [B|1, H, Q, C]; mask [B|1, Q, C], positions i32 [B|1, Q] and [B|1, C]."""
         return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
@@ -227,10 +219,7 @@ class Decoder(nn.Module):
             memory_bias: Any = Seen(Slots(mask.group), memory_mask, kind=self.blocks)
         else:
             bias, memory_bias = self.bias(mask, position, position), jnp.where(memory_mask[:, None], 0.0, MASKED)
-        x = self.drop(x, deterministic=deterministic)
-        seen, keys = (None, bias, encoded, memory_bias), partial(self.make_rng, "dropout")
-        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
-        return self.drop(self.norm(x), deterministic=deterministic)
+        return self.run(x, None, bias, encoded, memory_bias, deterministic=deterministic)
 
     def step(
         self, x: Array, mask: Array, position: Array, key_position: Array, memory: Memory, caches: Caches, start: Array
@@ -274,12 +263,7 @@ class T5(nn.Module):
         return tuple(x * scale[named][..., None].astype(self.dtype) for x, named in zip(embedded, tokens, strict=True))
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
-        """Encodes sources once and for all.
-
-        Args:
-          tokens: i32 [B, L].
-          mask: bool [B, L], True at real tokens (never judged by id: 0 is a legal token).
-        """
+        """Encodes sources i32 [B, L] once and for all; mask bool [B, L], True at real tokens (0 is a legal one)."""
         (embedded,) = self.embed(tokens)
         encoded = self.encoder(embedded, mask, deterministic)
         return self.decoder.memorize(encoded, mask)

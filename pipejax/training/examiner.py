@@ -70,11 +70,7 @@ class Examiner:
         best: Best | None,
         write: Callable[[Line], None],
     ) -> None:
-        """Encodes the dev examples once.
-
-        Args:
-          best: keeps the best parameters; None: nobody does.
-        """
+        """Encodes the dev examples once; `best` keeps the best parameters."""
         self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)
@@ -104,11 +100,9 @@ class Examiner:
     def evaluate(self, step: int, params: Tree, progress: Progress, stopped: Callable[[], bool]) -> bool:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
 
-        `stopped` is asked before and after each batch: once it says True the evaluation is given up, and leaves nothing
-        behind. The line in the log comes last: who is killed before it evaluates again, so no best step is missed.
-
-        Returns:
-          whether the evaluation came to its end.
+        `stopped` is asked before and after each batch: once it says True the evaluation is given up, which leaves
+        nothing behind, and this is False. The line in the log comes last: who is killed before it evaluates again, so
+        no best step is missed.
         """
         if stopped():
             return False

@@ -73,9 +73,16 @@ def fit(
             start = begin(config, directory, store, examples.fingerprints)
             if start.step:
                 store.retire(start.step)
-            # An evaluation may be due by the new intervals or have been due by the old ones.
-            owed = len(examples.dev) > 0 and any(
-                _owes(directory, start.step, c) for c in (start.trainer.config, start.before) if c
+            # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
+            # in it the log lacks it.
+            owed = (
+                start.step > 0
+                and len(examples.dev) > 0
+                and any(
+                    _evaluated(start.step, c) and not directory.has("evaluation", start.step)
+                    for c in (start.trainer.config, start.before)
+                    if c
+                )
             )
             if start.step >= config.train.steps and not owed:
                 store.close()
@@ -94,9 +101,10 @@ def fit(
                     # The log before the checkpoint: a run that resumes there must not log this step twice.
                     run.log_if_due()
                     # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
-                    run.evaluate_if_due()
+                    if run.evaluation_is_due():
+                        run.evaluate()
                     run.save_if_due()
-                    run.show_progress()
+                    run.progress.add(1, run.note)
                 run.log_the_rest()
             return run.end()
     finally:
@@ -208,7 +216,7 @@ class Run:
                 self.store.settle()
         self.trace.after(self.step, metrics)
         self.window.add(self.step, batch, metrics)
-        if self._evaluation_is_due() or self._save_is_due():
+        if self.evaluation_is_due() or self._save_is_due():
             jax.block_until_ready(metrics)  # so that the step's time is not booked as that of an evaluation or a save
 
     def log_if_due(self) -> None:
@@ -226,11 +234,6 @@ class Run:
             with distributed.together(UserError):
                 self.window.flush()
 
-    def evaluate_if_due(self) -> None:
-        """Scores the dev split every `train.evaluate_every` steps and after the last."""
-        if self._evaluation_is_due():
-            self.evaluate()
-
     def evaluate(self) -> None:
         """Scores the dev split; the best parameters are kept apart."""
         with self.clock("evaluation"), self.progress.aside("evaluating", f"{len(self.examiner.examples)} examples"):
@@ -242,10 +245,6 @@ class Run:
             with self.clock("checkpoint"):
                 if self._save():
                     self.saved = self.step
-
-    def show_progress(self) -> None:
-        """One more step on the bar."""
-        self.progress.add(1, self.note)
 
     def write(self, values: Line) -> None:
         """A line of metrics.jsonl, and of what else is kept of it."""
@@ -304,7 +303,8 @@ class Run:
         if error is not None:
             self.trackers.close()
 
-    def _evaluation_is_due(self) -> bool:
+    def evaluation_is_due(self) -> bool:
+        """Whether the dev split is scored after this step: every `train.evaluate_every` steps and after the last."""
         return self.evaluates and _evaluated(self.step, self.config)
 
     def _save_is_due(self) -> bool:
@@ -342,11 +342,6 @@ class Run:
 
 def _evaluated(step: int, config: Config) -> bool:
     return step % config.train.evaluate_every == 0 or step == config.train.steps
-
-
-def _owes(directory: RunDirectory, step: int, config: Config) -> bool:
-    """Whether the log lacks the evaluation after this step, as of a run that was stopped in it."""
-    return step > 0 and _evaluated(step, config) and not directory.has("evaluation", step)
 
 
 def _last_line(event: str, step: int, params: Tree, seconds: dict[str, float]) -> Line:

@@ -155,10 +155,7 @@ class Window:
         return values
 
     def _warn(self, values: Line, examples: int) -> None:
-        """Says once what is missing from more than a few of the examples.
-
-        A few batches tell little, as each holds examples of about one length.
-        """
+        """Says once what is missing from more than a few of the examples, when more than a few batches tell."""
         said = {
             "cut_sources": f"sources are cut at data.max_source = {self.data.max_source} tokens",
             "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose their ends",
@@ -195,10 +192,7 @@ class Window:
 
 
 def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: Config) -> None:
-    """Says at the start of a run if batches are large, and which texts do not come back from tokens.
-
-    ENOUGH examples are looked at, drawn at random, or fewer long ones.
-    """
+    """Says at the start if batches are large, and which texts of ENOUGH drawn ones do not come back from tokens."""
     size, total = config.train.batch_size, len(examples)
     if (drawn := min(size * config.train.length_group, total)) > MANY:
         logger.info(f"{drawn} examples are encoded before the first step: train.length_group batches of them")

@@ -37,12 +37,9 @@ GIB = 2**30
 def estimate(
     config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int
 ) -> dict[str, float]:
-    """Bytes on each device by term; `shapes` are one device's share of one part of a batch.
+    """Bytes on each device by term, from those of parameters with moments and of gradients, float32.
 
-    Args:
-      shapes: of the arrays of a batch, [B, L] of "source" and [G, N] of "inputs" are looked at.
-      state: bytes of parameters and moments on a device.
-      gradients: bytes of the gradient on a device, float32.
+    `shapes` are one device's share of one part of a batch: [B, L] of "source" and [G, N] of "inputs" are looked at.
     """
     model, train = config.model, config.train
     assert isinstance(model, T5Config), "`_resolve` checks it"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from pipejax import grid, methods
 from pipejax.config import Config
@@ -58,11 +58,7 @@ def batch_loss(
     loss: Loss = losses.cross_entropy,
     position: Position = grid.position,
 ) -> tuple[Array, Array]:
-    """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
-
-    Args:
-      dropout: a key; None: no dropout.
-    """
+    """Summed loss and target tokens of a batch of flat slots (paper section 3.3); `dropout`: a key; None: none."""
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
@@ -302,28 +298,19 @@ class Trainer:
 
     def trace(self, batch: ArrayShapes) -> Tree:
         """The step for such batches, not lowered yet."""
+        placed = sharding.batch_sharding(self.mesh)
         arrays = {
-            name: jax.ShapeDtypeStruct(
-                shape, jnp.float32 if name == "weights" else jnp.int32, sharding=self.batch_sharding
-            )
+            name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32, sharding=placed)
             for name, shape in batch.items()
         }
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
-        )
         key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
         with precision(self.model.dtype):
-            return self._step.trace(state, arrays, key)
+            return self._step.trace(TrainState(*(self.templates()[name] for name in ("params", "state"))), arrays, key)
 
     def dev_loss(self, params: Tree, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Summed loss and token count of a host batch, without dropout."""
         with precision(self.model.dtype):
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Of every array of a batch."""
-        return sharding.batch_sharding(self.mesh)
 
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""

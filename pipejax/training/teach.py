@@ -51,13 +51,9 @@ def teach(
     held_out: int | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Labels, trains and measures, from wherever the run in `workdir` stands.
+    """Labels, trains and measures, from wherever the run in `workdir` stands; returns what `loop.fit` does.
 
-    Args:
-      held_out: how many sources are only measured on; None: as `labels.choose_held_out` says.
-
-    Returns:
-      what `loop.fit` returns.
+    `held_out`: sources that are only measured on; None: as `labels.choose_held_out` says.
     """
     with RunDirectory(workdir) as directory:
         place = directory.path / "labels"

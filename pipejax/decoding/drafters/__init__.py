@@ -10,10 +10,6 @@ __all__ = ["Draft", "Drafter", "FromModel", "FromSource", "Jacobi", "Written", "
 
 def make(name: str) -> Drafter:
     """The drafter that `decode.draft` calls so."""
-    if name == "source":
-        return FromSource()
-    if name == "jacobi":
-        return Jacobi()
-    if name == "model":
-        return FromModel()
-    raise AssertionError(f"no drafter is made for {name}")
+    kinds: dict[str, type[FromSource] | type[Jacobi] | type[FromModel]]
+    kinds = {"source": FromSource, "jacobi": Jacobi, "model": FromModel}
+    return kinds[name]()
