@@ -189,10 +189,12 @@ def test_the_hubs_cache_is_followed_and_no_other_place(tokenizer_files: Path, tm
     for name, target in {
         "blobs": secret(model / "x"),
         "models--a": tmp_path / "hub/models--a--b/refs",
+        "deeper": tmp_path / "hub/models--a--b/blobs/deep/file",
+        "other blobs": tmp_path / "docs/blobs/file",
         "up": tmp_path / "hub/blobs/ab/short",
         "a neighbour": tmp_path / "local-too/file",
     }.items():
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("secret")
         link(local, name, target)
         with pytest.raises(UserError, match="found a link to"):
