@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -243,3 +244,18 @@ def test_a_file_at_the_bound_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a pipe or a device"):
         read_json(tmp_path / "pipe")
     assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "too much"])
+def test_a_tokenizer_alone_is_looked_at_as_well(kind: str, tokenizer_files: Path, tmp_path: Path) -> None:
+    """A training copies it into its run."""
+    shutil.copytree(tokenizer_files, tmp_path / "t5")
+    if kind == "a link":
+        link(tmp_path / "t5", "spiece.model", secret(tmp_path / "t5"))
+    elif kind == "a pipe":
+        pipe(tmp_path / "t5", "added_tokens.json")
+    else:
+        (tmp_path / "t5/vocab.txt").write_bytes(b" " * (2**25 + 1))
+    words = {"a link": "found a link", "a pipe": "found a directory, a pipe", "too much": "found 33,554,433 bytes"}
+    with pytest.raises(UserError, match=words[kind]):
+        Tokenizer.load(tmp_path / "t5")
