@@ -180,7 +180,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, caps
     def read(place, template):
         raise error
 
-    monkeypatch.setattr(arrays_lib, "_read", read)
+    monkeypatch.setattr(arrays_lib, "_open", read)
     store = Store(tmp_path / "checkpoints", writable=True)
     with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
         store.newest(None, set_aside=True)
@@ -380,7 +380,7 @@ def test_a_tokenizer_that_cannot_be_read_costs_a_save(tmp_path, monkeypatch, sai
     (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
     store = Store(tmp_path / "checkpoints", writable=True)
     with monkeypatch.context() as patch:
-        refuse(patch, (Path, "read_bytes"), errno.EIO, lambda path: path.name == "tokenizer.json")
+        refuse(patch, (os, "open"), errno.EIO, lambda path, *flags: Path(path).name == "tokenizer.json")
         assert not store.save(1, tree(1.0), config=CONFIG, wait=True)
     assert len(said) == 1 and "1: not saved (" in said[0] and "tokenizer: cannot be read (" in said[0]
     assert store.save(2, tree(2.0), config=CONFIG, wait=True)

@@ -177,13 +177,13 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
 def test_schedule_holds_every_decode():
     strategy = Pipelined(delay=2, time_max=9, sub_max=20)
     # Call by call: the rows that began by then, or one more where an example was at a pause.
-    assert (strategy.rows, strategy.slots) == (5, 1 + 2 * (2 + 3 + 4 + 5))
+    assert (strategy.most_queries, strategy.slots) == (5, 1 + 2 * (2 + 3 + 4 + 5))
     assert Pipelined(delay=1, time_max=4, sub_max=3).slots == 1 + 2 + 3 + 3
     sizes = Sizes.fit(strategy, 3, queries=(4, 8, 40), slots=(3, 12, 64))
     assert sizes.queries == (4, 8, 15)
     assert sizes.slots == (12, 29 + 5)
     assert Sizes.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Sizes((1,), (8,))
-    assert (Beam(7, 4).rows, Beam(7, 4).slots) == (4, 1 + 6 * 4)
+    assert (Beam(7, 4).most_queries, Beam(7, 4).slots) == (4, 1 + 6 * 4)
     assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 34)
     # The smallest cache need only hold the narrowest step.
     assert Sizes.fit(strategy, 1, queries=(3,), slots=(2, 3, 8)).slots == (3, 8, 34)
