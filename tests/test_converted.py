@@ -200,3 +200,26 @@ def test_a_run_that_is_not_there_is_no_name_of_the_hub(there: Path, tmp_path: Pa
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match="found no checkpoints/"):
         pipejax.load(tmp_path / "runs")
+
+
+def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that an index names is not here yet: the hub is asked, nobody hears of a damaged directory."""
+    part = there.parent / "part"
+    shutil.copytree(there, part)
+    (part / "model.safetensors").unlink()
+    (part / "model.safetensors.index.json").write_text('{"weight_map": {"shared.weight": "model-1-of-1.safetensors"}}')
+    calls: list[object] = []
+
+    def locate(source: object) -> Path:
+        calls.append(source)
+        return there
+
+    def convert(source: object, out: Path) -> None:
+        calls.append(source)
+        out.mkdir()
+
+    monkeypatch.setattr(converted, "_downloaded", lambda name, at: part)
+    monkeypatch.setattr(converted, "locate", locate)
+    monkeypatch.setattr(converted, "from_hf", convert)
+    converted.find("some/t5")
+    assert calls == ["some/t5", "some/t5"]

@@ -78,6 +78,11 @@ def test_rows_are_counted_as_often_as_they_are_there() -> None:
         *[(1, True, False), (0, False, False), (1, "1", False), (None, "null", False), (None, False, False)],
         *[("1", "1.0", False), ("a  b", "a b", True), ("a", "A", False), ([1, "x"], [1.0, "x"], True)],
         *[([1, 2], [2, 1], False), ([1], 1, False), ("2024-05-03", "2024-05-3", False), (1e300, 1e299, False)],
+        *[
+            ({"x": 1, "y": "ａ"}, {"y": "a", "x": 1.0}, True),
+            ({"x": 1}, {"x": True}, False),
+            ({"x": 1}, {"z": 1}, False),
+        ],
     ],
 )
 def test_values_of_objects_by_type(tmp_path, capsys, left: object, right: object, equal: bool) -> None:

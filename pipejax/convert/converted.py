@@ -1,5 +1,6 @@
 """From the name of a Hugging Face model to a checkpoint: converted once, and kept in the user's cache."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.convert import adapters, description, generation
-from pipejax.convert.huggingface import TOKENIZER_FILES, from_hf, locate
+from pipejax.convert.huggingface import OF_HUB, TOKENIZER_FILES, from_hf, locate
 from pipejax.convert.tensor_files import ADAPTER, WHOLE, weight_files
 from pipejax.data import hub
 from pipejax.system import VERSION, compile_cache
@@ -39,8 +40,11 @@ def find(source: str | Path) -> Path:
         return path
     cache = compile_cache.safe_directory()
     directory = _downloaded(*of_hub) if of_hub else path
-    kept = cache and directory and _place(cache, absolute(path).name, directory)
-    if directory is None or (of_hub and not (kept and look(kept) == "directory")):
+    is_kept = False
+    if cache and of_hub and directory:
+        with contextlib.suppress(UserError):  # a part of it may not be here yet
+            is_kept = look(_place(cache, absolute(path).name, directory)) == "directory"
+    if directory is None or (of_hub and not is_kept):
         directory = locate(str(source))
     if cache is None:
         raise UserError(
@@ -60,7 +64,7 @@ def _downloaded(name: str, at: dict[str, Any]) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, **at))
+        return Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=True, **at))
     except Exception:  # the hub client raises many kinds; `locate` says in one line if there is no such model
         return None
 

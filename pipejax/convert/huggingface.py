@@ -44,6 +44,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model"),
 )
+OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")  # fetched of a model, if they are there
 
 
 def read_hf(directory: str | Path, backbone: type[Backbone] = T5Config) -> tuple[Any, Params]:
@@ -328,11 +329,10 @@ def locate(source: str) -> Path:
     reason = "no such path"
     if of_hub := hub.parted(source):
         name, at = of_hub
-        patterns = ["*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*"]
         try:
             from huggingface_hub import snapshot_download
 
-            directory = Path(snapshot_download(name, allow_patterns=patterns, **at))
+            directory = Path(snapshot_download(name, allow_patterns=[*OF_HUB], **at))
             for other in ("pytorch_model*.bin*", "flax_model.msgpack"):
                 names = "adapter_model.*", "model*.safetensors", "pytorch_model*.bin"
                 if not any(found for weights in names for found in directory.glob(weights)):

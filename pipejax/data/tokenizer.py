@@ -267,11 +267,15 @@ def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
 
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
     """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
-    there = " and ".join(sorted(path.name for path in directory.iterdir() if _is_read(path.name, _VOCABULARIES)))
+    try:
+        names = sorted(path.name for path in directory.iterdir())
+    except OSError as error:
+        raise UserError(f"{named}: cannot be read ({error.strerror})") from error
+    there = " and ".join(name for name in names if _is_read(name, _VOCABULARIES))
     if not any(look(directory / name) == "file" for name in FILES):
         found = f"{there}, but nothing that says their class" if there else "no tokenizer"
         raise UserError(f"{named}: found {found}; expected one of {', '.join(FILES)}")
-    for file in sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file"):
+    for file in (directory / name for name in names if _is_read(name) and look(directory / name) == "file"):
         require_own(file)
         if (size := file.stat().st_size) > VOCABULARY:
             raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")

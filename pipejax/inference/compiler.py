@@ -25,7 +25,8 @@ class Compiler:
         self.planned = self.prepared = 0  # needs asked for as PLANNED, and those of them that are met
         self._tell, self._numbers = tell, itertools.count()
         self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object]]]()
-        threading.Thread(target=self._run, name="compiler", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="compiler", daemon=True)
+        self.thread.start()
 
     def ask(self, needs: Needs, order: int = WANTED) -> None:
         """Has them met, unless they are; returns at once."""
@@ -36,7 +37,7 @@ class Compiler:
 
     def close(self) -> None:
         """Compiles no more; what is under way is not waited for."""
-        self._asked.put((END, 0, None, lambda: None))
+        self._asked.put((END, next(self._numbers), None, lambda: None))
 
     def _run(self) -> None:
         while (asked := self._asked.get())[0] != END:
@@ -51,4 +52,4 @@ class Compiler:
                     logger.error(f"compiling failed: {failed}")
                     error = failed
             self._tell(key, error)
-            self.prepared += order == PLANNED
+            self.prepared += order == PLANNED and error is None

@@ -53,6 +53,8 @@ def _shown(value: object, spell: Callable[[str], str]) -> str:
     """JSON, in which each value has one spelling."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_shown(x, spell) for x in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_shown(str(key), spell)}: {_shown(x, spell)}' for key, x in value.items()))}}}"
     if isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool):
         return str(_ALL_DIGITS.normalize(decimal.Decimal(str(value))) or 0)
     return json.dumps(spell(value) if isinstance(value, str) else value, ensure_ascii=False, sort_keys=True)
