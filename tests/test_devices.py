@@ -99,7 +99,11 @@ def test_an_answer_compiles_no_more_than_it_needs(strategy, alone):
     fresh.set_params(PARAMS)
     found = fresh.decode(SOURCES[:1], strategy, batch_size=1, across=1, report=report)
     used = {key[1] for key in fresh._compiled if not isinstance(key[0], str)}
-    needed = [c for c in sizes.slots if c - strategy.rows < int(found.lengths.sum(axis=1).max()) + 2 * strategy.rows]
+    needed = [
+        c
+        for c in sizes.slots
+        if c - strategy.most_queries < int(found.lengths.sum(axis=1).max()) + 2 * strategy.most_queries
+    ]
     assert used <= {*sizes.slots[: len(needed) + 1]} and len(used) < len(sizes.slots)
 
 
