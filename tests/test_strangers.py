@@ -114,7 +114,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 PROGRAM = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from pipejax.convert import from_hf
 from pipejax.system.errors import UserError
@@ -125,7 +125,8 @@ for place in sys.argv[1:]:
         said = "converted"
     except UserError as error:
         said = str(error)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    # Not ru_maxrss, which begins with the size of the process that started this one.
+    most = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
     print(Path(place).name, round(time.monotonic() - begun, 2), most, repr(said), sep="\\t", flush=True)
 """
 
