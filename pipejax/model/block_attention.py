@@ -291,6 +291,11 @@ def _load(ref: Ref, example: Array, head: Array, places: Array, count: int) -> A
     return plgpu.load(at, mask=(places < count)[:, None], other=0)
 
 
+def _queries(refs: Sequence[Ref], facts: dict[str, Any], example: Array, head: Array, q: Array, sizes: Sizes) -> Any:
+    """The slots of a block's queries, and the rows of each of these arrays."""
+    return [_of(facts["queries"], example, q), *(_load(ref, example, head, q, sizes.queries) for ref in refs)]
+
+
 def _store(ref: Ref, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
     at, mask = ref.at[example, head, places], places < count
     if x.ndim == 2:
@@ -326,7 +331,7 @@ def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slot
 
 
 def _left(facts: dict[str, Any], sizes: Sizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
-    """What dropout leaves of [q, k], as `dropout.mask` decides for an array [B, H, Q, C]; not divided by 1 - rate."""
+    """The part of [q, k] that dropout leaves, as `dropout.mask` decides for [B, H, Q, C]; not divided by 1 - rate."""
     if "seed" not in facts:
         return x
     seed = [plgpu.load(facts["seed"].at[jnp.int32(n)]) for n in range(2)]
@@ -423,9 +428,7 @@ def _backward_queries(
     """The gradient of a block of queries, and the sums of its scores' gradient over keys beyond -W and beyond W."""
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
-    here = _of(facts["queries"], example, q)
-    given = (_load(ref, example, head, q, sizes.queries) for ref in (queries_ref, gradient_ref, sums_ref, rows_ref))
-    of_queries = here, *given
+    here, *_ = of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
 
     def add(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_query, *sums = carry
@@ -466,9 +469,7 @@ def _backward_buckets(
     groups = of_buckets_ref.shape[2] // GROUP
     block, least = turn // groups, turn % groups * GROUP
     q = block * sizes.own + jnp.arange(sizes.own)
-    here = _of(facts["queries"], example, q)
-    given = (_load(ref, example, head, q, sizes.queries) for ref in (queries_ref, gradient_ref, sums_ref, rows_ref))
-    of_queries = here, *given
+    here, *_ = of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
 
     def add(number: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         k = number * sizes.other + jnp.arange(sizes.other)
@@ -514,12 +515,8 @@ def _backward_keys(
     def add(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         d_key, d_value = carry
         q = number * sizes.other + jnp.arange(sizes.other)
-        here = _of(facts["queries"], example, q)
-        loaded = [
-            _load(ref, example, head, q, sizes.queries) for ref in (queries_ref, gradient_ref, sums_ref, rows_ref)
-        ]
-        query, gradient, *rest = loaded
-        of_queries = here, query, gradient, *rest
+        of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
+        _, query, gradient, *_ = of_queries
         left, d_scores = _gradients(facts, sizes, example, head, q, k, of_queries, of_keys)
         d_value += _dot(left.astype(gradient.dtype), gradient, trans_a=True)
         return d_key + _dot(d_scores.astype(query.dtype), query, trans_a=True), d_value
