@@ -11,6 +11,7 @@ from pipejax import methods
 from pipejax.apps.records import decode_file
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.inference.generator import Generator
+from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system.errors import UserError
 from support import oracle
@@ -54,6 +55,15 @@ def test_events_add_up_to_the_record(strategy):
         assert [rows[i] for i in sorted(rows)] == [row for row in record["row_ids"] if row]
         if record["truncated"] is None:
             assert ended == {*rows}
+
+
+def test_the_order_of_events_does_not_depend_on_the_steps_taken_at_once(monkeypatch):
+    made, found = generator(), {}
+    for steps in (1, 3, 1000):
+        monkeypatch.setattr(RunningBatch, "advance", lambda self, steps=steps: self._run_steps(steps)[:2])
+        found[steps] = [[*made.stream_rows(ids)] for ids in texts(6)]
+    assert found[1] == found[3] == found[1000]
+    assert any(event.done for events in found[1] for event in events[:-4])
 
 
 def test_streams_of_one_generator_may_run_side_by_side(caplog):

@@ -49,17 +49,16 @@ def _all_events(
             decoded, done = batch.advance()
             over, news = bool(done[place]), batch.news(decoded, place, known)
             known = np.maximum(known, decoded.lengths[place])
-            of_rows = [row for _, row, _ in news]
-            tokens: list[int] = decoded.tokens[place][of_rows, [j for _, _, j in news]].tolist()
-            for row, token in zip(of_rows, tokens, strict=True):
-                said[row] += growing[row].add(token)
-                yield RowEvent(row, token, said[row] if tokenizer else None, False)
             # Of an open row every step up to now has written a token. One that has no room for an eos was cut off.
             end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
-            for row in np.flatnonzero((decoded.lengths[place] < end) & ~ended & (known > 0)).tolist():
-                ended[row] = True
-                said[row] += growing[row].rest()
-                yield RowEvent(row, batch.strategy.eos, said[row] if tokenizer else None, True)
+            closed = np.flatnonzero((known < end) & ~ended & (known > 0)).tolist()
+            ended[closed] = True
+            written = decoded.tokens[place].tolist()
+            found = [(step, False, row, written[row][j]) for step, row, j in news]
+            found += [(int(batch.starts[row] + known[row]), True, row, batch.strategy.eos) for row in closed]
+            for _, is_end, row, token in sorted(found):  # the same order however many steps were taken at once
+                said[row] += growing[row].rest() if is_end else growing[row].add(token)
+                yield RowEvent(row, token, said[row] if tokenizer else None, is_end)
     finally:
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)
