@@ -1,4 +1,7 @@
-"""T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`."""
+"""T5 encoder-decoders in JAX with a pipelined decoder: `pipejax.load(path).decode([...])`.
+
+To read the code, begin with docs/read-this-first.md: it follows one answer through lab/one_answer.py.
+"""
 
 import importlib
 import sys
