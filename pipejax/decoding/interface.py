@@ -56,7 +56,10 @@ class Model(Protocol[Cache]):
         """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written."""
+        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written, in its slots alone.
+
+        A step may be taken back: nobody sees its slots then, and others write them again.
+        """
 
     def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """As a call, but instead of logits the tokens i32 [N] with the highest, the lowest id of equals."""
