@@ -152,8 +152,8 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     outputs = [np.asarray(x) for x in after_steps(params)]
     apart = abs(outputs[0] - outputs[1]).max()
     if not apart < NEAR * abs(outputs[0]).max():
-        found = f"outputs that change by {apart:.3g} with one that was taken back"
-        contract.refuse(config, "module: step", found, "the same outputs")
+        said = f"outputs that change by {apart:.3g} with one that was taken back"
+        contract.refuse(config, "module: step", said, "the same outputs")
 
 
 def recompute(

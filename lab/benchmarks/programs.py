@@ -133,8 +133,8 @@ def cases(
     def on_device(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    platform = next(iter(sharding.device_set)).platform
-    platform = "accelerator" if platform == "cpu" else platform  # a CPU goes through more sizes
+    device: Any = next(iter(sharding.device_set))
+    platform = "accelerator" if device.platform == "cpu" else device.platform  # a CPU goes through more sizes
     model, grid = T5(config, dtype=dtype), GridConfig()
     params = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
     ready = on_device(jax.eval_shape(partial(backend.prepare, model), params))

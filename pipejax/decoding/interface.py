@@ -84,6 +84,10 @@ class Stepper(Protocol):
     def slots(self) -> int:
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
 
+    @property
+    def borrows(self) -> bool:
+        """Whether it asks a small model of its own, which `Strategy.lend` gives it."""
+
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The position of a slot, in training too: less that of a slot that it sees, it is how far that lies back."""
 
@@ -123,10 +127,6 @@ class Strategy(Stepper, Protocol):
     @property
     def reads_source(self) -> bool:
         """Whether `init` is given the source."""
-
-    @property
-    def borrows(self) -> bool:
-        """Whether it asks a small model of its own, which `lend` gives it."""
 
     def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
         """The strategy as it is the fastest there.

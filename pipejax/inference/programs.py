@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
 from pipejax.data.shapes import bucket, pad
-from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Strategy, Stretch, Wishes
+from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
 from pipejax.model import lora
@@ -46,7 +46,7 @@ def devices() -> list[jax.Device]:
     return here[:1] if here[0].platform == "cpu" else here
 
 
-def schedule(strategy: Strategy, batch: int, platform: str = "") -> Sizes:
+def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
 
     On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
