@@ -133,6 +133,28 @@ def _check_passes(config: Backbone, params: Tree) -> None:
         if not apart < NEAR * abs(found).max():
             contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
 
+    @jax.jit
+    def after_steps(params: Tree) -> tuple[Any, Any]:
+        """The last step's outputs after the others, and after one more that was taken back."""
+        call = partial(config.module().apply, {"params": params})
+        memory, position = call(*given[:2], method="encode"), given[4]
+
+        def step(cache: Tree, first: int, count: int, *, counts: bool = True) -> tuple[Any, Tree]:
+            here, known = np.arange(first, first + count), np.arange(size) < first + count * counts
+            seen = mask[:, here] & known & counts
+            place = position[:, here], position, memory, cache, np.asarray([first])
+            found: tuple[Any, Tree] = call(given[2][:, here], seen, *place, method="step")
+            return found
+
+        cache = step(config.module().empty_cache(1, size), 0, size - 3)[1]
+        return tuple(step(x, size - 3, 1)[0] for x in (cache, step(cache, size - 3, 3, counts=False)[1]))
+
+    outputs = [np.asarray(x) for x in after_steps(params)]
+    apart = abs(outputs[0] - outputs[1]).max()
+    if not apart < NEAR * abs(outputs[0]).max():
+        said = f"outputs that change by {apart:.3g} with one that was taken back"
+        contract.refuse(config, "module: step", said, "the same outputs")
+
 
 def recompute(
     model: Backbone, params: Tree, strategy: Strategy, source: Sequence[int], forced: np.ndarray | None = None

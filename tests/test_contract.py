@@ -569,6 +569,14 @@ class Seeing(t5.Decoder):
         return jnp.maximum(super().bias(mask, query, key), -1.0)
 
 
+class Leaking(t5.Decoder):
+    """Its steps see slots that are hidden, which training does not have."""
+
+    def step(self, *given: Any) -> Any:
+        found, caches = super().step(*given)
+        return found + 0.1 * caches[0][0].mean(), caches
+
+
 class Padded(t5.Encoder):
     """It sees padding."""
 
@@ -637,6 +645,16 @@ def test_a_backbone_that_looks_where_it_must_not_is_one_line(made: Any, line: st
     params = testing.random_params(config, 1)
     with pytest.raises(
         UserError, match=rf"^Own\.module: {line}: found logits that change by [^\n]*; expected the same"
+    ):
+        testing._check_passes(config, params)
+
+
+def test_a_step_that_cannot_be_taken_back_is_one_line() -> None:
+    config = backbone(Leaking)
+    params = testing.random_params(config, 1)
+    with pytest.raises(
+        UserError,
+        match=r"^Own\.module: step: found outputs that change by [^\n]* with one that was taken back; expected",
     ):
         testing._check_passes(config, params)
 

@@ -194,11 +194,11 @@ def test_schedule_holds_every_decode():
 @pytest.mark.parametrize(
     "strategy", [Pipelined(delay=1, time_max=23, sub_max=10), Sequential(max_length=200), Beam(60, 5)]
 )
-@pytest.mark.parametrize("number", [0, 1])
-def test_no_step_copies_the_cache(strategy, batch, number):
+@pytest.mark.parametrize("number, turn", [(0, 1), (1, 1), (1, 4)])
+def test_no_step_copies_the_cache(strategy, batch, number, turn):
     """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
-    sizes = Sizes.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78))
+    sizes = Sizes.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78), turn=turn)
     ready = jax.eval_shape(lambda k: XLA.prepare(model, CONFIG.init_params(k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)
@@ -216,7 +216,10 @@ def test_no_step_copies_the_cache(strategy, batch, number):
         elif " = " in line:
             inside.append(line)
     loops = [line for lines in computations.values() for line in lines if " while(" in line]
-    assert len(loops) == len(sizes.queries) + (len(sizes.queries) > 1)
+    # A turn of several steps is one loop more, of which nobody asks the condition.
+    assert len(loops) == (1 + (turn > 1)) * len(sizes.queries) + (len(sizes.queries) > 1)
+    known = [line for line in loops if f'"known_trip_count":{{"n":"{turn}"}}' in line]
+    assert len(known) == (turn > 1) * len(sizes.queries)
     waiting, bodies = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in loops], set()
     while waiting:
         if (name := waiting.pop()) not in bodies:
@@ -231,7 +234,9 @@ def test_no_step_copies_the_cache(strategy, batch, number):
     for name in bodies:
         for line in computations[name]:
             if found := re.search(r"= (\w+\[[\d,]*\])\S* ([\w\-]+)\(", line):
-                copied += [line] if found[1] in large and found[2] in ("copy", "copy-start", "transpose") else []
+                copied += (
+                    [line] if found[1] in large and found[2] in ("copy", "copy-start", "transpose", "select") else []
+                )
                 written |= {found[1]} if found[2] == "dynamic-update-slice" else set()
     assert not copied
     # The names that are looked for are those that occur.

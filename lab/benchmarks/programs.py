@@ -133,6 +133,8 @@ def cases(
     def on_device(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
+    device: Any = next(iter(sharding.device_set))
+    platform = "accelerator" if device.platform == "cpu" else device.platform  # a CPU goes through more sizes
     model, grid = T5(config, dtype=dtype), GridConfig()
     params = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
     ready = on_device(jax.eval_shape(partial(backend.prepare, model), params))
@@ -144,7 +146,7 @@ def cases(
         yield Case(f"encode, batch {batch}", encode, (ready.encoding, source, lengths))
         memory = on_device(jax.eval_shape(encode, ready.encoding, source, lengths))
         for strategy in strategies:
-            sizes, carry = programs.schedule(strategy, batch, "accelerator"), None
+            sizes, carry = programs.schedule(strategy, batch, platform), None
             for slots in sizes.slots:
                 decode = partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots, backend=backend)
                 arguments = ready.decoding, memory, carry

@@ -10,6 +10,9 @@ each cache size there is a program, and in it for each number of queries a `whil
 need that number: a `switch` inside a single loop would copy the cache. When a step does not fit into the cache, the
 program ends, and the program of the next cache size goes on.
 
+Where it takes long to read the condition of a loop, several steps make one turn of it (`Sizes.turn`). All of them are
+computed, and those after the end of a loop change nothing but slots that are free.
+
 Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
 example, C cache slots in reach, V vocabulary.
 """
@@ -39,16 +42,23 @@ class Sizes:
 
     queries: tuple[int, ...]  # N, ascending; the last holds every step
     slots: tuple[int, ...]  # C, ascending; the last holds every decode
+    turn: int = 1  # steps between two looks at a loop's condition
 
     @classmethod
     def fit(
-        cls, strategy: Stepper, batch: int, *, queries: tuple[int, ...] = (), slots: tuple[int, ...] = ()
+        cls,
+        strategy: Stepper,
+        batch: int,
+        *,
+        queries: tuple[int, ...] = (),
+        slots: tuple[int, ...] = (),
+        turn: int = 1,
     ) -> "Sizes":
         """The sizes that hold every decode of that strategy."""
         most = batch * strategy.most_queries
         chosen = (*(n for n in queries if n < most), most)
         holds = strategy.slots + strategy.most_queries  # the last write needs room for its fillers
-        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds))
+        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), turn)
 
     def full(self) -> UserError:
         """The error of a strategy that fills more slots than it said."""
@@ -138,7 +148,9 @@ def decode(
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
 
     def goes_on(carry: Carry) -> Array:
-        goes = ~strategy.done(carry.state).all() & (carry.used.max() <= limits[carry.size])
+        # After a step of a longer turn there must be room for the writes of those that are not taken.
+        taken = carry.used if sizes.turn == 1 else carry.used + carry.query.live.sum(axis=1)
+        goes = ~strategy.done(carry.state).all() & (taken.max() <= limits[carry.size])
         if watched is not None:
             goes &= ~(strategy.done(carry.state) & watched).any()
         return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
@@ -188,13 +200,27 @@ def decode(
             steps_left=None if carry.steps_left is None else listen(carry.steps_left - 1),
         )
 
+    def step_if_it_fits(size: int, carry: Carry) -> Carry:
+        takes, new = fits(size, carry), step(size, carry)
+        # To choose a cache would copy it: what a step wrote that does not count stays, in free slots.
+        old = dataclasses.replace(carry, cache=new.cache)
+        chosen: Carry = jax.tree.map(lambda a, b: a if a is b else jnp.where(takes, a, b), new, old)
+        return chosen
+
+    def turn(size: int, carry: Carry) -> Carry:
+        if sizes.turn == 1:
+            return step(size, carry)
+        # A loop of a known length is compiled once, and nobody reads its condition.
+        found: Carry = jax.lax.fori_loop(0, sizes.turn, lambda _, carry: step_if_it_fits(size, carry), carry)
+        return found
+
     def sweep(carry: Carry) -> Carry:
         for i, width in enumerate(widths):
             if width <= slots:
-                carry = jax.lax.while_loop(partial(fits, i), partial(step, i), carry)
+                carry = jax.lax.while_loop(partial(fits, i), partial(turn, i), carry)
         return carry
 
-    carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(step, 0), carry)
+    carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(turn, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
     contract.check_result(strategy, decoded, len(carry.query.live))
     over, left = strategy.done(carry.state).all(), carry.steps_left

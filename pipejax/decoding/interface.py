@@ -56,7 +56,10 @@ class Model(Protocol[Cache]):
         """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written."""
+        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written, in its slots alone.
+
+        A step may be taken back: nobody sees its slots then, and others write them again.
+        """
 
     def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """As a call, but instead of logits the tokens i32 [N] with the highest, the lowest id of equals."""
@@ -80,6 +83,10 @@ class Stepper(Protocol):
     @property
     def slots(self) -> int:
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it asks a small model of its own, which `Strategy.lend` gives it."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The position of a slot, in training too: less that of a slot that it sees, it is how far that lies back."""
@@ -120,10 +127,6 @@ class Strategy(Stepper, Protocol):
     @property
     def reads_source(self) -> bool:
         """Whether `init` is given the source."""
-
-    @property
-    def borrows(self) -> bool:
-        """Whether it asks a small model of its own, which `lend` gives it."""
 
     def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
         """The strategy as it is the fastest there.

@@ -329,6 +329,8 @@ class T5(nn.Module):
     ) -> tuple[Array, Caches]:
         """A step of decoding by the layers of `hidden`: outputs [B, Q, D] for `logits`, and the cache with its slots.
 
+        A step may be taken back: nobody sees its slots then, and others write them again.
+
         Args:
           tokens: i32 [B, Q].
           mask: bool [B, Q, C], which slots each query sees, its own included.

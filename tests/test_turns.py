@@ -1,0 +1,349 @@
+"""Several steps in one turn of the loop: answers, steps, pauses and what is kept are those of one step a turn."""
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax import decoding
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.decoding import (
+    Beam,
+    Carry,
+    Drafted,
+    Grammar,
+    Pipelined,
+    Sampling,
+    Sequential,
+    Sizes,
+    SourceIds,
+    Strategy,
+    Stretch,
+    Table,
+    Wishes,
+)
+from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
+from pipejax.decoding.gathering import NOWHERE
+from pipejax.inference import programs
+from pipejax.inference.generator import Generator
+from pipejax.methods import Ids
+from support import oracle
+from support.foreign import Pairs
+from support.hashed import Hashed
+from support.schemas import generator as with_schemas
+from support.schemas import schema
+from support.tiny import MORE_WORDS
+
+WORDS = 12  # of a vocabulary
+NO_END = 1 << 20  # steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is compiled."""
+
+    strategy: Strategy
+    batch: int = 3
+    queries: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    wished: tuple[str, ...] = ()
+    turn: int = 3
+
+    def sizes(self, turn: int) -> Sizes:
+        return Sizes.fit(self.strategy, self.batch, queries=self.queries, slots=self.slots, turn=turn)
+
+
+def wishes_of(setting: Setting, rng: np.random.Generator) -> Wishes:
+    """Random ones of the kinds that are wished."""
+    (rows, width), batch, wished = setting.strategy.places, setting.batch, setting.wished
+    found = Wishes(scores="scores" in wished)
+    if "sampling" in wished:
+        settings = Sampling(*(rng.choice(x, batch) for x in ([0.0, 0.7, 1.5], [0, 3], [1.0, 0.8], [1, 2, 3])))
+        dtypes = Sampling(*(np.float32, np.int32, np.float32, np.uint32))
+        found = dataclasses.replace(found, sampling=jax.tree.map(lambda x, t: x.astype(t), settings, dtypes))
+    if "forced" in wished:
+        forced = np.where(rng.random((batch, rows, width)) < 0.1, rng.integers(1, WORDS, (batch, rows, width)), -1)
+        found = dataclasses.replace(found, forced=forced.astype(np.int32))
+    if "allowed" in wished:
+        found = dataclasses.replace(found, allowed=(rng.random((batch, WORDS)) < 0.8) | (np.arange(WORDS) == 1))
+    if "grammar" in wished:
+        # Letters lead from state to state; the dead one is 0, and a row may end in 2 and 3.
+        moves = np.asarray([[0, 2, 3, 1], [0, 3, 1, 2], [0, 0, 2, 0]], np.int32)
+        automaton = np.arange(256, dtype=np.int32) % 3, moves, np.asarray([False, False, True, True])
+        table = Table.lift(automaton, [b"", b"", *(bytes([i, i // 2]) for i in range(WORDS - 2))], most=10_000)
+        assert table is not None
+        ones, first = np.ones((batch, rows), np.int32), setting.strategy.start(np.arange(rows))
+        last = np.full((batch, rows), width - 1, np.int32)
+        grammar = Grammar(table, ones, np.broadcast_to(np.asarray(first, np.int32), ones.shape), last)
+        found = dataclasses.replace(found, grammar=grammar)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The random model and sources of a decode."""
+
+    model: Any
+    source: Any
+    wishes: Wishes
+
+    @classmethod
+    def draw(cls, setting: Setting, seed: int) -> "Given":
+        rng = np.random.default_rng([seed, setting.batch])
+        ids = rng.integers(2, WORDS, (setting.batch, 14)).astype(np.int32)
+        length = rng.integers(1, 15, setting.batch).astype(np.int32)
+        return cls(np.int32(rng.integers(1 << 20)), SourceIds(ids, length), wishes_of(setting, rng))
+
+
+jax.tree_util.register_dataclass(Given, ["model", "source", "wishes"], [])
+
+
+def lent(setting: Setting, given: Given) -> tuple[Any, Hashed]:
+    """The strategy, and the model of its batch; a small model that drafts is often right."""
+    numbers = jnp.asarray(given.source.ids).sum(axis=1)
+    model, strategy = Hashed(given.model, numbers, WORDS), setting.strategy
+    return (strategy.lend(model, setting.batch) if strategy.borrows else strategy), model
+
+
+@partial(jax.jit, static_argnames=("setting", "turn", "slots"))
+def stretch(setting: Setting, turn: int, slots: int, given: Given, carry: Carry | None) -> Stretch:
+    (strategy, model), sizes, wishes = lent(setting, given), setting.sizes(turn), given.wishes
+    if carry is None:
+        state = strategy.init(setting.batch, given.source if strategy.reads_source else None)
+        carry = decoding.begin(strategy, model, state, sizes, wishes=wishes)
+    return decoding.decode(strategy, model, carry, sizes=sizes, slots=slots, wishes=wishes)
+
+
+@partial(jax.jit, static_argnames=("setting", "turn", "slots"))
+def go_on(
+    setting: Setting, turn: int, slots: int, given: Given, carry: Carry | None, begins: Any, ends: Any, *pause: Any
+) -> tuple[Stretch, Any]:
+    """As a running batch; `pause`: after how many steps, when so many are left by what it hears, and who is watched."""
+    (strategy, model), sizes, wishes = lent(setting, given), setting.sizes(turn), given.wishes
+    if carry is None:
+        state = strategy.stop(strategy.init(setting.batch), jnp.ones(setting.batch, bool))
+        carry = decoding.begin(strategy, model, state, sizes, wishes=wishes, apart=True)
+    carry = decoding.grow(model, carry, slots)
+    carry = decoding.refill(strategy, carry, begins=begins, ends=ends, sizes=sizes, wishes=wishes)
+    most, hears, watched = pause
+    found = decoding.decode(
+        strategy,
+        model,
+        carry,
+        sizes=sizes,
+        slots=slots,
+        wishes=wishes,
+        pause_after=most,
+        listen=lambda count: jnp.where(count == hears, -count, count),
+        watched=watched,
+    )
+    return found, strategy.done(found.carry.state)
+
+
+def equal(found: Any, expected: Any) -> None:
+    """Whole numbers; of others two programs may round the last digit otherwise."""
+    if np.issubdtype(np.asarray(expected).dtype, np.floating):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+def same(found: Stretch, expected: Stretch) -> None:
+    """All but what lies in free slots: rows, steps, calls, scores, traces, states, queries, slots and their content."""
+    here, there = (jax.device_get((x.over, x.decoded)) for x in (found, expected))
+    jax.tree.map(equal, here, there)
+    carries = [jax.device_get(x.carry) for x in (found, expected)]
+    held = [np.argwhere(x.filled.row < NOWHERE) for x in carries]
+    np.testing.assert_array_equal(held[0], held[1])
+    at = tuple(held[0].T)
+    for name in ("row", "time"):
+        np.testing.assert_array_equal(*(getattr(x.filled, name)[at] for x in carries))
+    np.testing.assert_array_equal(*(x.cache[at] for x in carries))
+    rest = [dataclasses.replace(x, filled=None, cache=None) for x in carries]
+    if getattr(rest[0].state, "drafter", None) is not None:  # its memory has free slots as well
+        rest = [dataclasses.replace(x, state=dataclasses.replace(x.state, drafter=None)) for x in rest]
+    jax.tree.map(equal, *rest)
+
+
+def whole(setting: Setting, turn: int, given: Given) -> tuple[Stretch, int]:
+    """The end of a decode, and how often its cache grew."""
+    sizes, stretches = setting.sizes(turn), 0
+
+    def one(slots: int, carry: Carry | None) -> Stretch:
+        nonlocal stretches
+        stretches += 1
+        return stretch(setting, turn, slots, given, carry)
+
+    return decoding.run(one, sizes), stretches - 1
+
+
+def check(setting: Setting, seeds: range) -> dict[str, int]:
+    """Decodes random models in turns of one step and of several, and counts what came of it."""
+    seen = {"grown": 0, "apart": 0, "cut": 0}
+    for seed in seeds:
+        given = Given.draw(setting, seed)
+        (expected, _), (found, grown) = (whole(setting, turn, given) for turn in (1, setting.turn))
+        same(found, expected)
+        steps = np.asarray(expected.decoded.steps)
+        seen["grown"] += grown > 0
+        seen["apart"] += len({*steps.tolist()}) > 1
+        seen["cut"] += bool((steps % setting.turn).any())
+    return seen
+
+
+def check_stream(setting: Setting, seeds: range) -> int:
+    """Answers that come and go, with pauses, in turns of one step and of several; gives how many there were."""
+    answers = 0
+    for seed in seeds:
+        given, runs = Given.draw(setting, seed), list[list[Any]]()
+        for turn in (1, setting.turn):
+            rng, carry, events, slots = np.random.default_rng([seed, 3]), None, list[Any](), setting.sizes(turn).slots
+            size, in_use = 0, np.zeros(setting.batch, bool)
+            for _ in range(14):
+                begins = ~in_use & (rng.random(setting.batch) < 0.7)
+                begins[np.argmin(in_use)] |= not in_use.any()
+                ends = in_use & (rng.random(setting.batch) < 0.1)
+                in_use = (in_use | begins) & ~ends
+                left, hears = int(rng.choice([1, 2, 5, NO_END])), int(rng.integers(0, 5))
+                answers += int(begins.sum())
+                while True:
+                    pause = np.int32(left), np.int32(hears), in_use
+                    found, done = go_on(setting, turn, slots[size], given, carry, begins, ends, *pause)
+                    carry, begins, ends = found.carry, 0 * begins > 0, 0 * ends > 0
+                    told, done = int(found.steps_left), np.asarray(done)
+                    left = abs(told)
+                    if told <= 0 or done[in_use].any() or done.all():
+                        break
+                    size += 1
+                events.append((found, left, done.tolist()))
+                in_use = in_use & ~done
+            runs.append(events)
+        for (expected, left, done), (found, left_here, done_here) in zip(*runs, strict=True):
+            assert (left_here, done_here) == (left, done)
+            same(found, expected)
+    return answers // 2
+
+
+GRID = Pipelined(delay=1, time_max=10, sub_max=4)
+
+
+def test_a_grid_whose_cache_grows() -> None:
+    """A step that does not fit must not write: it would take slots that are used when a larger cache goes on."""
+    seen = check(Setting(GRID, slots=(9,), turn=4), range(12))
+    assert min(seen.values()) > 3, seen
+
+
+def test_drafts_that_are_scored() -> None:
+    drafted = Drafted(Pipelined(delay=1, time_max=9, sub_max=3), FromSource(), tokens=2, trace=True)
+    seen = check(Setting(drafted, 2, wished=("scores",), turn=3), range(8))
+    assert seen["apart"] > 1 and seen["cut"] > 1, seen
+
+
+def test_rows_by_a_grammar_token_by_token() -> None:
+    seen = check(Setting(Sequential(9), slots=(4,), wished=("grammar", "scores", "forced"), turn=2), range(8))
+    assert min(seen.values()) > 0, seen
+
+
+def test_a_longer_turn_leaves_room_for_one_step_more() -> None:
+    """Where one step is a turn, a cache is filled to its end."""
+    setting = Setting(Sequential(9), 1, slots=(4,), turn=2)
+    for turn, used in ((1, 4), (2, 3)):
+        firsts = [stretch(setting, turn, 4, Given.draw(setting, seed), None) for seed in range(4)]
+        assert {int(x.carry.used[0]) for x in firsts if not x.over} == {used}
+
+
+def test_beams() -> None:
+    """Their first step asks one query of each example, and those after it more: they are taken in another loop."""
+    seen = check(Setting(Beam(7, 3), 2, (4,), turn=7), range(6))
+    assert seen["apart"] > 1 and seen["cut"] > 1, seen
+
+
+def test_answers_that_come_and_go() -> None:
+    assert check_stream(Setting(GRID, 2, slots=(14,), turn=3), range(5)) > 25
+
+
+def setting_of(number: int) -> tuple[Setting, bool]:
+    """A random one, and whether its answers come and go."""
+    rng = np.random.default_rng([number, 8])
+
+    def pick(*of: Any) -> Any:
+        return of[rng.integers(len(of))]
+
+    delay, time_max, sub_max = pick(0, 1, 1, 2, 3), int(rng.integers(4, 12)), int(rng.integers(1, 6))
+    grid = Pipelined(delay, time_max, sub_max, pick(False, False, True), unique=pick(False, True))
+    inner = pick(grid, grid, Sequential(int(rng.integers(3, 13))))
+    kind, most = pick("plain", "plain", "drafts", "drafts", "beam", "own", "stream", "stream"), int(rng.integers(1, 5))
+    strategy: Any = inner
+    if kind == "drafts":
+        drafter = pick(FromSource(), Jacobi(), FromModel(least=0.0))
+        strategy = Drafted(inner, drafter, most, queries=pick((), (5,)), trace=pick(False, True))
+    elif kind == "beam":
+        strategy = Beam(int(rng.integers(2, 9)), int(rng.integers(2, 5)), pick(1.0, 0.5))
+    elif kind == "own" or (kind == "stream" and pick(False, False, True)):
+        strategy = Pairs().strategy(Ids(0, 1))
+    wished = [x for x in ("sampling", "scores", "forced", "allowed", "grammar") if rng.random() < 0.3]
+    batch, widest = int(rng.integers(1, 5)), strategy.most_queries
+    slots = sorted({widest + int(x) for x in rng.integers(0, 25, rng.integers(0, 3))})
+    queries = sorted({int(x) for x in rng.integers(1, 12, rng.integers(0, 2))})
+    wished = [] if kind == "beam" else wished
+    return Setting(strategy, batch, (*queries,), (*slots,), (*wished,), pick(2, 3, 4, 7)), kind == "stream"
+
+
+def test_each_device_has_its_turns() -> None:
+    def turns(strategy: Strategy) -> list[int]:
+        return [programs.schedule(strategy, 1, platform).turn for platform in ("", "cpu", "tpu", "gpu", "cuda")]
+
+    assert turns(GRID) == turns(Drafted(GRID, FromSource())) == [1, 1, 1, 4, 4]
+    assert turns(Drafted(GRID, FromModel())) == [1] * 5
+
+
+@pytest.mark.parametrize("turn", [1, 5])
+def test_a_turn_is_a_loop_of_known_length_that_chooses_no_cache(turn: int) -> None:
+    """One step is traced in each loop; the condition of the outer loops alone is asked."""
+    setting = Setting(GRID, queries=(5,))
+    given, slots = Given.draw(setting, 0), setting.sizes(turn).slots[-1]
+    traced = stretch.trace(setting, turn, slots, given, None)
+    text = traced.lower().as_text()
+    assert re.findall(r"\blength=(\d+)", str(traced.jaxpr)) == [str(turn)] * 2 * (turn > 1)
+    assert text.count("stablehlo.while") == 3 + 2 * (turn > 1)
+    cache = f"tensor<{setting.batch}x{slots}xui32>"
+    assert cache in text
+    assert not [line for line in text.splitlines() if "select" in line and line.rstrip().endswith(cache)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "schema"])
+def test_a_t5_decodes_and_streams_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a generator, log-probabilities among them, and the events of a stream, in caches that grow."""
+    monkeypatch.setattr(programs, "SLOTS", (16, 4000))
+    monkeypatch.setattr(programs, "QUERIES", ())
+    texts, runs = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]], list[list[Any]]()
+    for turn in (1, 3):
+        monkeypatch.setitem(programs.TURNS, "cpu", turn)
+        if kind == "schema":
+            made = with_schemas(decode={"scores": True}, time_max=16)
+            runs.append(made.decode(texts, schema=schema("whole", "colour", "yes"), batch_size=2))
+            continue
+        grid, decode = GridConfig(delay=1, time_max=10, sub_max=4), DecodeConfig(scores=True, temperature=0.8, seed=5)
+        config = Config(model=MORE_WORDS, grid=grid, train=TrainConfig(objective="pipelined"), decode=decode)
+        made = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
+        runs.append([*made.decode(texts, batch_size=2), *(x for text in texts[1:] for x in made.stream_rows(text))])
+    (here, there), (tree, expected) = zip(*map(jax.tree.flatten, runs), strict=True)
+    assert tree == expected and len(here) > 30
+    for x, y in zip(here, there, strict=True):
+        assert x == (pytest.approx(y, abs=1e-4) if isinstance(y, float) else y)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(50))
+def test_five_hundred_random_decodes(number: int) -> None:
+    setting, is_stream = setting_of(number)
+    if is_stream:
+        assert check_stream(setting, range(10)) > 40
+    else:
+        check(setting, range(10))
