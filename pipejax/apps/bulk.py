@@ -105,16 +105,12 @@ class Worker:
     """Decodes block after block in a process of its own; the checkpoint is loaded for the first."""
 
     def __init__(self, work: Work) -> None:
-        """Loads nothing yet."""
         self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
         self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> Said:
-        """Writes the shard `name` and says what it holds, as `Shards.look`.
-
-        An error is said as `caught` says it, and stops the work; {} if it was stopped before this block.
-        """
+        """Writes a shard and says what it holds, or an error, which stops the work; {}: it was stopped before."""
         if self.shards.stopped:
             return {}
         said = caught(self._shard, name, block)

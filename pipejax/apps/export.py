@@ -140,10 +140,7 @@ def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Mo
 
 
 def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Unpacked]:
-    """The arrays by name, each once, and what makes them from a list of these arrays again.
-
-    The embedding table is in the encoder and in the decoder, and often the head as well.
-    """
+    """The arrays by name, each once (tables are shared), and what makes the weights of a list of them again."""
     stored: dict[str, np.ndarray] = {}
     known: dict[tuple[object, ...], int] = {}
     places = []
@@ -198,7 +195,6 @@ def _decode(
 
 
 def _description(config: Config, restored: Restored, model: Module, batch: int, length: int) -> dict[str, object]:
-    """The content of the JSON file but for the programs."""
     architecture, template = model.config, template_of(config)
     return {
         "jax": jax.__version__,

@@ -69,7 +69,6 @@ class RayPool:
     """A `bulk.Pool` of Ray's actors; one that is killed is started anew, and its blocks are given out again."""
 
     def __init__(self, ray: Any, workers: int | None) -> None:
-        """Starts nothing yet."""
         self.ray, have = ray, ray.cluster_resources()
         device = next((name for name in DEVICES if have.get(name)), None)
         machines = sum(bool(node["Alive"]) for node in ray.nodes())
@@ -89,7 +88,6 @@ class RayPool:
         return said
 
     def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
-        """The result of `Worker` for each block, in any order."""
         data = self.ray.data
         data.DataContext.get_current().enable_progress_bars = False
         rows = [{"block": json.dumps(block)} for block in blocks]
@@ -108,6 +106,5 @@ class _Actor(Worker):
     """A worker that hears and answers in Ray's tables."""
 
     def __call__(self, batch: Any) -> dict[str, list[str]]:  # type: ignore[override]
-        """One block, and what is said to it, as JSON."""
         name, block = json.loads(batch["block"][0])
         return {"said": [json.dumps(super().__call__(name, Block(*block)))]}

@@ -50,10 +50,7 @@ def check(target: str, *, resume: bool) -> None:
 
 
 def write(lines: Path, target: str) -> None:
-    """Makes the table of the records in `lines`, as a whole or not at all, and removes these.
-
-    The fields of a record are the columns. Lists are JSON in CSV; in Parquet they are lists, and a trace is JSON.
-    """
+    """Makes the table of the records in `lines`, as a whole or not at all, and removes these; fields are columns."""
     try:
         with new_file(Path(os.path.realpath(target))) as partial:
             (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)

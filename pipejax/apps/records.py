@@ -131,7 +131,6 @@ def decode_file(
 
 
 def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
-    """Reads and checks all sources of a file."""
     given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
     check_fields(fields_of(generator.config), (value for _, value in given), source)
     checked = list(read_sources(generator, given, strategy, bad))
@@ -154,7 +153,6 @@ class _Output:
         self._resumable = kept.records > 0  # then the note is there, and stays whatever happens
 
     def write(self, record: Record) -> None:
-        """Appends a record."""
         if self._out is None:
             begins = None if self._resumable else self._unfinished
             cleared = begins is not None and begins.note({})
@@ -173,12 +171,10 @@ class _Output:
             logger.info(f"{self.target}: holds the records of the first {lines}{more}")
 
     def close(self) -> None:
-        """Closes the file."""
         if self._out is not None and self.target != STANDARD:
             self._out.close()
 
     def end(self) -> None:
-        """The output is complete."""
         if self._unfinished:
             self._unfinished.end()
 
@@ -203,7 +199,6 @@ def read_sources(
 
 
 def as_line(record: Record) -> str:
-    """A record as a line of what is written."""
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 

@@ -30,8 +30,6 @@ DEFAULTS = {
 
 
 class Kept(NamedTuple):
-    """The part of an output that is there."""
-
     records: int
     size: int  # bytes
 
@@ -43,7 +41,6 @@ class Unfinished:
     """A file beside an output that is not complete: it says what is being decoded, and how."""
 
     def __init__(self, target: str, settings: Settings) -> None:
-        """Nothing is written yet."""
         self.target, self.settings = target, settings
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
 
@@ -57,7 +54,6 @@ class Unfinished:
         return True
 
     def end(self) -> None:
-        """The output is complete."""
         self.path.unlink(missing_ok=True)
         sync(self.path.parent)
 
@@ -139,7 +135,6 @@ def difference(now: Settings, then: Settings) -> str:
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
-    """Sections as "section.key"."""
     flat: Settings = {}
     for key, value in settings.items():
         flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}

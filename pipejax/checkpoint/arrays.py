@@ -35,8 +35,7 @@ _ALIGNED = 64  # bytes
 class Writes(Protocol):
     """A write that goes on in the background."""
 
-    def result(self) -> object:
-        """Waits for the end of the write; raises its error."""
+    def result(self) -> object: ...
 
 
 def check_place(path: Path) -> None:
@@ -66,10 +65,7 @@ def make_place(place: Path) -> None:
 
 
 def begin(place: Path, tree: Tree) -> Sequence[Writes]:
-    """Begins to write this process's part of a tree; after the return the caller may donate the buffers.
-
-    By then Orbax has copied each array to the host, or holds a reference, so that a donating step has to copy it.
-    """
+    """Begins to write this process's part of a tree. Orbax holds or has copied the buffers: they may be donated."""
     import orbax.checkpoint as ocp
 
     # Weights hardly become smaller, and to unpack them takes most of the time of opening a checkpoint.

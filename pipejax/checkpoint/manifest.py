@@ -108,7 +108,6 @@ def check(manifest: object, step: int, place: Path) -> Manifest:
 
 
 def config_of(manifest: Manifest, place: Path) -> Config:
-    """The run's config in a manifest, checked."""
     return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
 
 

@@ -92,11 +92,9 @@ class Store:
         hush_stragglers()
 
     def place(self, step: int) -> Path:
-        """The path of a committed step."""
         return self._steps.place(step)
 
     def steps(self) -> list[int]:
-        """The committed steps, newest first."""
         return self._steps.all()
 
     def save(
@@ -160,10 +158,7 @@ class Store:
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
-        """Reads a step and verifies it; the parameters alone, to the host, unless `expect` says otherwise.
-
-        `expect` gives, from the step's config, a tree of jax.ShapeDtypeStruct with shardings for each wanted item.
-        """
+        """Reads a step and verifies it; the parameters alone, to the host, unless `expect` gives templates."""
         with distributed.together(UserError, Damaged):
             place = self.place(step)
             manifest = self._manifest(step)
@@ -233,7 +228,6 @@ class Store:
         return done
 
     def read_unless_replaced(self, step: int, read: Callable[[int], T]) -> T:
-        """Returns `read(step)`."""
         before = self._steps.identity(step)
         try:
             return read(step)
@@ -243,7 +237,6 @@ class Store:
             raise
 
     def _newest(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
-        """Calls `_first_good` again if a training run replaced a step while it was read."""
         for _ in range(LOOKS):
             try:
                 return self._first_good(read, set_aside=set_aside)

@@ -45,12 +45,10 @@ class Generation:
 
     @property
     def drawn(self) -> bool:
-        """Whether tokens are drawn."""
         return self.values.get("do_sample") is True
 
     @property
     def beams(self) -> object:
-        """The number of beams."""
         return self.values.get("num_beams", 1)
 
     def followed(self) -> dict[str, tuple[str, object]]:

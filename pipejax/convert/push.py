@@ -13,7 +13,6 @@ from pipejax.system.errors import UserError, first_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax push`; returns the exit code."""
     parser = Parser(
         prog="pipejax push",
         description="converts a run as `pipejax convert to-hf` does, and uploads it to the Hugging Face hub with --yes",

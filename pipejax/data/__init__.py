@@ -18,7 +18,6 @@ TASKS = ("demo", "demo_long", *OWN_FILES, *PUBLISHED)
 
 
 def make_task(config: DataConfig) -> Task:
-    """The task that `data.task` names."""
     if config.task in OWN_FILES:
         return FilesTask(config)
     if config.task in ("demo", "demo_long"):

@@ -26,7 +26,6 @@ from pipejax.system.progress import Progress
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax data`; returns the exit code."""
     parser = cli.Parser(prog="pipejax data", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{prepare,stats}", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")

@@ -156,7 +156,6 @@ class TrainingBatches(Sequence[Batch]):
         shapes: Shapes | None = None,
         share: Share | None = None,
     ) -> None:
-        """Reads no examples, except the sample of `choose_shapes` if no shapes are given."""
         self.share = share or Share()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
@@ -186,7 +185,6 @@ class TrainingBatches(Sequence[Batch]):
         return len(self._encoded) // self.size
 
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # it has no slices
-        """The batch number `index`."""
         drawn, place = divmod(index, self.group)
         return self._drawn(drawn)[place]
 
@@ -226,7 +224,6 @@ class TrainingBatches(Sequence[Batch]):
 
 
 def _zeros_for(name: str, source: int, slots: int, *facts: bool) -> Encoded:
-    """Zeros in place of an example of which this process needs only the lengths."""
     target = grid.Flat(
         *(np.zeros(slots, np.float32 if field == "weights" else np.int32) for field in grid.Flat._fields)
     )

@@ -68,10 +68,7 @@ _FETCHED = ("cnn_dailymail", "scientific_papers")  # data sets that TFDS can dow
 
 
 def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
-    """Writes a data set in the form that `PublishedTask` reads, unless it was prepared before; returns its directory.
-
-    `manual_dir` has the publisher's files; "": TFDS downloads them, if it can. `data_dir` "" is TFDS's own.
-    """
+    """Writes a data set as `PublishedTask` reads it; gives its directory. `manual_dir` "": TFDS downloads it."""
     root = data_root(data_dir)
     directory = root / published.directory
     if look(directory / "dataset_info.json", "--data-dir:") == "file":
@@ -104,10 +101,7 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
 
 @contextlib.contextmanager
 def _without_bucket() -> Iterator[None]:
-    """Builders that are made meanwhile do not look for what TFDS's bucket says of their data set.
-
-    TFDS no longer asks the bucket, but still makes a temporary directory for the answer, and never removes it.
-    """
+    """In the block TFDS does not ask its bucket for the data set, for which it would leave a directory behind."""
     looks = tfds.core.DatasetInfo.initialize_from_bucket
     tfds.core.DatasetInfo.initialize_from_bucket = lambda info: None
     try:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import decode_lines
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import split
@@ -23,8 +22,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(urls: File, stories: Mapping[str, File]) -> Records:
-    with urls.open() as file:
-        names = {hashlib.sha1(line.strip().encode()).hexdigest() for _, line in decode_lines(file, str(urls))}
+    names = {hashlib.sha1(line.strip().encode()).hexdigest() for _, line in urls.lines()}
     for name in sorted(names):
         if story := stories.get(f"{name}.story"):
             article, highlights = _parse(story)
@@ -35,14 +33,11 @@ def _records(urls: File, stories: Mapping[str, File]) -> Records:
 
 
 def _parse(story: File) -> tuple[str, str]:
-    """The article as one line, and the highlights on one line each.
-
-    A line without final punctuation, such as an image caption, gets a full stop.
-    """
+    """The article as one line, each line of it with a full stop or the like, and the highlights on one line each."""
     article: list[str] = []
     highlights: list[str] = []
     part = article
-    for _, raw in decode_lines(story.read().splitlines(), str(story)):
+    for _, raw in story.lines():
         line = raw.strip()
         if line.startswith("@highlight"):
             part = highlights

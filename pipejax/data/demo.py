@@ -98,19 +98,15 @@ class DemoTask:
     metric, template = "exact", "{source}"
 
     def __init__(self, *, long: bool = False) -> None:
-        """`long` selects "demo_long" instead of "demo"."""
         self._long = long
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of "train", "dev" or "test"."""
         return examples(split, long=self._long)
 
     def source(self, value: Object, place: str) -> str:
-        """The record's "source", unchanged."""
         return text_of(value, "source", place)
 
     def tokenizer(self) -> Tokenizer:
-        """The word-level tokenizer that `build_tokenizer` writes."""
         with tempfile.TemporaryDirectory() as directory:
             build_tokenizer(Path(directory), LONG_WORDS if self._long else WORDS)
             return Tokenizer.load(directory)

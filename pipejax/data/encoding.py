@@ -36,11 +36,7 @@ def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
 
 
 def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str) -> Sequence[Example]:
-    """The training examples, as `data.empty_targets` says; says how many have no answer.
-
-    Those of a prepared data set are not counted if they are kept, as that would read all of it. `tokenizer` says which
-    rows vanish; None: none does.
-    """
+    """The training examples, as `data.empty_targets` says; `tokenizer` says which rows vanish (None: none does)."""
     if empty == "keep" and not isinstance(examples, list | tuple):
         return examples
     kept, lost = list[Example](), list[Example]()

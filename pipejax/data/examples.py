@@ -30,16 +30,11 @@ class Task(Protocol):
         """The examples of the split "train", "dev" or "test"; empty if the task lacks that split."""
 
     def source(self, value: Object, place: str) -> str:
-        """The model's input for a record without targets: made of its fields as in training, or its "source".
-
-        `place` is the record's "FILE:LINE", for errors.
-
-        Raises:
-          UserError: a field is absent or is not text.
-        """
+        """The model's input for a record without targets, or a UserError; `place` is the record's "FILE:LINE"."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """The task's own tokenizer; None if it has none."""
+        """The task's own tokenizer; None: `data.tokenizer` or the starting checkpoint has it."""
+        return None
 
 
 def fingerprint(examples: Sequence[Example], most: int | None = 1000, names: Sequence[str] = ()) -> str:

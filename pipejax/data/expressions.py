@@ -45,7 +45,6 @@ class Expressions:
     nothing, empty = 0, 1
 
     def __init__(self) -> None:
-        """The two that are always there, and all texts of bytes."""
         self._nodes = [_Node("nothing"), _Node("empty")]
         self._numbers = {node: i for i, node in enumerate(self._nodes)}
         self._nullable = [False, True]
@@ -55,7 +54,6 @@ class Expressions:
         self.everything = self.repeat(self._bytes(EVERY))
 
     def text(self, text: str) -> int:
-        """That text alone."""
         self._spend(4 * len(text))
         return self.join(*(self._bytes(1 << byte) for byte in text.encode()))
 
@@ -85,14 +83,12 @@ class Expressions:
         return self.either(*found)
 
     def join(self, *parts: int) -> int:
-        """One after the other."""
         made = self.empty
         for part in reversed(parts):
             made = self._join(part, made)
         return made
 
     def either(self, *parts: int) -> int:
-        """The texts of each of them."""
         found, mask = set[int](), 0
         for one in self._flat("either", parts):
             if self._nodes[one].kind == "bytes":
@@ -108,7 +104,6 @@ class Expressions:
         return self._make(_Node("either", (*sorted(found),)), any(self._nullable[one] for one in found))
 
     def both(self, *parts: int) -> int:
-        """The texts that all of them have."""
         found = {*self._flat("both", parts)} - {self.everything}
         if self.nothing in found:
             return self.nothing

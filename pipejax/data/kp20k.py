@@ -5,11 +5,11 @@ are lower-cased and have <digit> for every number. In those a source line is `ti
 has keyphrases separated by ";".
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import Object, check_text, decode_lines, kind, read_objects, text_of, value_of
+from pipejax.data.lines import Object, check_text, kind, text_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
 from pipejax.data.text import keyphrases, split
@@ -31,8 +31,11 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _from_pairs(name: str, source_file: File, target_file: File) -> Records:
-    """Records of two text files: line i of the one is the source, line i of the other the target."""
-    for number, (place, source, target) in enumerate(_pairs(source_file, target_file)):
+    for number, (above, below) in enumerate(zip_longest(source_file.lines(), target_file.lines())):
+        if above is None or below is None:
+            there, lacks = (below, source_file) if above is None else (above, target_file)
+            raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both files")
+        (place, source), (_, target) = above, below
         if not (source.strip() or target.strip()):
             continue  # the train split has a few blank lines
         title, mark, abstract = source.partition("<eos>")
@@ -43,31 +46,16 @@ def _from_pairs(name: str, source_file: File, target_file: File) -> Records:
         yield place, key, {"id": key, "title": title.strip(), "abstract": abstract.strip(), "keyphrases": phrases}
 
 
-def _pairs(source_file: File, target_file: File) -> Iterator[tuple[str, str, str]]:
-    """Yields ("FILE:LINE" of the source, source line, target line)."""
-    with source_file.open() as sources, target_file.open() as targets:
-        both = zip_longest(decode_lines(sources, str(source_file)), decode_lines(targets, str(target_file)))
-        for source, target in both:
-            if source is None or target is None:
-                there, lacks = (target, source_file) if source is None else (source, target_file)
-                raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both files")
-            yield source[0], source[1], target[1]
-
-
 def _from_objects(name: str, file: File) -> Records:
-    with file.open() as lines:
-        for number, (place, value) in enumerate(read_objects(lines, str(file))):
-            record: Record = {"id": str(value.get("id") or f"{name}-{number}")}
-            record |= {key: text_of(value, key, place).strip() for key in ("title", "abstract")}
-            record["keyphrases"] = phrases_of(value, place)
-            yield place, record["id"], record
+    for number, (place, value) in enumerate(file.objects()):
+        record: Record = {"id": str(value.get("id") or f"{name}-{number}")}
+        record |= {key: text_of(value, key, place).strip() for key in ("title", "abstract")}
+        record["keyphrases"] = phrases_of(value, place)
+        yield place, record["id"], record
 
 
 def phrases_of(value: Object, place: str, key: str = "keyword") -> list[str]:
-    """The keyphrases under a key: text with ";" between them, a list of texts, or a list of lists of variants.
-
-    Variants of one keyphrase become one text with "," between them.
-    """
+    """The keyphrases: text with ";" between them, or a list of texts or of lists of variants, joined by ","."""
     found = value_of(value, key, place)
     if isinstance(found, str):
         return split(found, ";")
@@ -78,7 +66,6 @@ def phrases_of(value: Object, place: str, key: str = "keyword") -> list[str]:
 
 
 def source(record: Record) -> str:
-    """The model's input for a record."""
     return f"Title: {record['title']} Context: {record['abstract']}"
 
 

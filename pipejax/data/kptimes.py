@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping
 
 from pipejax.data import kp20k
-from pipejax.data.lines import read_array, read_objects, text_of
+from pipejax.data.lines import read_array, text_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Record, Records
 from pipejax.system.errors import UserError
@@ -28,7 +28,6 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(name: str, file: File) -> Records:
-    """Records of a file in either layout, which its suffix tells: .json for an array, .jsonl for lines."""
     if file.name.endswith(".json"):
         for number, (place, value) in enumerate(read_array(file.read(), str(file))):
             title, mark, text = text_of(value, "source", place).partition("<eos>")
@@ -37,10 +36,9 @@ def _records(name: str, file: File) -> Records:
             key = f"{name}-{number}"
             yield place, key, _record(key, title, text, kp20k.phrases_of(value, place, "target"))
         return
-    with file.open() as lines:
-        for place, value in read_objects(lines, str(file)):
-            key, title, text = (text_of(value, k, place) for k in ("id", "title", "abstract"))
-            yield place, key, _record(key, title, text, kp20k.phrases_of(value, place))
+    for place, value in file.objects():
+        key, title, text = (text_of(value, k, place) for k in ("id", "title", "abstract"))
+        yield place, key, _record(key, title, text, kp20k.phrases_of(value, place))
 
 
 def _record(key: str, title: str, text: str, phrases: list[str]) -> Record:

@@ -40,12 +40,10 @@ class BadLines:
     """The lines of an input that are left out; without `skip` the first one is refused."""
 
     def __init__(self, where: str, *, skip: bool, most: int = SHOWN, tell: bool = True) -> None:
-        """None yet."""
         self.where, self.skip, self.most, self.tell = where, skip, most, tell
         self.count, self.messages = 0, list[str]()
 
     def __call__(self, error: UserError) -> None:
-        """Leaves a line out, or raises its error."""
         if not self.skip:
             try:
                 raise error
@@ -71,10 +69,7 @@ class BadLines:
 def decode_lines(
     lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse
 ) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE:LINE", text) for each line, without BOM and CRLF.
-
-    A line that is not UTF-8 goes to `bad`.
-    """
+    """Yields ("FILE:LINE", text) for each line, without BOM and CRLF; one that is not UTF-8 goes to `bad`."""
     for number, line in enumerate(bounded(lines, where), start=first):
         try:
             text = decoded(line, where, number)
@@ -112,10 +107,7 @@ def _single_bytes(line: bytes) -> str:
 
 
 def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", object) for each line that is not blank.
-
-    A line that is not UTF-8, not JSON or not an object goes to `bad`.
-    """
+    """Yields ("FILE:LINE", object) for each line that is not blank; one that is no object in UTF-8 goes to `bad`."""
     for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
         if not text:
@@ -132,10 +124,7 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
 
 
 def read_array(data: bytes, where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE: record NUMBER", object) for each object of one JSON array.
-
-    The array is the whole file, or a value of one object as in `{..., "data": [...]}`.
-    """
+    """Yields ("FILE:LINE: record NUMBER", object) of an array: the file, or a value as in `{..., "data": [...]}`."""
     text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from pipejax.data.lines import Placed, decode_lines, read_objects
 from pipejax.data.packed import open_file
 from pipejax.data.remote import Guarded
 from pipejax.system.errors import UserError
@@ -33,12 +34,10 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file name without folders."""
         return PurePosixPath(self.member).name if self.member else self.path.name
 
     @property
     def folder(self) -> str:
-        """The name of the folder that holds the file."""
         return PurePosixPath(self.member).parent.name if self.member else self.path.parent.name
 
     def open(self) -> BinaryIO:
@@ -51,9 +50,18 @@ class File(NamedTuple):
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> UserError:
-        """Of a member that cannot be read."""
         said = str(error) or type(error).__name__
         return UserError(f"{self}: cannot be read ({said}); expected a whole zip without a password")
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields as `decode_lines`."""
+        with self.open() as lines:
+            yield from decode_lines(lines, str(self))
+
+    def objects(self) -> Iterator[Placed]:
+        """Yields as `read_objects`."""
+        with self.open() as lines:
+            yield from read_objects(lines, str(self))
 
     def read(self) -> bytes:
         """The whole content; raises a UserError if that is longer than WHOLE."""
@@ -97,7 +105,6 @@ class Manual:
         return None
 
     def need(self, *names: str) -> File:
-        """As `find`, but a UserError instead of None."""
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, overload
 
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, Task
 from pipejax.data.lines import Object, text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import Template, plain
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
@@ -51,11 +50,10 @@ def data_root(data_dir: str) -> Path:
     return Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
 
 
-class PublishedTask:
+class PublishedTask(Task):
     """The task of a data set that `pipejax data prepare` wrote; an example is read when it is accessed."""
 
     def __init__(self, published: Published, config: DataConfig) -> None:
-        """Opens no file: `examples` does."""
         self.published, self.metric = published, config.metric or published.metric
         self.template = published.source(_Braces())
         fields = Template(self.template, key="template").fields
@@ -72,10 +70,6 @@ class PublishedTask:
         if "source" in value:
             return text_of(value, "source", place)
         return plain(self.published.source(_Fields(value, place)), self.published.placeholders)
-
-    def tokenizer(self) -> Tokenizer | None:
-        """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
-        return None
 
     def _source(self, split: str) -> Sequence[Record] | None:
         with extra("data", f"data.task={self.published.name}"):

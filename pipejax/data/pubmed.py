@@ -7,7 +7,7 @@ The paper's PubMed has the sizes of this data set, although the paper cites anot
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import Object, kind, read_objects, text_of, value_of
+from pipejax.data.lines import Object, kind, text_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import split
@@ -20,14 +20,13 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 
 def _records(file: File) -> Records:
-    with file.open() as objects:
-        for place, value in read_objects(objects, str(file)):
-            record = {
-                "article": _join(value, "article_text", place),
-                "abstract": _join(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
-                "section_names": _join(value, "section_names", place),
-            }
-            yield place, text_of(value, "article_id", place), record
+    for place, value in file.objects():
+        record = {
+            "article": _join(value, "article_text", place),
+            "abstract": _join(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
+            "section_names": _join(value, "section_names", place),
+        }
+        yield place, text_of(value, "article_id", place), record
 
 
 def _join(value: Object, key: str, place: str) -> str:

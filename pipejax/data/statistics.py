@@ -68,10 +68,7 @@ def measure(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> Statistics:
-    """Computes the statistics of a split; those in tokens need a tokenizer.
-
-    Words are separated by white space. Token counts include eos in `source` and in the steps only, and never bos.
-    """
+    """The statistics of a split; those in tokens need a tokenizer, and count eos in `source` and in the steps only."""
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
         kept = _count(example, tokenizer, data, bounds, lengths) if tokenizer is not None else example.targets

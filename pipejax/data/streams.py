@@ -20,7 +20,6 @@ class Stream(Sequence[Example]):
     """The first buffer of examples, as a sample of all; `Shuffled` has the rest."""
 
     def __init__(self, files: Sequence[str], read: Read, size: int) -> None:
-        """Reads the first buffer."""
         self.files, self.read, self.size = list(files), read, size
         self._first = next(filter(None, read(self.files)), [])
         logger.info(f"data.train: {len(self.files)} files are read as they are needed, {size} examples at a time")
@@ -37,11 +36,9 @@ class Stream(Sequence[Example]):
     @overload
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        """Of the first buffer."""
         return self._first[index]
 
     def __len__(self) -> int:
-        """Of the first buffer."""
         return len(self._first)
 
 
@@ -52,7 +49,6 @@ class Shuffled:
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
-        """Reads nothing."""
         self.stream, self.seed = stream, seed
         self._count: int | None = None  # examples of a pass; known when the first one ends
         self._kept: list[tuple[int, list[Example]]] = []  # the last buffers that were read, with their first numbers

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import decode_lines
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import split
@@ -32,7 +31,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 def _records(numbers: list[str], articles: Mapping[str, File], summaries: Mapping[str, File]) -> Records:
     for number in numbers:
         files = articles[f"text_{number}.txt"], summaries[f"abst_{number}.txt"]
-        texts = ["\n".join(line for _, line in decode_lines(x.read().splitlines(), str(x))) for x in files]
+        texts = ["\n".join(line for _, line in file.lines()) for file in files]
         yield str(files[1]), number, {"id": number, "article": texts[0], "summary": texts[1]}
 
 

@@ -30,7 +30,6 @@ class Dialect(NamedTuple):
 
     @classmethod
     def of(cls, config: DataConfig) -> "Dialect":
-        """That of a config."""
         return cls(config.csv_delimiter, config.csv_quotes)
 
 
@@ -49,7 +48,6 @@ def suffix_of(path: str | Path) -> str:
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether the file is a table of text, by its name."""
     return suffix_of(path) in SUFFIXES
 
 
@@ -66,7 +64,6 @@ class Table:
     """A table whose first row has been read: it has the names of the columns."""
 
     def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
-        """Reads the first row."""
         self.where, self.tell, self.quotes = where, tell, dialect.quotes
         first, is_tsv = next(lines, b""), suffix_of(where) == ".tsv"
         self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)
@@ -156,10 +153,7 @@ class Table:
         return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
 
     def records(self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", {column name: text}) for each row of `lines` (None: all) that is not blank.
-
-        A row of another length goes to `bad`, and one that is no CSV in UTF-8; but for a quote in which rows are lost.
-        """
+        """Yields ("FILE:LINE", {column: text}) for each row of `lines` (None: all); `bad` gets the others."""
         for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"
             if isinstance(cells, UserError):

@@ -57,7 +57,6 @@ class Tokenizer:
     eos: int | None  # the id that ends a text; None: its files do not say
 
     def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
-        """Wraps a tokenizer object of transformers, or one that is like it; `load` makes one from files."""
         self._inner: Any = inner
         self._backend = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
@@ -107,10 +106,7 @@ class Tokenizer:
         return text.strip()
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """The words of a text that do not come back from its ids, and what comes instead; None: all come back.
-
-        White space does not count. `ids` are those of the text, if they are known.
-        """
+        """The words of a text that do not come back from its `ids`, and what comes instead; None: all come back."""
         before, after = text.split(), self.decode(self.encode(text) if ids is None else ids).split()
         if before == after:
             return None
@@ -150,10 +146,7 @@ class Tokenizer:
         return piece != "" and not declared and re.fullmatch(r"▁?(<.+>|\[.+\])", piece) is None
 
     def decoders(self) -> tuple[str, ...] | None:
-        """The steps by which the library tokenizers makes text of pieces; none: it puts spaces between them.
-
-        None: the tokenizer is none of that library.
-        """
+        """The steps by which the library tokenizers makes text; (): spaces part pieces; None: of another library."""
         if self._backend is None:
             return None
         made = self._backend.decoder
@@ -166,7 +159,6 @@ class Tokenizer:
         return sorted(i for i in here.keys() & there.keys() if here[i] != there[i])
 
     def save(self, directory: str | Path) -> None:
-        """Writes the files from which `load` makes the same tokenizer."""
         self._inner.save_pretrained(str(directory))
 
     def _special(self, name: str) -> int | None:
@@ -182,7 +174,6 @@ class Growing:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer all pieces are empty."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last ones
         self._said = ""  # of their text, what was given out
@@ -203,18 +194,13 @@ class Growing:
         return added
 
     def rest(self) -> str:
-        """The text that still waits when the row ends."""
         text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
         added, self._said = text[len(self._said) :], text
         return added
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
-    """Checks that the model's eos ends texts in the tokenizer, too: sources and rows end with it.
-
-    The other two decide nothing that a tokenizer could contradict: padding is told by lengths, and only the model feeds
-    its start id (`warn_of_start`).
-    """
+    """Checks that the model's eos ends texts in the tokenizer, too; of the start see `warn_of_start`."""
     eos, piece = model.eos_token_id, tokenizer.piece(model.eos_token_id)
     found = f"{place}: found {eos}, which is {piece!r} in {name}" if piece else f"{place}: found {eos}, no id of {name}"
     if tokenizer.eos not in (eos, None) and not trained:

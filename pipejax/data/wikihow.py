@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import decode_lines, value_of
+from pipejax.data.lines import value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.tables import Dialect, Table, lines_of
@@ -26,8 +26,7 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 
 def _records(table: File, titles: File) -> Records:
     """Yields the rows of the CSV file whose titles are in a list, filtered and cleaned as TFDS does."""
-    with titles.open() as file:
-        wanted = {line.strip() for _, line in decode_lines(file, str(titles))}
+    wanted = {line.strip() for _, line in titles.lines()}
     with table.open() as file:
         rows = Table(lines_of(file, str(table)), str(table), Dialect(",", "quote"), tell=False).records()
         for number, (place, row) in enumerate(rows):

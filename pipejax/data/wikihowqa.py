@@ -8,7 +8,7 @@ columns.
 from collections.abc import Mapping
 
 from pipejax.config import GridConfig
-from pipejax.data.lines import check_text, decode_lines
+from pipejax.data.lines import check_text
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Records
 from pipejax.data.text import sentences
@@ -24,24 +24,20 @@ def _read(manual: Manual) -> Mapping[str, Records]:
 def _records(name: str, file: File, summaries: File) -> Records:
     """Yields the questions of a split that are paired with their own answer, with its summary."""
     pairs: list[tuple[str, str, str]] = []
-    with file.open() as lines:
-        for place, line in decode_lines(lines, str(file)):
-            columns = line.split("\t")
-            if len(columns) < 3 or columns[2].strip() not in ("0", "1"):
-                raise UserError(
-                    f"{place}: found {len(columns)} columns; expected a question, an id, and a label 0 or 1"
-                )
-            if columns[2].strip() == "1":
-                pairs.append((place, check_text(columns[0], "question", place), columns[1].strip()))
+    for place, line in file.lines():
+        columns = line.split("\t")
+        if len(columns) < 3 or columns[2].strip() not in ("0", "1"):
+            raise UserError(f"{place}: found {len(columns)} columns; expected a question, an id, and a label 0 or 1")
+        if columns[2].strip() == "1":
+            pairs.append((place, check_text(columns[0], "question", place), columns[1].strip()))
     wanted = {answer for _, _, answer in pairs}
     texts: dict[str, tuple[str, str]] = {}
-    with summaries.open() as lines:
-        for place, line in decode_lines(lines, str(summaries)):
-            columns = line.split("\t")
-            if len(columns) != 3:
-                raise UserError(f"{place}: found {len(columns)} columns; expected an id, an answer and its summary")
-            if columns[0].strip() in wanted:
-                texts[columns[0].strip()] = columns[1], columns[2]
+    for place, line in summaries.lines():
+        columns = line.split("\t")
+        if len(columns) != 3:
+            raise UserError(f"{place}: found {len(columns)} columns; expected an id, an answer and its summary")
+        if columns[0].strip() in wanted:
+            texts[columns[0].strip()] = columns[1], columns[2]
     for number, (place, question, answer) in enumerate(pairs):
         if answer not in texts:
             raise UserError(f"{place}: found no answer {answer!r} in {summaries}; expected one")

@@ -28,7 +28,6 @@ class Documents(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads, checks, scores, prints."""
     parser = cli.Parser(prog="pipejax metrics", description=__doc__)
     parser.add_argument("metric", choices=list(HEADLINES), help="the family of scores")
     parser.add_argument("file", metavar="FILE.jsonl", help="documents with their gold and predicted rows")

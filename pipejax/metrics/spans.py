@@ -64,11 +64,7 @@ def _overlap(golds: list[str], guesses: list[str]) -> tuple[float, float]:
 
 
 def _longest_common_substring(gold: str, guess: str) -> int:
-    """Its length in characters, as the published scores count it.
-
-    difflib's autojunk is on: in a prediction of 200 characters or more, frequent characters do not start a
-    match, so that the result can be less than the true length.
-    """
+    """In characters, as the published scores count it: difflib's autojunk makes it shorter from 200 on."""
     return difflib.SequenceMatcher(None, gold, guess).find_longest_match().size
 
 

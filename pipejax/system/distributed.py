@@ -44,7 +44,6 @@ _SHARED = "shared_by_all_processes"  # the attribute of an exception that all pr
 
 
 def shared(error: BaseException) -> bool:
-    """Whether all processes raise this error."""
     return hasattr(error, _SHARED)
 
 
@@ -135,10 +134,7 @@ def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Number of processes, rank and local rank as srun or mpirun gives them; None unless it started several.
-
-    A login shell in a Slurm allocation has some of the variables, but no step: it is a single process.
-    """
+    """Number of processes, rank and local rank as srun or mpirun gives them; None unless a step started several."""
     for names in LAUNCHERS:
         values = [environment.get(name, "") for name in names]
         started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
@@ -148,10 +144,7 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | Non
 
 
 def _detected_by_jax(environment: Mapping[str, str]) -> bool:
-    """Whether JAX can detect the processes: of an indexed Kubernetes job (needs its library), or on Cloud TPU machines.
-
-    JAX asks the network only where the machine has a TPU.
-    """
+    """Whether JAX can detect the processes of an indexed Kubernetes job, or of Cloud TPU machines, which it asks."""
     job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
     if job and importlib.util.find_spec("kubernetes") is not None:
         return True
@@ -172,7 +165,6 @@ def lost(error: BaseException) -> bool:
 
 
 def several() -> bool:
-    """Whether this run has more than one process."""
     return jax.process_count() > 1
 
 
@@ -262,7 +254,6 @@ class Exchange:
     """
 
     def __init__(self) -> None:
-        """Makes the next exchange of this process."""
         self._name, self._calls = f"pipejax/exchange/{next(_exchanges)}", 0
         self._lock, self._closed = threading.Lock(), False
 
@@ -311,7 +302,6 @@ class Vote:
     """
 
     def __init__(self) -> None:
-        """Nobody has called yet."""
         self._under_way: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, mine: int) -> int:

@@ -63,7 +63,6 @@ def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
 
 
 def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
-    """The sum of all calls."""
     drafted = sum(len(one.drafted) for call in calls for one in call)
     accepted = sum(one.accepted for call in calls for one in call)
     share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""

@@ -33,8 +33,6 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The grid of one example, as the decoder filled it."""
-
     rows: tuple[tuple[str, ...], ...]  # token texts, without bos and eos
     delay: int
     steps: int
@@ -151,7 +149,6 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
 
 
 def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
-    """Two strips of steps on one scale: the pipelined decoder's, and a sequential one's for the same text."""
     unit = min(room / max(len(grid.sequential), grid.steps), 24.0)
     gap = 1.5 if unit > 6 else 0.5 if unit > 2.5 else 0.0
     for name, times in (("pipelined", range(1, grid.steps + 1)), ("sequential", grid.sequential)):
@@ -168,7 +165,6 @@ def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
 
 
 def facts(grid: Grid) -> str:
-    """The text of a caption."""
     ratio = f" ({len(grid.sequential) / grid.steps:.1f}×)" if grid.steps else ""
     return (
         f"{count(grid.steps, 'time-step')} instead of {len(grid.sequential)}{ratio}, "
@@ -198,13 +194,11 @@ def _column_of_tokens(grid: Grid) -> tuple[int, float]:
 
 
 def width_of(grid: Grid, *, page: bool) -> int:
-    """Pixels of the drawing from left to right, as `svg` makes it."""
     least = 240 if page else round(text_width(facts(grid)) * 17)
     return LEFT + max((grid.steps + 1) * _column_of_tokens(grid)[0], least) + RIGHT
 
 
 def pitch_of(grid: Grid) -> int:
-    """Pixels from row to row."""
     return 32 if grid.height <= 12 else 27
 
 

@@ -110,10 +110,7 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
 
 
 def calls(record: Object, delay: int, place: str) -> list[list[Asked]] | None:
-    """The calls that `decode.trace` left in a record whose rows and steps are checked, once they agree with them.
-
-    None: it left none.
-    """
+    """The calls that `decode.trace` left in a record, once they agree with its checked rows; None: it left none."""
     if (trace := record.get("trace")) is None:
         return None
     if not _is_table(trace):

@@ -46,7 +46,6 @@ def shorten(text: str, room: float) -> str:
 def label(
     x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
 ) -> str:
-    """A line of text in an SVG."""
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'
@@ -55,7 +54,6 @@ def label(
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -44,7 +44,6 @@ class Target(NamedTuple):
 
 
 def of_rows(encoded: Encoded, row: np.ndarray) -> Target:
-    """The target, given the row of each slot i32 [N]."""
     time = encoded.target.time
     first = np.full(int(row.max()) + 1, np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first, row, time)
@@ -99,7 +98,6 @@ class Meter:
     """Measures targets batch by batch, with a few compiled programs."""
 
     def __init__(self, model: Module, params: Tree, conditions: Sequence[Condition], shapes: Shapes, size: int) -> None:
-        """Compiles nothing yet."""
         self.model, self.params, self.conditions = model, params, conditions
         self.shapes, self.size = shapes, size
         self._program = jax.jit(partial(likelihoods, model))

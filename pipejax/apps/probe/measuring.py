@@ -115,7 +115,6 @@ def prepare(
 
 
 def _read(source: str, config: Config) -> Sequence[Example]:
-    """The examples of a file."""
     task = config.data.task if config.data.task in OWN_FILES else "jsonl"
     return make_task(dataclasses.replace(config.data, task=task, test=source, split="")).examples("test")
 
@@ -123,7 +122,6 @@ def _read(source: str, config: Config) -> Sequence[Example]:
 def _encode(
     source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
 ) -> list[Target]:
-    """The targets of the examples of a file, which warnings name."""
     model, targets = config.model, list[Target]()
     assert model is not None
     ids = Ids.of(model)

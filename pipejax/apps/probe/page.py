@@ -42,12 +42,10 @@ def html(found: Found) -> str:
 
 
 def label_of(name: str) -> str:
-    """A condition's name for people."""
     return name.replace("delay_", "Δt = ")
 
 
 def facts(found: Found) -> str:
-    """The line below the sentence."""
     return (
         f"{found['checkpoint']}, step {found['step']}; {count(found['examples'], 'example')} of {found['input']}, "
         f"{count(found['tokens'], 'token')}; {found['nll']['whole']:.3f} nats a token with the rows above seen whole"
@@ -55,7 +53,6 @@ def facts(found: Found) -> str:
 
 
 def number(cost: float) -> str:
-    """A cost in digits."""
     return f"{cost:.3f}".replace("-0.000", "0.000")
 
 

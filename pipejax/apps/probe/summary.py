@@ -43,8 +43,6 @@ class Parts(Cost):
 
 
 class Summary(TypedDict):
-    """All averages of many lines."""
-
     examples: int
     tokens: int
     nll: dict[str, float]  # nats a token by condition
@@ -57,15 +55,12 @@ class Mean:
     """The mean of costs, and its error."""
 
     def __init__(self) -> None:
-        """Of none yet."""
         self.examples = list[tuple[float, int]]()
 
     def add(self, nats: float, tokens: int) -> None:
-        """Adds the tokens of an example."""
         self.examples.append((nats, tokens))
 
     def to_json(self) -> Cost:
-        """The cost of a token, its error, and the tokens."""
         count, total = len(self.examples), sum(tokens for _, tokens in self.examples)
         mean = math.fsum(nats for nats, _ in self.examples) / max(total, 1)
         squares = math.fsum((nats - mean * tokens) ** 2 for nats, tokens in self.examples)  # of a ratio of two sums
@@ -79,7 +74,6 @@ def place_of(number: int, last: int) -> str:
 
 
 def row_of(number: int) -> str:
-    """The name of a row, counted from 0."""
     return str(number + 1) if number < ROWS else f"{ROWS + 1}+"
 
 
@@ -143,7 +137,6 @@ def said(name: str, found: Parts) -> str:
 
 
 def where(found: Parts) -> str:
-    """The tokens in which most of a cost is."""
     total = _nats(found)
     place = max(found["places"], key=lambda place: _nats(found["places"][place]))
     if _nats(found["places"][place]) < MOST * total:

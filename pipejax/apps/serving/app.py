@@ -52,8 +52,6 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most that a request may take."""
-
     body: int  # bytes
     seconds: float  # until its last byte
     answers: int  # of one request
@@ -61,10 +59,8 @@ class Limits:
 
 
 class Post(NamedTuple):
-    """A route that answers."""
-
     form: Form  # of what is asked
-    objects: type[Objects]  # of the answers
+    objects: type[Completions] | type[Responses]  # of the answers
 
 
 POSTS = {
@@ -88,7 +84,6 @@ class Service:
         origins: Sequence[str] = (),
         access_log: bool = False,
     ) -> None:
-        """Ready to answer."""
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins
@@ -144,7 +139,6 @@ class Service:
 
     @property
     def is_warm(self) -> bool:
-        """Whether all is compiled that was planned."""
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
     async def _read(self, body: bytes, form: Form) -> Asked:
@@ -191,7 +185,6 @@ class Service:
         return _json({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
 
     async def live(self, request: Request) -> Response:
-        """GET /livez: whether the process answers at all."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -201,7 +194,6 @@ class Service:
         return _json({"status": status, "programs": found}, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics."""
         return Response(self.counters.text(), media_type=CONTENT_TYPE)
 
 
@@ -413,7 +405,6 @@ def _note(error: Exception) -> Refused:
 
 
 def refusal(error: Exception) -> Response:
-    """The answer to what cannot be answered."""
     refused = _note(error)
     return _json(refused.body(), refused.status, refused.headers)
 

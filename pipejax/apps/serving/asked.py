@@ -35,7 +35,6 @@ class Form:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All that change something."""
         return self.source, "model", *self.most_tokens, *SHARED, *self.more
 
 
@@ -66,17 +65,14 @@ class Asked:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema that all answers follow, if there is one."""
         return self.sources[0].schema
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens that the model reads."""
         return sum(len(source.content) for source in self.sources)
 
 
 def parse(body: bytes) -> dict[str, object]:
-    """The JSON object of a body."""
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -188,12 +184,10 @@ def _echo(given: Object, most: int | None) -> Object:
 
 
 def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
-    """The refusal of a name that no model has."""
     return unsuitable("model", name, " or ".join(map(repr, models)), status=404, code="model_not_found")
 
 
 def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None]:
-    """The field that bounds the tokens of an answer, and the bound."""
     there = [name for name in names if name in given]
     if len(there) > 1:
         raise unsuitable(there[1], given[there[1]], f"none beside {there[0]}, which means the same")

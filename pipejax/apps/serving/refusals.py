@@ -25,7 +25,6 @@ class Refused(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        """The error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
