@@ -44,14 +44,11 @@ def main(argv: Sequence[str]) -> int:
     if flags.task not in known:
         hint = did_you_mean(flags.task, known)
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
-    return _prepare(flags) if flags.command == "prepare" else _stats(flags)
-
-
-def _prepare(flags: argparse.Namespace) -> int:
+    if flags.command == "stats":
+        return _stats(flags)
     from pipejax.data import builders  # imported late: TFDS takes seconds
 
-    published = PUBLISHED[flags.task]
-    print(builders.prepare(published, manual_dir=flags.manual_dir, data_dir=flags.data_dir))
+    print(builders.prepare(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
 
 

@@ -28,8 +28,6 @@ SAMPLE, CHARACTERS = 4000, 4_000_000  # `choose_shapes` samples at most so many 
 
 
 class Batch(NamedTuple):
-    """A batch: padded arrays for the device, and facts about its examples that only the host uses."""
-
     arrays: dict[str, np.ndarray]
     ids: list[str]
     lengths: np.ndarray  # i64 [B, 2], source tokens and target slots of each example without padding
@@ -50,7 +48,6 @@ def pack_size(config: TrainConfig) -> int:
 
 
 def longest(config: Config) -> Pair:
-    """The shape of a batch whose sources and targets all have the greatest length that the config allows."""
     slots = methods.trained(config).most_slots(config.data.max_target)
     return round_up(config.data.max_source), round_up(slots * pack_size(config.train))
 
@@ -105,7 +102,6 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
-    """i64 [n, 2], the number of source tokens and of target slots of each example."""
     return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
 
 

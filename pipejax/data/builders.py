@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
+from pipejax.data.papers import KP20K, KPTIMES, MSQA, SUMPUBMED, WIKIHOWQA
 from pipejax.data.published import Published, Record, Records, data_root
 from pipejax.system.errors import UserError
 from pipejax.system.extras import command, extra
@@ -59,7 +59,7 @@ def _builder(task: Published) -> type[Builder]:
 
 # By the data set's name in TFDS. The last three builders are TFDS's own.
 BUILDERS = {
-    **{module.TASK.name: _builder(module.TASK) for module in (msqa, kp20k, kptimes, wikihowqa, sumpubmed)},
+    **{task.name: _builder(task) for task in (MSQA, KP20K, KPTIMES, WIKIHOWQA, SUMPUBMED)},
     "cnn_dailymail": CnnDailymail,
     "scientific_papers": scientific_papers.Builder,
     "wikihow": Wikihow,
@@ -111,7 +111,6 @@ def _without_bucket() -> Iterator[None]:
 
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
-    """By split, an iterator of (key, record) that reads the publisher's files."""
     return {split: _check(split, records) for split, records in published.read(manual).items()}
 
 

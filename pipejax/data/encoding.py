@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
-    """An example as token ids."""
-
     id: str
     source: np.ndarray  # i32 [L], eos included
     target: grid.Flat
@@ -57,7 +55,6 @@ def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: st
 
 
 def place_of(example: Example) -> str:
-    """Where an example is, for people."""
     return example.place or f"example {example.id}"
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
 
 from pipejax.data.lines import Object
 from pipejax.data.tokenizer import Tokenizer
@@ -18,6 +18,28 @@ class Example:
     targets: tuple[str, ...]
     place: str = dataclasses.field(default="", repr=False, compare=False)  # "FILE:LINE", for errors; "": unknown
     document: str = dataclasses.field(default="", repr=False, compare=False)  # has present keyphrases; "": source
+
+
+class PreparedExamples(Sequence[Example]):
+    """Examples that are made of records of a source when they are accessed."""
+
+    def __init__(self, source: Sequence[Any], make: Callable[[int, Any], Example]) -> None:
+        self._source, self._make = source, make
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return [self._make(i, self._source[i]) for i in places]
+        return self._make(places, self._source[places])
 
 
 class Task(Protocol):

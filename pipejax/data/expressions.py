@@ -71,7 +71,6 @@ class Expressions:
         return self.either(*found)
 
     def whole_numbers(self, low: int, high: int) -> int:
-        """The whole numbers from low to high, both included, as JSON writes them: without zeros before them."""
         if low < 0:
             below = self.join(self.text("-"), self.whole_numbers(max(-high, 1), -low))
             return self.either(below, self.whole_numbers(0, high)) if high >= 0 else below
@@ -112,7 +111,6 @@ class Expressions:
         return self._make(_Node("both", (*sorted(found),)), all(self._nullable[one] for one in found))
 
     def repeat(self, part: int, least: int = 0, most: int | None = None) -> int:
-        """Several times in turn; most None: as often as one likes."""
         if most == 0 or part == self.empty:
             return self.empty
         if part == self.nothing:
@@ -126,7 +124,6 @@ class Expressions:
         return self._make(_Node("repeat", (part,), least=least, most=most), least == 0)
 
     def compile(self, starts: Iterable[int], most: int) -> Automaton:
-        """The automaton of several languages, which share states."""
         masks = b"".join(node.mask.to_bytes(32, "little") for node in self._nodes if node.kind == "bytes")
         bits = np.unpackbits(np.frombuffer(masks, np.uint8).reshape(-1, 32), axis=1, bitorder="little")
         _, examples, kinds = np.unique(bits, axis=1, return_index=True, return_inverse=True)

@@ -43,7 +43,6 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether the path is a directory that the library datasets wrote: of one data set, or of its splits."""
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 

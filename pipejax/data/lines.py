@@ -96,7 +96,6 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff")  # with which UTF-16 begins
 
 
 def seems(encoding: str) -> str:
-    """A guess at the encoding, in brackets, with what to do about it."""
     return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout)"
 
 
@@ -160,18 +159,15 @@ def bounded(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
 
 
 def read_file(path: str | Path, bad: Refusal = refuse) -> Iterator[Placed]:
-    """Yields as `read_objects` the objects of a file, which may be packed."""
     with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
         yield from read_objects(lines, str(path), bad=bad)
 
 
 def text_of(value: Object, key: str, place: str) -> str:
-    """The text that an object has under a key; raises a UserError if it is absent, no text or empty."""
     return check_text(value_of(value, key, place), key, place)
 
 
 def value_of(value: Object, key: str, place: str, expected: str = "one") -> object:
-    """The value that an object has under a key; raises a UserError if it is absent."""
     if key not in value:
         keys = ", ".join(map(str, value)) or "none"
         raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys})')
@@ -237,7 +233,6 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 def kind(value: object) -> str:
-    """The type of a value of JSON, or of a table's cell, in words; a number is given itself."""
     if value is None:
         return "null"
     if isinstance(value, numbers.Number) and not isinstance(value, bool):

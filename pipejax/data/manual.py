@@ -41,7 +41,6 @@ class File(NamedTuple):
         return PurePosixPath(self.member).parent.name if self.member else self.path.parent.name
 
     def open(self) -> BinaryIO:
-        """Opens the file to read bytes; raises a UserError if that is impossible."""
         if not self.member:
             return open_file(self.path, "a publisher's file")
         try:
@@ -54,12 +53,10 @@ class File(NamedTuple):
         return UserError(f"{self}: cannot be read ({said}); expected a whole zip without a password")
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yields as `decode_lines`."""
         with self.open() as lines:
             yield from decode_lines(lines, str(self))
 
     def objects(self) -> Iterator[Placed]:
-        """Yields as `read_objects`."""
         with self.open() as lines:
             yield from read_objects(lines, str(self))
 
@@ -94,7 +91,6 @@ class Manual:
                 yield File(path)
 
     def find(self, *names: str) -> File | None:
-        """The file with one of these names, the earlier name first, that lies in the fewest folders, or None."""
         for name in names:
             found = [file for file in self.files if file.name == name]
             depth = [len(Path(str(file)).parts) for file in found]
@@ -122,7 +118,6 @@ class Manual:
         return found or self.missing(f"{folder}/")
 
     def missing(self, what: str) -> NoReturn:
-        """Raises the UserError that the directory lacks `what`."""
         raise UserError(f"--manual-dir {self.directory}: found no {what}; expected {self.expected}")
 
 

@@ -47,11 +47,9 @@ class FilesTask(Task):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that a source is made of."""
         return self._template.fields
 
     def examples(self, split: str) -> Sequence[Example]:
-        """All examples of a split, read and checked; empty if the config names no file for it."""
         if not self.has(split):
             return []
         if not self._shared(split):
@@ -195,7 +193,6 @@ def check_fields(fields: Iterable[str], values: Iterable[Object], where: str) ->
 
 @functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
 def _misspelt(field: str, keys: frozenset[str]) -> str:
-    """A key that is spelt almost like the field; "" if there is none. Keys that differ in a number are meant so."""
     wanted, folded = field.casefold(), {str(key).casefold(): str(key) for key in keys}
     close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.8)
     other = [key for key in close if key == wanted or re.sub(r"\d", "", key) != re.sub(r"\d", "", wanted)]

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.examples import Example, Task
+from pipejax.data.examples import Example, PreparedExamples, Task
 from pipejax.data.lines import Object, text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import Template, plain
@@ -61,7 +61,6 @@ class PublishedTask(Task):
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of a split; empty if the publisher's files lacked that split."""
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
@@ -92,7 +91,6 @@ class PublishedTask(Task):
         return source
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
-        """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""
         # TFDS returns text as bytes, and a list of texts as a list or array of bytes.
         record: Record = {k: x.decode() if isinstance(x, bytes) else [y.decode() for y in x] for k, x in raw.items()}
         spell = functools.partial(plain, placeholders=self.published.placeholders)
@@ -118,26 +116,3 @@ class _Braces(dict[str, str]):
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
-
-
-class PreparedExamples(Sequence[Example]):
-    """The examples of a prepared split; each access reads a record and converts it."""
-
-    def __init__(self, source: Sequence[Any], make: Callable[[int, Any], Example]) -> None:
-        """`make` converts (index, record of `source`) to an example; nothing is read yet."""
-        self._source, self._make = source, make
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        places = range(len(self))[index]
-        if isinstance(places, range):
-            return [self._make(i, self._source[i]) for i in places]
-        return self._make(places, self._source[places])

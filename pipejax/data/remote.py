@@ -15,7 +15,6 @@ _DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:\[([\w.-]+)\])?"
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path of the config is a URL or names a split of the hub."""
     return isinstance(path, str) and ("://" in path or path.startswith(HUB))
 
 
@@ -37,7 +36,6 @@ def files_of(path: str) -> list[str]:
 
 
 def open_remote(url: str, expected: str) -> BinaryIO:
-    """Opens a file at a URL to read bytes; raises a UserError, which says `expected`, if that is impossible."""
     system, name = _system_of(url)
 
     def broken(error: Exception) -> UserError:
@@ -108,7 +106,6 @@ def _list(pattern: str, path: str) -> list[str]:
 
 
 def _system_of(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the name in it; fsspec has no types."""
     fsspec = module("fsspec", "remote", url)
     try:
         system, name = fsspec.core.url_to_fs(url)

@@ -28,12 +28,10 @@ def normalized(text: str) -> str:
 
 
 def split(text: str, delimiter: str) -> list[str]:
-    """The parts between delimiters, stripped and without empty ones."""
     return [part for part in map(str.strip, text.split(delimiter)) if part]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of English text, as the library sentencex finds them."""
     with extra("metrics", "sentences"):
         import sentencex
 

@@ -125,7 +125,6 @@ class Tokenizer:
         return all(i == self.eos for i in self.encode(text))
 
     def piece(self, number: int) -> str:
-        """The vocabulary's entry for an id: "▁" stands for a space in most; "" outside the vocabulary."""
         if not 0 <= number < self.size:
             return ""
         if self._backend is not None:
@@ -154,7 +153,6 @@ class Tokenizer:
         return tuple(step["type"] for step in found.get("decoders", [found]))
 
     def other_pieces(self, other: "Tokenizer") -> list[int]:
-        """The ids that stand for one piece here and for another piece there, in order."""
         here, there = ({i: piece for piece, i in each._inner.get_vocab().items()} for each in (self, other))
         return sorted(i for i in here.keys() & there.keys() if here[i] != there[i])
 
@@ -179,7 +177,6 @@ class Growing:
         self._said = ""  # of their text, what was given out
 
     def add(self, token: int) -> str:
-        """The text that the token adds. Half a character waits for the other half."""
         if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
             return ""
         self._ids.append(token)
@@ -224,7 +221,6 @@ def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) 
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each tokenizer file in a directory, by name; empty if there is no such directory."""
     if look(directory) != "directory":
         return {}
     try:
@@ -252,7 +248,6 @@ def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
 
 
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
-    """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
@@ -333,7 +328,6 @@ def _check_sentencepiece(directory: Path) -> None:
 
 
 def _damage(directory: Path) -> str:
-    """The tokenizer file that is not even of its kind, in words; "" if there is none."""
     for file in sorted(path for path in directory.iterdir() if _is_read(path.name)):
         if found := stand_in(file):
             return f"{file.name} is {found}"

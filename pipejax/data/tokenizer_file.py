@@ -70,7 +70,6 @@ class TokenizerFile:
 
 
 def read(directory: Path) -> TokenizerFile:
-    """Reads the tokenizer in a directory as transformers would."""
     import tokenizers
 
     if other := next((name for name in OTHERS if look(directory / name)), None):
@@ -102,7 +101,6 @@ def read(directory: Path) -> TokenizerFile:
 
 
 def _special(key: str, value: object) -> str:
-    """The special token that a setting names; "" if it names none."""
     if not key.endswith("_token"):
         return ""
     text = value.get("content") if isinstance(value, dict) else value
