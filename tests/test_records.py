@@ -473,15 +473,15 @@ def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
     class Cut(Exception):
         pass
 
-    def cut(out, record, place, *, count):
+    def cut(out, line, *, count):
         count[0] += 1
         if count[0] > stop:
             raise Cut
-        out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        out.write(line)
 
     for tail in (b"", lines[stop][:9]):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-            patch.setattr(records, "_write", partial(cut, count=[0]))
+            patch.setattr("pipejax.apps.unfinished.write_whole", partial(cut, count=[0]))
             decode.main([str(flag) for flag in flags])
         assert target.read_bytes() == b"".join(lines[:stop]) and unfinished.exists()
         target.write_bytes(target.read_bytes() + tail)
@@ -675,7 +675,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
     source.write_text(as_lines({"source": text} for text in SHORT[:4]))
     target.write_text("older")
     beside, note = tmp_path / "out.csv.records", tmp_path / "out.csv.records.unfinished"
-    generator, write, left = load(checkpoints / "none"), records._write, [2]
+    generator, write, left = load(checkpoints / "none"), unfinished.write_whole, [2]
 
     def cut(*given):
         left[0] -= 1
@@ -687,7 +687,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
         records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=resume)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(records, "_write", cut)
+        patch.setattr("pipejax.apps.unfinished.write_whole", cut)
         work(False)
     assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 2 and note.exists()
     records.check_paths(str(source), str(target), resume=True)
@@ -773,7 +773,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"in\.jsonl:3: not JSON"):
         decode.main([str(flag) for flag in flags])
     whole = (tmp_path / "out.jsonl").read_bytes()
-    write, left = records._write, [2]
+    write, left = unfinished.write_whole, [2]
 
     def cut(*given):
         left[0] -= 1
@@ -782,7 +782,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
         write(*given)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(records, "_write", cut)
+        patch.setattr("pipejax.apps.unfinished.write_whole", cut)
         decode.main([str(flag) for flag in (*flags, "--skip-bad")])
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
     run(*flags, "--skip-bad", "--resume")

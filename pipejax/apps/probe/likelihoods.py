@@ -103,7 +103,6 @@ class Meter:
         self._program = jax.jit(partial(likelihoods, model))
 
     def batches(self, targets: Sequence[Target]) -> list[list[int]]:
-        """The places of the targets, in batches of similar lengths."""
         lengths = [(len(target.encoded.source), len(target.row)) for target in targets]
         order = self.shapes.order(np.asarray(lengths, np.int64)).tolist()
         return [order[first : first + self.size] for first in range(0, len(order), self.size)]
@@ -124,7 +123,6 @@ class Meter:
 
 
 def together(batch: dict[str, np.ndarray], conditions: Sequence[Condition]) -> int:
-    """The number of conditions P that a call takes of a batch."""
     return min(max(SLOTS // batch["inputs"].shape[1], 1), len(conditions))
 
 

@@ -18,7 +18,6 @@ LABELLED = 8  # arcs, at the most, that have their cost beside them; each has it
 
 
 def html(found: Found) -> str:
-    """One page of a summary, with the checkpoint and the input that it is of."""
     conditions = found["conditions"]
     rows, places = [*conditions["hidden"]["rows"]], [*conditions["hidden"]["places"]]
     by_row = {label_of(name): [part, *part["rows"].values()] for name, part in conditions.items()}
