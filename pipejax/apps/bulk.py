@@ -74,7 +74,6 @@ def caught(call: Callable[..., Said], *arguments: object) -> Said:
 
 
 def checked(said: Said) -> Said:
-    """The message of another process; raises the error if it is one."""
     if "error" not in said:
         return said
     kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
@@ -136,7 +135,6 @@ class Worker:
 
 
 def find(patterns: Sequence[str]) -> list[str]:
-    """The files that are named, or match a glob pattern; in the order given, those of a pattern sorted."""
     found = dict[str, None]()
     for pattern in patterns:
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))

@@ -101,7 +101,6 @@ def _decode(
 def _score(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
 ) -> dict[str, float]:
-    """The values of rows with known names are compared by type, those under a schema by its types."""
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
     if generator.schema is not None and generator.tokenizer is not None:
         readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}

@@ -125,7 +125,6 @@ def export(
 
 
 def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
-    """The module, what computes with it on all platforms, and its weights in one dtype for all."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
     if wanted == "auto":  # as where it runs, not as where it is exported

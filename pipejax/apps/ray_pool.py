@@ -83,7 +83,6 @@ class RayPool:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 
     def ask(self, work: Work) -> Said:
-        """The result of `describe`, in a process that ends and lets go of its device."""
         said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
         return said
 
@@ -103,8 +102,6 @@ class RayPool:
 
 
 class _Actor(Worker):
-    """A worker that hears and answers in Ray's tables."""
-
     def __call__(self, batch: Any) -> dict[str, list[str]]:  # type: ignore[override]
         name, block = json.loads(batch["block"][0])
         return {"said": [json.dumps(super().__call__(name, Block(*block)))]}

@@ -38,7 +38,6 @@ def lines_for(target: str) -> str:
 
 
 def check(target: str, *, resume: bool) -> None:
-    """Raises a UserError if a table cannot be made, or is to be gone on with and complete."""
     if (lines := lines_for(target)) == target:
         return
     if (found := look(target)) and not Path(target).is_file():

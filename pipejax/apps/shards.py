@@ -29,8 +29,6 @@ Shard = dict[str, Any]
 
 
 class Input(TypedDict):
-    """A file of sources."""
-
     path: str
     lines: int
     bytes: int
@@ -57,8 +55,6 @@ def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
 
 
 class Shards:
-    """Shards in an output directory, for the processes that write them."""
-
     def __init__(self, output: Path, run: str) -> None:
         """`run`: a name that is new each time that the work is taken up."""
         self.directory, self.skipped = output / "shards", output / "skipped"
@@ -91,7 +87,6 @@ class Shards:
         return _said(name, text.encode(), skipped)
 
     def look(self, name: str) -> Shard | None:
-        """The content of a shard; None if it is not written."""
         path, beside = self.directory / name, self.skipped / name
         if not path.exists():
             return None
@@ -106,8 +101,6 @@ def _said(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
 
 
 class Output:
-    """An output directory in the hands of the one process that keeps its manifest."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.run = path, uuid.uuid4().hex
         self.shards = Shards(path, self.run)

@@ -18,8 +18,6 @@ from pipejax.system.errors import UserError
 
 
 class Report(TypedDict):
-    """A step, checked. One that is neither good nor damaged cannot be read now, or was saved with another tokenizer."""
-
     place: str
     step: int
     good: bool

@@ -59,7 +59,6 @@ def check_place(path: Path) -> None:
 
 
 def make_place(place: Path) -> None:
-    """Makes the directory of an item. One process calls this, before all processes call `begin`."""
     # Otherwise the other processes wait in Orbax for the inner directory: ten minutes if the first process fails.
     (place / "array_metadatas").mkdir(parents=True)
 
@@ -76,7 +75,6 @@ def begin(place: Path, tree: Tree) -> Sequence[Writes]:
 
 
 def finish(place: Path) -> None:
-    """Merges the parts of all processes after all are written. One process calls this."""
     import orbax.checkpoint as ocp
 
     handler = ocp.PyTreeCheckpointHandler()
@@ -84,7 +82,6 @@ def finish(place: Path) -> None:
 
 
 def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
-    """Reads the arrays of an item."""
 
     def begin(wanted: jax.ShapeDtypeStruct, store: ts.TensorStore) -> Callable[[], jax.Array]:
         """Begins to read the parts that this process's devices have; those that several have only once."""
@@ -107,7 +104,6 @@ def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
 
 
 def check(place: Path, template: Tree, files: Mapping[str, str]) -> None:
-    """Checks that an item has the arrays of a template, without reading them; arguments and errors as of `read`."""
     with reading(place, files):
         _open(place, template)
 

@@ -66,7 +66,6 @@ def make(
     metadata: Mapping[str, object],
     files: Mapping[str, str],
 ) -> Manifest:
-    """The sealed manifest of a step, from fingerprints by item and digests of small files by path."""
     return cast(
         Manifest,
         _seal(
@@ -172,7 +171,6 @@ def _brief(value: object) -> str:
 
 
 def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -> None:
-    """Checks that the wanted dtypes and shapes of an item are those that were saved."""
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")

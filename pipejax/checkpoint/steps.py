@@ -88,7 +88,6 @@ class Steps:
         return lines
 
     def sweep(self) -> None:
-        """Removes the files that failed and killed saves left, as they may fill the disk."""
         self._sweep_gone()
         sweep(self.directory, f"*{STAGING}*")
 

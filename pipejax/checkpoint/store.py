@@ -36,8 +36,6 @@ Expect = Callable[[Config], Mapping[str, Tree]]  # a step's config -> templates 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A verified step."""
-
     step: int
     items: dict[str, Tree]  # trees of arrays by name, such as "params"
     config: Config
@@ -184,7 +182,6 @@ class Store:
         return {name: len(expected) for name, expected in arrays.items()}
 
     def describe(self, step: int) -> Restored:
-        """The verified content of a step's manifest; arrays are not read and `items` is empty."""
         manifest, place = self._manifest(step), self.place(step)
         return Restored(
             step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
@@ -195,7 +192,6 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
     def newest_metadata(self) -> Metadata | None:
-        """As `newest`, but only the metadata. Renames damaged steps, and removes the steps that are not kept."""
 
         def read(step: int) -> Restored:
             try:
@@ -218,7 +214,6 @@ class Store:
         self._log_troubles()
 
     def close(self) -> bool:
-        """Waits for the current save and removes leftover files. False if the save failed."""
         done = self.settle()
         if self._writable and distributed.first():
             if self.why_not:
@@ -321,6 +316,5 @@ class Store:
 
 
 def _files(manifest: Manifest, item: str) -> dict[str, str]:
-    """The digests of an item's small files, by name; old manifests have none."""
     files = manifest.get("files") or {}
     return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}

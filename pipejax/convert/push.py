@@ -64,7 +64,6 @@ def check_name(name: str) -> None:
 
 
 def upload(directory: Path, name: str, *, private: bool) -> str:
-    """Uploads the files of a directory in one commit; gives the model's address."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi(library_name="pipejax")

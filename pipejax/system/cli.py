@@ -45,7 +45,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_checkpoint(self) -> None:
-        """Adds the flags --checkpoint DIR and --best, which say whose weights decode."""
         self.add_argument(
             "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
         )
@@ -103,7 +102,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
-    """The argparse type of a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
@@ -136,7 +134,6 @@ def note(line: str, level: str = "info", **fields: object) -> None:
 
 
 def write_json() -> None:
-    """Makes each line of this process to standard error a JSON object, with the time and the level."""
     _lines.as_json = True
 
 
@@ -150,8 +147,6 @@ def line_of(record: logging.LogRecord) -> str:
 
 
 class _Lines(logging.Handler):
-    """Writes the package's log records to standard error, a line each."""
-
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:

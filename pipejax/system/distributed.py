@@ -107,7 +107,6 @@ def join(
 
 
 def _await(coordinator: str, patience: float) -> None:
-    """Waits until the coordinator listens, because JAX aborts the process without an exception if it never does."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + patience
     while True:
@@ -174,7 +173,6 @@ def first() -> bool:
 
 
 def gather(text: str) -> list[str]:
-    """The texts of all processes, by index; every process must call this."""
     if not several():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -277,7 +275,6 @@ class Exchange:
         return said
 
     def close(self) -> None:
-        """Closes the exchange: calls that wait for this process, and all later calls, raise a RuntimeError."""
         with self._lock:
             if several() and not self._closed:
                 self._send(b"")

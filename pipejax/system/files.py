@@ -153,14 +153,12 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_output(path: Path) -> None:
-    """Syncs the content and the name of a file that was just written; ignores pipes and devices."""
     if path.is_file():
         sync(path)
         sync(Path(os.path.realpath(path)).parent)
 
 
 def _sync_name(path: Path) -> None:
-    """Syncs the name that a file or directory has just got by a rename."""
     try:
         sync(path.parent)
     except OSError as error:
@@ -212,7 +210,6 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def make_directories(directory: Path) -> list[Path]:
-    """Makes a directory and its parents; returns those that were missing, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -233,7 +230,6 @@ def free_name(path: Path) -> Path:
 
 
 def sweep(directory: Path, *patterns: str) -> None:
-    """Removes the files and directories whose names match a glob pattern, as far as possible."""
     for pattern in patterns:
         with contextlib.suppress(OSError):
             for path in directory.glob(pattern):

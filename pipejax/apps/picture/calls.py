@@ -137,7 +137,6 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
 
 
 def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
-    """The same in words: an HTML table with a line for each row that was asked in a call."""
     said: dict[tuple[int, int, str], list[str]] = {}
     for mark in marks(grid, calls):
         said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)

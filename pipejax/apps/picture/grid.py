@@ -42,7 +42,6 @@ class Grid:
 
     @property
     def height(self) -> int:
-        """Rows, the empty one included."""
         return max((cell.row for cell in self.cells), default=-1) + 1
 
 
@@ -203,7 +202,6 @@ def pitch_of(grid: Grid) -> int:
 
 
 def top_of(*, page: bool) -> int:
-    """Pixels above the first row; the page has the caption in its head."""
     return TOP - 22 if page else TOP
 
 

@@ -22,7 +22,6 @@ def find(path: str, name: str | None) -> tuple[str, Object]:
 
 
 def with_pieces(record: Object, piece: Callable[[int], str], place: str) -> Object:
-    """The record with a text for each id in `row_ids`: its own, or what `piece` says of it."""
     ids = record.get("row_ids")
     if not _is_table(ids):
         return record  # `tokens` refuses it
@@ -78,7 +77,6 @@ def delays(record: Object, rows: list[list[str]], place: str) -> list[int]:
 
 
 def end_of(record: Object, place: str) -> tuple[int, str | None]:
-    """The steps of a record, and what cut it short."""
     found, truncated = record.get("steps"), record.get("truncated")
     if truncated == "max_tokens":
         raise UserError(

@@ -35,7 +35,6 @@ def text_width(text: str) -> float:
 
 
 def shorten(text: str, room: float) -> str:
-    """The text, or as much of its beginning as fits with an ellipsis."""
     if text_width(text) <= room:
         return text
     while text and text_width(text) + 0.7 > room:

@@ -31,8 +31,6 @@ class Choice:
 
 
 class Completion:
-    """The answers to one request, all under way."""
-
     def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
         """Asks the engine for all of them, or for none."""
         self.asked, self._counters = asked, counters
@@ -127,7 +125,6 @@ class Completion:
         self._counters.tokens.inc(choice.tokens)
 
     def close(self, reason: str = "cancelled") -> None:
-        """Frees the places of the answers that nobody waits for any more."""
         for choice, answer in zip(self.choices, self._answers, strict=False):
             if choice.reason is None:
                 answer.cancel()
@@ -145,7 +142,6 @@ class Completion:
         return "".join(piece.text for piece in choice.pieces)
 
     def record_of(self, choice: Choice) -> dict[str, object]:
-        """The record of a choice by the name of its field; nothing if it is not asked for or not complete."""
         if not self._whole or choice.record is None:
             return {}
         record: dict[str, object] = {**choice.record}

@@ -71,8 +71,6 @@ POSTS = {
 
 
 class Service:
-    """The part of the server that all requests share."""
-
     def __init__(
         self,
         generator: Generator,
@@ -105,7 +103,6 @@ class Service:
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A route of `POSTS`."""
         begun, status = time.perf_counter(), 200
         self.active += 1
         try:
@@ -161,7 +158,6 @@ class Service:
         return _json(self._shown(name))
 
     def _shown(self, name: str) -> dict[str, object]:
-        """One of the models, as clients are told of it."""
         generator = self.models[name]
         config, template = generator.config, template_of(generator.config)
         ids, served = generator.ids, methods.able(config, "serve")
@@ -181,14 +177,12 @@ class Service:
         }
 
     async def health(self, request: Request) -> Response:
-        """GET /health: whether to send requests here."""
         return _json({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
 
     async def live(self, request: Request) -> Response:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /readyz: whether requests are taken, and none of the usual ones has to wait for a compiler."""
         status = "draining" if self.draining else "ok" if self.is_warm else "warming up"
         found = {"prepared": self.engine.compiler.prepared, "planned": self.engine.compiler.planned}
         return _json({"status": status, "programs": found}, 200 if status == "ok" else 503)
@@ -198,7 +192,6 @@ class Service:
 
 
 def make(service: Service) -> ASGIApp:
-    """The application: a service behind its routes, with errors as JSON."""
     page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
@@ -410,7 +403,6 @@ def refusal(error: Exception) -> Response:
 
 
 def no_request() -> bytes:
-    """The answer, its head included, to bytes that are no request."""
     said = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
     body = dump(Refused(400, said, code="malformed_request").body()).encode()
     head = "HTTP/1.1 400 Bad Request", "Content-Type: application/json", "Connection: close"

@@ -193,7 +193,6 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at that address, which refuses connections until the server starts."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -75,7 +75,6 @@ class Completions:
         return {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": choice.reason}
 
     def _part(self, choice: Choice, piece: Piece | None) -> Json:
-        """The choice in a chunk: with a piece, or at its end without one."""
         return self._choice(choice, piece.text if piece else "", [piece] if piece else [])
 
     def _log_probs(self, choice: Choice, pieces: list[Piece]) -> Json:
@@ -210,7 +209,6 @@ Objects = Completions | Responses
 
 
 def event(content: object) -> str:
-    """An event of a stream, whose data is in one line."""
     return f"data: {dump(content)}"
 
 

@@ -8,8 +8,6 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class Refused(Exception):
-    """A request that gets an error instead of an answer."""
-
     def __init__(
         self,
         status: int,

@@ -114,7 +114,6 @@ class ObjectWriting:
         self._waiting = deque(schema.names)
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """The pieces that can be sent once the token is written; tokens come as in `Writing`."""
         time = self._due.pop(row)
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             del self._due[other]
@@ -173,5 +172,4 @@ class _Cut:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of the text that begin the stop text."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
