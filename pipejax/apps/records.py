@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from pipejax.apps import record_tables
-from pipejax.apps.unfinished import STANDARD, Unfinished, settings_of
+from pipejax.apps.unfinished import Unfinished, settings_of
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
@@ -27,6 +27,8 @@ from pipejax.system.files import sync_output
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
+
+STANDARD = streams.STANDARD
 
 WORKBOOKS = (".xlsx", ".xls", ".ods")
 

@@ -21,7 +21,6 @@ from pipejax.system.files import sync, write_text, writing
 
 logger = logging.getLogger(__name__)
 
-STANDARD = "-"  # input or output
 Settings = dict[str, object]  # what records depend on, as JSON
 DEFAULTS = {
     **config_lib.flat(GridConfig(), "grid."),
@@ -49,7 +48,7 @@ class Unfinished:
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
         self.there = NOTHING
         self.has_note = False  # which stays whatever happens
-        self._out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
+        self._out: BinaryIO | None = sys.stdout.buffer if target == streams.STANDARD else None
 
     def resume(self, ids: Sequence[str | int]) -> None:
         """Goes on after the whole records that are there, which are those of the first ids."""
@@ -90,7 +89,7 @@ class Unfinished:
             logger.info(f"{self.target}: holds the records of the first {lines}{more}")
 
     def close(self) -> None:
-        if self._out is not None and self.target != STANDARD:
+        if self._out is not None and self.target != streams.STANDARD:
             self._out.close()
 
     def end(self) -> None:

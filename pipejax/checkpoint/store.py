@@ -36,6 +36,8 @@ Expect = Callable[[Config], Mapping[str, Tree]]  # a step's config -> templates 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
+    """A verified step."""
+
     step: int
     items: dict[str, Tree]  # trees of arrays by name, such as "params"
     config: Config

@@ -4,7 +4,7 @@ from pipejax.config import DataConfig
 from pipejax.data.demo import DemoTask
 from pipejax.data.examples import Task
 from pipejax.data.own_files import FilesTask
-from pipejax.data.papers import PUBLISHED
+from pipejax.data.papers import PUBLISHED as PUBLISHED
 from pipejax.data.published import PublishedTask
 from pipejax.system.errors import UserError, did_you_mean
 

@@ -7,7 +7,7 @@ i * delay + j, where i counts from 0 and j from 1.
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipejax.apps.picture.text import FONT, INK, QUIET, count, escape, label, shorten, text_width
+from pipejax.apps.picture.text import FONT, INK, QUIET, count, dotted, escape, label, shorten, text_width
 
 PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # first, middle and last time-step
 LEFT, RIGHT, TOP = 84, 20, 52  # pixels around the grid
@@ -113,10 +113,7 @@ def svg(grid: Grid, *, until: int | None = None, page: bool = False) -> str:
         name = f"row {i + 1}" if i < len(grid.rows) else "empty row"
         parts.append(label(LEFT - 12, middle + 4, name, anchor="end"))
         if 0 < i * grid.delay <= last:
-            parts.append(
-                f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
-                'stroke-dasharray="1 5" stroke-linecap="round"/>'
-            )
+            parts.append(dotted(LEFT + 2, middle, start - 4))
     parts += [
         _cell(cell, grid, column=column, pitch=pitch, top=top, size=size) for cell in grid.cells if cell.time <= last
     ]

@@ -52,6 +52,12 @@ def label(
     )
 
 
+def dotted(left: float, y: float, right: float) -> str:
+    """A line of dots in an SVG, where a row waits for its start."""
+    line = f'<path d="M{left} {y:g}H{right}" stroke="{QUIET}" stroke-opacity=".4" stroke-dasharray="1 5"'
+    return f'{line} stroke-linecap="round"/>'
+
+
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
