@@ -91,6 +91,7 @@ def decodes() -> Iterator[str]:
             sources = _sources(rng, 44)
             said = {"round": i, "model": place.name, **loaded, **settings}
             said["decode.draft_checkpoint"] = bool(loaded.get("decode.draft_checkpoint"))
+            found: list[Any]
             try:
                 generator = pipejax.load(place, overrides=loaded, adapters=adapters)
                 generator = generator.adapted("a") if adapters and rng.random() < 0.7 else generator
