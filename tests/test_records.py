@@ -511,12 +511,12 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     note.write_text(json.dumps(settings))
     seen, sync_output = [], records.sync_output
 
-    def killed(place, kept):
+    def killed(place):
         seen.append(json.loads(note.read_text()))
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(records, "_open", killed)
+        patch.setattr(unfinished, "writing", killed)
         work()
     assert seen == [settings]
 
@@ -915,3 +915,29 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
         found = [json.loads(line) for line in content.splitlines()]
         assert content.endswith(b"\n") and 10 < len(found) < 20_000
         assert [record["id"] for record in found] == [str(i + 1) for i in range(len(found))]
+
+
+def test_lines_are_added_and_their_note_stays(tmp_path):
+    """A kill between a note that is taken away and one that is written would make a resume impossible."""
+    target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
+    first = unfinished.Unfinished(str(target), {"input": "a"})
+    first.write(b'{"id": 1}\n')
+    first.close()
+    before = note.stat().st_ino
+    assert json.loads(note.read_text()) == {"input": "a"}
+    second = unfinished.Unfinished(str(target), {"input": "a"})
+    second.resume([1, 2])
+    second.write(b'{"id": 2}\n')
+    second.close()
+    assert target.read_bytes() == b'{"id": 1}\n{"id": 2}\n' and note.stat().st_ino == before
+    second.end()
+    assert not note.exists()
+
+
+def test_lines_of_other_work_have_no_note(tmp_path):
+    target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
+    target.write_text('{"id": 7}\n')
+    output = unfinished.Unfinished(str(target))
+    output.write(b'{"id": 1}\n')
+    output.close()
+    assert target.read_bytes() == b'{"id": 1}\n' and not note.exists()
