@@ -283,6 +283,7 @@ def test_turns_that_are_not_read_are_told_once(engine: ScriptedEngine, caplog: p
         client.post(RESPONSES, json={"input": TEXT})
         assert not caplog.records
         client.post(RESPONSES, json={"input": TEXT, "instructions": "be brief"})
+        assert caplog.records
         client.post(CHAT, json={"messages": TURNS})
     (record,) = caplog.records
     assert "no system message and no earlier turn" in record.message and TEXT not in record.message

@@ -333,3 +333,15 @@ def test_every_key_has_a_range_or_none_to_need():
             free = ("init_from", "wandb", "mlflow", "draft_checkpoint")
             if field.type in (str, "str") and section is not DataConfig and field.name not in free:
                 assert field.metadata["choices"], field.name
+
+
+def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
+    """The bounds themselves are within them."""
+    named = Config(grid=GridConfig(sub_max=2, row_names=("a", "b")))
+    check(named, where="here")
+    with pytest.raises(UserError, match=r"here: grid\.row_names: found 2; expected at most grid\.sub_max = 1"):
+        check(dataclasses.replace(named, grid=GridConfig(sub_max=1, row_names=("a", "b"))), where="here")
+    model = T5Config(vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_heads=1, num_layers=1, num_decoder_layers=1)
+    check(Config(model=model, decode=DecodeConfig(beams=4)), where="here")
+    with pytest.raises(UserError, match=r"decode\.beams: found 5; expected at most half of model\.vocab_size = 8"):
+        check(Config(model=model, decode=DecodeConfig(beams=5)), where="here")

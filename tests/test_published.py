@@ -227,7 +227,17 @@ def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
         ),
         ("msqa", {"x.zip": b"PK no zip"}, ["x.zip: cannot be read", "expected a zip"]),
         ("kp20k", {"train_src.txt": "a <eos> b\n"}, ["found no train_trg.txt"]),
-        ("kp20k", {"train_src.txt": "a <eos> b\nc", "train_trg.txt": "x\n"}, ["train_src.txt:2: found no such line"]),
+        (
+            "kp20k",
+            {"train_src.txt": "a <eos> b\nc", "train_trg.txt": "x\n"},
+            ["train_src.txt:2: found no such line", "train_trg.txt; expected as many"],
+        ),
+        (
+            "kp20k",
+            {"train_src.txt": "a <eos> b\n", "train_trg.txt": "x\ny\n"},
+            ["train_trg.txt:2: found no such line", "train_src.txt; expected as many"],
+        ),
+        ("kp20k", {"train_src.txt": "\n", "train_trg.txt": "x\n"}, ["train_src.txt:1: found no <eos>"]),
         ("kp20k", {"train_src.txt": "a\n", "train_trg.txt": "x\n"}, ["train_src.txt:1: found no <eos>"]),
         ("kp20k", {"train_src.txt": b"a <eos> \xff\n", "train_trg.txt": "x\n"}, ["train_src.txt:1: found byte 0xff"]),
         ("kp20k", {"kp20k_training.json": in_lines({"title": "a"})}, ['kp20k_training.json:1: found no "abstract"']),

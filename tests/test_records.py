@@ -473,15 +473,15 @@ def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
     class Cut(Exception):
         pass
 
-    def cut(out, record, place, *, count):
+    def cut(out, line, *, count):
         count[0] += 1
         if count[0] > stop:
             raise Cut
-        out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        out.write(line)
 
     for tail in (b"", lines[stop][:9]):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-            patch.setattr(records, "_write", partial(cut, count=[0]))
+            patch.setattr("pipejax.apps.unfinished.write_whole", partial(cut, count=[0]))
             decode.main([str(flag) for flag in flags])
         assert target.read_bytes() == b"".join(lines[:stop]) and unfinished.exists()
         target.write_bytes(target.read_bytes() + tail)
@@ -511,12 +511,12 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     note.write_text(json.dumps(settings))
     seen, sync_output = [], records.sync_output
 
-    def killed(place, kept):
+    def killed(place):
         seen.append(json.loads(note.read_text()))
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(records, "_open", killed)
+        patch.setattr(unfinished, "writing", killed)
         work()
     assert seen == [settings]
 
@@ -675,7 +675,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
     source.write_text(as_lines({"source": text} for text in SHORT[:4]))
     target.write_text("older")
     beside, note = tmp_path / "out.csv.records", tmp_path / "out.csv.records.unfinished"
-    generator, write, left = load(checkpoints / "none"), records._write, [2]
+    generator, write, left = load(checkpoints / "none"), unfinished.write_whole, [2]
 
     def cut(*given):
         left[0] -= 1
@@ -687,7 +687,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
         records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=resume)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(records, "_write", cut)
+        patch.setattr("pipejax.apps.unfinished.write_whole", cut)
         work(False)
     assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 2 and note.exists()
     records.check_paths(str(source), str(target), resume=True)
@@ -773,7 +773,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"in\.jsonl:3: not JSON"):
         decode.main([str(flag) for flag in flags])
     whole = (tmp_path / "out.jsonl").read_bytes()
-    write, left = records._write, [2]
+    write, left = unfinished.write_whole, [2]
 
     def cut(*given):
         left[0] -= 1
@@ -782,7 +782,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
         write(*given)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(records, "_write", cut)
+        patch.setattr("pipejax.apps.unfinished.write_whole", cut)
         decode.main([str(flag) for flag in (*flags, "--skip-bad")])
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
     run(*flags, "--skip-bad", "--resume")
@@ -915,3 +915,29 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
         found = [json.loads(line) for line in content.splitlines()]
         assert content.endswith(b"\n") and 10 < len(found) < 20_000
         assert [record["id"] for record in found] == [str(i + 1) for i in range(len(found))]
+
+
+def test_lines_are_added_and_their_note_stays(tmp_path):
+    """A kill between a note that is taken away and one that is written would make a resume impossible."""
+    target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
+    first = unfinished.Unfinished(str(target), {"input": "a"})
+    first.write(b'{"id": 1}\n')
+    first.close()
+    before = note.stat().st_ino
+    assert json.loads(note.read_text()) == {"input": "a"}
+    second = unfinished.Unfinished(str(target), {"input": "a"})
+    second.resume([1, 2])
+    second.write(b'{"id": 2}\n')
+    second.close()
+    assert target.read_bytes() == b'{"id": 1}\n{"id": 2}\n' and note.stat().st_ino == before
+    second.end()
+    assert not note.exists()
+
+
+def test_lines_of_other_work_have_no_note(tmp_path):
+    target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
+    target.write_text('{"id": 7}\n')
+    output = unfinished.Unfinished(str(target))
+    output.write(b'{"id": 1}\n')
+    output.close()
+    assert target.read_bytes() == b'{"id": 1}\n' and not note.exists()

@@ -12,7 +12,7 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps import records, unfinished
+from pipejax.apps import unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import pack_size
@@ -287,8 +287,8 @@ def killed_at(monkeypatch, where, name, count):
 @pytest.mark.parametrize(
     "where, name, count",
     [
-        (records, "_write", 1),
-        (records, "_write", 11),
+        (unfinished, "write_whole", 1),
+        (unfinished, "write_whole", 11),
         (unfinished.Unfinished, "end", 1),
         (labels, "part", 1),
         (teach, "fit", 1),
@@ -303,7 +303,7 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
     before = tmp_path / "run" / "labels" / labels.ANSWERS
     whole = (taught / "labels" / labels.ANSWERS).read_bytes()
     kept = before.read_bytes() if before.exists() else b""
-    assert whole.startswith(kept) and (len(kept) == len(whole)) == (name != "_write")
+    assert whole.startswith(kept) and (len(kept) == len(whole)) == (name != "write_whole")
     assert run(given, tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(taught)
 

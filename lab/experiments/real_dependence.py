@@ -26,7 +26,7 @@ from lab.experiments.tables.bounds import read
 from pipejax import config as config_lib
 from pipejax.apps.probe import measuring
 from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter
-from pipejax.apps.probe.summary import Mean, is_told
+from pipejax.apps.probe.summary import is_told, mean
 from pipejax.config import Config
 from pipejax.data import PUBLISHED
 from pipejax.data.shapes import choose
@@ -153,10 +153,7 @@ def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
 
 def gap(dear: Lines, cheap: Lines) -> dict[str, float]:
     """What a token costs more in the first than in the second, and the standard error over answers."""
-    mean = Mean()
-    for one, other in zip(dear, cheap, strict=True):
-        mean.add(math.fsum(one) - math.fsum(other), len(one))
-    found = mean.to_json()
+    found = mean([(math.fsum(one) - math.fsum(other), len(one)) for one, other in zip(dear, cheap, strict=True)])
     return {"nats": found["cost"], "error": found["error"]}
 
 

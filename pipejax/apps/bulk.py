@@ -74,7 +74,6 @@ def caught(call: Callable[..., Said], *arguments: object) -> Said:
 
 
 def checked(said: Said) -> Said:
-    """The message of another process; raises the error if it is one."""
     if "error" not in said:
         return said
     kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
@@ -105,16 +104,12 @@ class Worker:
     """Decodes block after block in a process of its own; the checkpoint is loaded for the first."""
 
     def __init__(self, work: Work) -> None:
-        """Loads nothing yet."""
         self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
         self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> Said:
-        """Writes the shard `name` and says what it holds, as `Shards.look`.
-
-        An error is said as `caught` says it, and stops the work; {} if it was stopped before this block.
-        """
+        """Writes a shard and says what it holds, or an error, which stops the work; {}: it was stopped before."""
         if self.shards.stopped:
             return {}
         said = caught(self._shard, name, block)
@@ -140,7 +135,6 @@ class Worker:
 
 
 def find(patterns: Sequence[str]) -> list[str]:
-    """The files that are named, or match a glob pattern; in the order given, those of a pattern sorted."""
     found = dict[str, None]()
     for pattern in patterns:
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))

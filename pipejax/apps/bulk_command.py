@@ -17,7 +17,6 @@ from pipejax.system.files import absolute
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.apps.bulk`, `shards` and `ray_pool`."""
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax bulk", description=__doc__)

@@ -13,7 +13,6 @@ from pipejax.system import cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.apps.records` and `pipejax.inference.generator`."""
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax decode", description=__doc__)

@@ -72,10 +72,7 @@ def evaluate(
 def _decode(
     generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
 ) -> tuple[list[Record], Report]:
-    """Each process decodes a share of the examples; all have the records of all.
-
-    `tick` may be an exchange of its own, so it is called as often in each: what does not divide, all decode.
-    """
+    """Each process decodes a share, and all the rest, so that `tick` is called as often in each; all get all."""
 
     def decoded(part: Sequence[Example], report: Report) -> list[Record]:
         sources = [Source(e.id, e.source) for e in part]
@@ -104,7 +101,6 @@ def _decode(
 def _score(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
 ) -> dict[str, float]:
-    """The values of rows with known names are compared by type, those under a schema by its types."""
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
     if generator.schema is not None and generator.tokenizer is not None:
         readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
@@ -148,7 +144,6 @@ def peak_memory() -> dict[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
     parser = cli.Parser(prog="pipejax evaluate", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--task", help="default: the one that it was trained on")
@@ -229,7 +224,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _predictions(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> str:
-    """JSON lines, with all that scores depend on."""
     lines = []
     for example, record in zip(examples, records, strict=True):
         line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": texts(record)}

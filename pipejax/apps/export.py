@@ -125,7 +125,6 @@ def export(
 
 
 def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
-    """The module, what computes with it on all platforms, and its weights in one dtype for all."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
     if wanted == "auto":  # as where it runs, not as where it is exported
@@ -140,10 +139,7 @@ def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Mo
 
 
 def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Unpacked]:
-    """The arrays by name, each once, and what makes them from a list of these arrays again.
-
-    The embedding table is in the encoder and in the decoder, and often the head as well.
-    """
+    """The arrays by name, each once (tables are shared), and what makes the weights of a list of them again."""
     stored: dict[str, np.ndarray] = {}
     known: dict[tuple[object, ...], int] = {}
     places = []
@@ -198,7 +194,6 @@ def _decode(
 
 
 def _description(config: Config, restored: Restored, model: Module, batch: int, length: int) -> dict[str, object]:
-    """The content of the JSON file but for the programs."""
     architecture, template = model.config, template_of(config)
     return {
         "jax": jax.__version__,

@@ -16,7 +16,6 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def platforms(text: str) -> tuple[str, ...]:
-    """The argparse type of a list of platforms."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in PLATFORMS:
@@ -26,7 +25,6 @@ def platforms(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.apps.export`."""
     from pipejax.config import STRATEGIES
 
     parser = cli.Parser(prog="pipejax export", description=__doc__)

@@ -69,7 +69,6 @@ class RayPool:
     """A `bulk.Pool` of Ray's actors; one that is killed is started anew, and its blocks are given out again."""
 
     def __init__(self, ray: Any, workers: int | None) -> None:
-        """Starts nothing yet."""
         self.ray, have = ray, ray.cluster_resources()
         device = next((name for name in DEVICES if have.get(name)), None)
         machines = sum(bool(node["Alive"]) for node in ray.nodes())
@@ -84,12 +83,10 @@ class RayPool:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 
     def ask(self, work: Work) -> Said:
-        """The result of `describe`, in a process that ends and lets go of its device."""
         said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
         return said
 
     def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
-        """The result of `Worker` for each block, in any order."""
         data = self.ray.data
         data.DataContext.get_current().enable_progress_bars = False
         rows = [{"block": json.dumps(block)} for block in blocks]
@@ -105,9 +102,6 @@ class RayPool:
 
 
 class _Actor(Worker):
-    """A worker that hears and answers in Ray's tables."""
-
     def __call__(self, batch: Any) -> dict[str, list[str]]:  # type: ignore[override]
-        """One block, and what is said to it, as JSON."""
         name, block = json.loads(batch["block"][0])
         return {"said": [json.dumps(super().__call__(name, Block(*block)))]}

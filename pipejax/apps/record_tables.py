@@ -38,7 +38,6 @@ def lines_for(target: str) -> str:
 
 
 def check(target: str, *, resume: bool) -> None:
-    """Raises a UserError if a table cannot be made, or is to be gone on with and complete."""
     if (lines := lines_for(target)) == target:
         return
     if (found := look(target)) and not Path(target).is_file():
@@ -50,10 +49,7 @@ def check(target: str, *, resume: bool) -> None:
 
 
 def write(lines: Path, target: str) -> None:
-    """Makes the table of the records in `lines`, as a whole or not at all, and removes these.
-
-    The fields of a record are the columns. Lists are JSON in CSV; in Parquet they are lists, and a trace is JSON.
-    """
+    """Makes the table of the records in `lines`, as a whole or not at all, and removes these; fields are columns."""
     try:
         with new_file(Path(os.path.realpath(target))) as partial:
             (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)

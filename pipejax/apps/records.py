@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO
 
 from pipejax.apps import record_tables
-from pipejax.apps.unfinished import NOTHING, Kept, Unfinished, settings_of
+from pipejax.apps.unfinished import Unfinished, settings_of
 from pipejax.data.formats import EXPECTED, is_dataset, read_records
 from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
@@ -24,17 +23,17 @@ from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output, writing
+from pipejax.system.files import sync_output
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-STANDARD = "-"
+STANDARD = streams.STANDARD
+
 WORKBOOKS = (".xlsx", ".xls", ".ods")
 
 
 def check_input(source: str, flag: str = "--input") -> Path:
-    """Where the input is that a flag names; raises a UserError if it is absent."""
     given = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
         found = "found a directory" if given.is_dir() else "no such file"
@@ -88,21 +87,20 @@ def decode_file(
     if source == STANDARD:
         placed = read_objects(sys.stdin.buffer, "standard input", bad=bad)
         sources, window, size = read_sources(generator, placed, name, bad, at_once=True), 1, batch_size or 1
-        output = _Output(target)
+        output = Unfinished(target, place=f"--output {target}")
     else:
         checked = _check_whole(generator, source, name, bad)
         total, window = len(checked), WINDOW
         size = min(batch_size or config.decode.batch_size, total)
-        if target == STANDARD or (Path(target).exists() and not Path(target).is_file()):
-            output = _Output(target)
-        else:
-            unfinished = Unfinished(target, settings_of(generator, name, checked))
-            ids = [source.id for source in checked]
-            output = _Output(target, unfinished, unfinished.kept(ids) if resume else NOTHING)
-        sources = iter(checked[output.kept.records :])
-        if output.kept.records == total:
+        is_plain = target != STANDARD and (not Path(target).exists() or Path(target).is_file())
+        settings = settings_of(generator, name, checked) if is_plain else None
+        output = Unfinished(target, settings, place=f"--output {target}")
+        if is_plain and resume:
+            output.resume([source.id for source in checked])
+        sources = iter(checked[output.there.records :])
+        if output.there.records == total:
             logger.info(f"{target}: holds the records of all {total} lines already")
-    progress = Progress("decoding", total and total - output.kept.records, unit="example", shown=not live)
+    progress = Progress("decoding", total and total - output.there.records, unit="example", shown=not live)
     if live:
         records = _show(generator, sources, name, report)
     else:
@@ -112,7 +110,7 @@ def decode_file(
     with closing(progress), closing(output):
         try:
             for record in records:
-                output.write(record)
+                output.write(as_line(record).encode())
         except KeyboardInterrupt:
             output.say_how_far(total, continued_by)
             raise
@@ -131,7 +129,6 @@ def decode_file(
 
 
 def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
-    """Reads and checks all sources of a file."""
     given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
     check_fields(fields_of(generator.config), (value for _, value in given), source)
     checked = list(read_sources(generator, given, strategy, bad))
@@ -142,45 +139,6 @@ def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines
     if times > 1:
         logger.warning(f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines")
     return checked
-
-
-class _Output:
-    """Standard output, or the file of records while it is written."""
-
-    def __init__(self, target: str, unfinished: Unfinished | None = None, kept: Kept = NOTHING) -> None:
-        """Nothing is opened yet: bad input must not cost anyone an older result."""
-        self.target, self.kept, self._unfinished = target, kept, unfinished
-        self._out: BinaryIO | None = sys.stdout.buffer if target == STANDARD else None
-        self._resumable = kept.records > 0  # then the note is there, and stays whatever happens
-
-    def write(self, record: Record) -> None:
-        """Appends a record."""
-        if self._out is None:
-            begins = None if self._resumable else self._unfinished
-            cleared = begins is not None and begins.note({})
-            self._out = _open(self.target, self.kept.size)
-            if begins and cleared:  # what an output of other work held is gone by now
-                self._resumable = begins.note(begins.settings)
-        _write(self._out, record, self.target)
-
-    def say_how_far(self, total: int | None, continued_by: str) -> None:
-        """Logs how many records are there; `continued_by`: the words for what goes on with them."""
-        if self._out is not None and Path(self.target).is_file():
-            with open(self.target, "rb") as file:
-                written = sum(1 for _ in file)
-            lines = f"{written}{f' of {total}' if total else ''} lines"
-            more = f"; {continued_by} goes on after them" if self._resumable else ""
-            logger.info(f"{self.target}: holds the records of the first {lines}{more}")
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._out is not None and self.target != STANDARD:
-            self._out.close()
-
-    def end(self) -> None:
-        """The output is complete."""
-        if self._unfinished:
-            self._unfinished.end()
 
 
 def read_sources(
@@ -203,7 +161,6 @@ def read_sources(
 
 
 def as_line(record: Record) -> str:
-    """A record as a line of what is written."""
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
@@ -222,25 +179,3 @@ def _show(generator: Generator, sources: Iterable[Source], strategy: str, report
                 config, tokenizer = generator.config, generator.tokenizer
                 count(event, generator.method(strategy), report, config=config, tokenizer=tokenizer)
                 yield event
-
-
-def _open(target: str, kept: int) -> BinaryIO:
-    """The output, to be written after so many bytes of it."""
-    with writing(f"--output {target}"):
-        if kept:
-            os.truncate(target, kept)
-        return open(target, "ab" if kept else "wb", buffering=0)
-
-
-def _write(out: BinaryIO, record: Record, target: str) -> None:
-    line = as_line(record).encode()
-    try:
-        written = out.write(line)
-        while written is not None and written < len(line):  # an unbuffered file may take a part
-            line = line[written:]
-            written = out.write(line)
-        out.flush()
-    except BrokenPipeError as error:  # of a named pipe, too
-        raise streams.ReaderGone(*error.args) from error
-    except OSError as error:
-        raise UserError(f"--output {target}: cannot be written ({error.strerror})") from error

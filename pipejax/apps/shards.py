@@ -29,8 +29,6 @@ Shard = dict[str, Any]
 
 
 class Input(TypedDict):
-    """A file of sources."""
-
     path: str
     lines: int
     bytes: int
@@ -46,10 +44,7 @@ class Plan(TypedDict):
 
 
 def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
-    """The blocks of each input file by the names of their shards, which sort as the lines do.
-
-    A name has the number and the name of the file, the first and the last line, and a digest of the lines.
-    """
+    """The blocks of each input file by the names of their shards: file, lines, a digest; they sort as the lines."""
     found = {}
     for number, blocks in enumerate(files):
         for block in blocks:
@@ -60,20 +55,16 @@ def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
 
 
 class Shards:
-    """Shards in an output directory, for the processes that write them."""
-
     def __init__(self, output: Path, run: str) -> None:
-        """Makes nothing. `run`: a name that is new each time that the work is taken up."""
+        """`run`: a name that is new each time that the work is taken up."""
         self.directory, self.skipped = output / "shards", output / "skipped"
         self._stop = self.directory / f".stop-{run}"  # a killed leader's workers must not stop those of the next one
 
     def stop(self) -> None:
-        """Has all processes begin no further block."""
         self._stop.touch()
 
     @property
     def stopped(self) -> bool:
-        """Whether no further block shall be begun."""
         return self._stop.exists()
 
     def begin(self, name: str) -> None:
@@ -87,10 +78,7 @@ class Shards:
                 )
 
     def write(self, name: str, text: str, skipped: Sequence[str] = ()) -> Shard:
-        """Writes a shard: whole and synced, or not at all, and first the errors of lines that it lacks.
-
-        Says what it holds.
-        """
+        """Writes a shard, whole and synced or not at all, and first the errors of lines that it lacks."""
         if skipped:
             make_directories(self.skipped)
             write_text(self.skipped / name, "".join(json.dumps(error, ensure_ascii=False) + "\n" for error in skipped))
@@ -99,7 +87,6 @@ class Shards:
         return _said(name, text.encode(), skipped)
 
     def look(self, name: str) -> Shard | None:
-        """The content of a shard; None if it is not written."""
         path, beside = self.directory / name, self.skipped / name
         if not path.exists():
             return None
@@ -114,10 +101,7 @@ def _said(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
 
 
 class Output:
-    """An output directory in the hands of the one process that keeps its manifest."""
-
     def __init__(self, path: Path) -> None:
-        """Checks what is there, and writes nothing."""
         self.path, self.run = path, uuid.uuid4().hex
         self.shards = Shards(path, self.run)
         self.manifest = path / MANIFEST
@@ -145,7 +129,6 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Lets go."""
         self._lock.close()
 
     def take_up(self, work: Plan) -> list[Shard]:
@@ -169,7 +152,6 @@ class Output:
         return shards
 
     def note(self, work: Plan, shards: Sequence[Shard], *, complete: bool) -> None:
-        """Writes the manifest."""
         skipped = sum(len(shard.get("skipped", ())) for shard in shards)
         content = {"format": FORMAT, "complete": complete, **work, "skipped": skipped, "shards": list(shards)}
         write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -5,17 +5,19 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from pipejax import config as config_lib
 from pipejax.config import DecodeConfig, GridConfig
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model.precision import compute_dtype
+from pipejax.system import streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync, write_text
+from pipejax.system.files import sync, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,6 @@ DEFAULTS = {
 
 
 class Kept(NamedTuple):
-    """The part of an output that is there."""
-
     records: int
     size: int  # bytes
 
@@ -40,15 +40,39 @@ NOTHING = Kept(0, 0)
 
 
 class Unfinished:
-    """A file beside an output that is not complete: it says what is being decoded, and how."""
+    """Lines that are written as they come, and beside them a note of what they depend on, until they are complete."""
 
-    def __init__(self, target: str, settings: Settings) -> None:
-        """Nothing is written yet."""
-        self.target, self.settings = target, settings
+    def __init__(self, target: str, settings: Settings | None = None, *, place: str = "") -> None:
+        """Opens nothing: bad input must not cost anyone an older result. `settings` None: there is no note."""
+        self.target, self.settings, self.place = target, settings, place or target
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
+        self.there = NOTHING
+        self.has_note = False  # which stays whatever happens
+        self._out: BinaryIO | None = sys.stdout.buffer if target == streams.STANDARD else None
 
-    def note(self, settings: Settings) -> bool:
-        """Writes it, if that can be: a decode does not fail for it."""
+    def resume(self, ids: Sequence[str | int]) -> None:
+        """Goes on after the whole records that are there, which are those of the first ids."""
+        self.there = self.kept(ids)
+        self.has_note = self.there.records > 0
+
+    def write(self, line: bytes) -> None:
+        if self._out is None:
+            begins = self.settings is not None and not self.has_note
+            cleared = begins and self._note({})  # while lines of other work are there
+            with writing(self.place):
+                if self.there.size:
+                    os.truncate(self.target, self.there.size)
+                self._out = open(self.target, "ab" if self.there.size else "wb", buffering=0)  # noqa: SIM115
+            self.has_note = self.has_note or (cleared and self._note(self.settings or {}))
+        try:
+            write_whole(self._out, line)
+        except BrokenPipeError as error:  # of a named pipe, too
+            raise streams.ReaderGone(*error.args) from error
+        except OSError as error:
+            raise UserError(f"{self.place}: cannot be written ({error.strerror})") from error
+
+    def _note(self, settings: Settings) -> bool:
+        """Writes the note, if that can be: no work fails for it."""
         try:
             write_text(self.path, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
@@ -56,10 +80,22 @@ class Unfinished:
             return False
         return True
 
+    def say_how_far(self, total: int | None, continued_by: str) -> None:
+        """Logs how many records are there; `continued_by`: the words for what goes on with them."""
+        if self._out is not None and Path(self.target).is_file():
+            with open(self.target, "rb") as file:
+                lines = f"{sum(1 for _ in file)}{f' of {total}' if total else ''} lines"
+            more = f"; {continued_by} goes on after them" if self.has_note else ""
+            logger.info(f"{self.target}: holds the records of the first {lines}{more}")
+
+    def close(self) -> None:
+        if self._out is not None and self.target != streams.STANDARD:
+            self._out.close()
+
     def end(self) -> None:
-        """The output is complete."""
-        self.path.unlink(missing_ok=True)
-        sync(self.path.parent)
+        if self.settings is not None:
+            self.path.unlink(missing_ok=True)
+            sync(self.path.parent)
 
     def kept(self, ids: Sequence[str | int]) -> Kept:
         """The whole records in the output, which are those of the first ids."""
@@ -74,7 +110,7 @@ class Unfinished:
                 "expected an output that was interrupted (without --resume it is replaced)"
             ) from error
         found = found if isinstance(found, dict) else {}
-        if other := difference(flattened(self.settings), flattened(found)):
+        if other := difference(flattened(self.settings or {}), flattened(found)):
             raise UserError(f"--resume: {self.target}: found {other}")
         records = size = 0
         with output.open("rb") as lines:
@@ -92,6 +128,15 @@ class Unfinished:
                     )
                 records, size = records + 1, size + len(line)
         return Kept(records, size)
+
+
+def write_whole(out: BinaryIO, line: bytes) -> None:
+    """Writes all of a line: an unbuffered file may take a part."""
+    written = out.write(line)
+    while written is not None and written < len(line):
+        line = line[written:]
+        written = out.write(line)
+    out.flush()
 
 
 # Settings that are hashes, and what is said if one is another.
@@ -139,7 +184,6 @@ def difference(now: Settings, then: Settings) -> str:
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
-    """Sections as "section.key"."""
     flat: Settings = {}
     for key, value in settings.items():
         flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}

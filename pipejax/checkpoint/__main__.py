@@ -18,8 +18,6 @@ from pipejax.system.errors import UserError
 
 
 class Report(TypedDict):
-    """A step, checked. One that is neither good nor damaged cannot be read now, or was saved with another tokenizer."""
-
     place: str
     step: int
     good: bool
@@ -30,7 +28,6 @@ class Report(TypedDict):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax checkpoint`; returns the exit code."""
     parser = cli.Parser(prog="pipejax checkpoint", description=__doc__)
     parser.add_argument("action", choices=["verify"])
     parser.add_argument("directory", metavar="DIR", help="a run directory or a converted checkpoint")
@@ -63,11 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(directory: Path) -> Iterator[Report]:
-    """Yields a report on each step of a directory, oldest first.
-
-    If a training run writes to the directory meanwhile, steps that it replaces or removes have no report, and steps
-    that it adds have one.
-    """
+    """Yields a report on each step, oldest first; of those that a training run replaces meanwhile none."""
     from pipejax.checkpoint.manifest import Damaged
     from pipejax.checkpoint.store import Replaced, Store  # imported late, as it starts JAX
 

@@ -35,8 +35,7 @@ _ALIGNED = 64  # bytes
 class Writes(Protocol):
     """A write that goes on in the background."""
 
-    def result(self) -> object:
-        """Waits for the end of the write; raises its error."""
+    def result(self) -> object: ...
 
 
 def check_place(path: Path) -> None:
@@ -60,16 +59,12 @@ def check_place(path: Path) -> None:
 
 
 def make_place(place: Path) -> None:
-    """Makes the directory of an item. One process calls this, before all processes call `begin`."""
     # Otherwise the other processes wait in Orbax for the inner directory: ten minutes if the first process fails.
     (place / "array_metadatas").mkdir(parents=True)
 
 
 def begin(place: Path, tree: Tree) -> Sequence[Writes]:
-    """Begins to write this process's part of a tree; after the return the caller may donate the buffers.
-
-    By then Orbax has copied each array to the host, or holds a reference, so that a donating step has to copy it.
-    """
+    """Begins to write this process's part of a tree. Orbax holds or has copied the buffers: they may be donated."""
     import orbax.checkpoint as ocp
 
     # Weights hardly become smaller, and to unpack them takes most of the time of opening a checkpoint.
@@ -80,7 +75,6 @@ def begin(place: Path, tree: Tree) -> Sequence[Writes]:
 
 
 def finish(place: Path) -> None:
-    """Merges the parts of all processes after all are written. One process calls this."""
     import orbax.checkpoint as ocp
 
     handler = ocp.PyTreeCheckpointHandler()
@@ -88,7 +82,6 @@ def finish(place: Path) -> None:
 
 
 def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
-    """Reads the arrays of an item."""
 
     def begin(wanted: jax.ShapeDtypeStruct, store: ts.TensorStore) -> Callable[[], jax.Array]:
         """Begins to read the parts that this process's devices have; those that several have only once."""
@@ -111,7 +104,6 @@ def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
 
 
 def check(place: Path, template: Tree, files: Mapping[str, str]) -> None:
-    """Checks that an item has the arrays of a template, without reading them; arguments and errors as of `read`."""
     with reading(place, files):
         _open(place, template)
 

@@ -46,7 +46,6 @@ class Best:
         return self._waiting is None
 
     def close(self) -> bool:
-        """Tries once more to save waiting parameters. False if that fails."""
         done = self.settle()
         return self.store.close() and done
 

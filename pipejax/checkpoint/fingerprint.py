@@ -55,7 +55,6 @@ def _mesh_of(x: object) -> Mesh | None:
 
 
 def fingerprints(tree: Tree) -> Fingerprints:
-    """The fingerprint of every array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # all are dispatched before one is fetched
     return {
@@ -76,7 +75,6 @@ def digest(prints: Fingerprints) -> str:
 
 
 def difference(found: Fingerprints, expected: Fingerprints) -> str | None:
-    """The first difference by path, in words; None if there is none."""
     for path in sorted(found.keys() | expected.keys()):
         if path not in found:
             return f"array {path} is missing"

@@ -66,7 +66,6 @@ def make(
     metadata: Mapping[str, object],
     files: Mapping[str, str],
 ) -> Manifest:
-    """The sealed manifest of a step, from fingerprints by item and digests of small files by path."""
     return cast(
         Manifest,
         _seal(
@@ -108,7 +107,6 @@ def check(manifest: object, step: int, place: Path) -> Manifest:
 
 
 def config_of(manifest: Manifest, place: Path) -> Config:
-    """The run's config in a manifest, checked."""
     return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
 
 
@@ -173,7 +171,6 @@ def _brief(value: object) -> str:
 
 
 def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -> None:
-    """Checks that the wanted dtypes and shapes of an item are those that were saved."""
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")

@@ -34,12 +34,10 @@ class Steps:
         return sorted((int(name) for name in names if STEP.fullmatch(name)), reverse=True)
 
     def place(self, step: int) -> Path:
-        """The path of a committed step, also if a commit that would replace it ended between its two renames."""
         named, replaced = self.directory / str(step), self.directory / f"{REPLACED}{step}"
         return replaced if os.path.lexists(replaced) and not os.path.lexists(named) else named
 
     def staging(self, step: int) -> Path:
-        """The path where a step is written before its commit."""
         return self.directory / f"{step}{STAGING}"
 
     def identity(self, step: int) -> tuple[int, int] | None:
@@ -86,12 +84,10 @@ class Steps:
         self._sweep_gone()
 
     def troubles(self) -> list[str]:
-        """The problems other than failed saves since the last call, a line for each."""
         lines, self._troubles = self._troubles, []
         return lines
 
     def sweep(self) -> None:
-        """Removes the files that failed and killed saves left, as they may fill the disk."""
         self._sweep_gone()
         sweep(self.directory, f"*{STAGING}*")
 

@@ -92,11 +92,9 @@ class Store:
         hush_stragglers()
 
     def place(self, step: int) -> Path:
-        """The path of a committed step."""
         return self._steps.place(step)
 
     def steps(self) -> list[int]:
-        """The committed steps, newest first."""
         return self._steps.all()
 
     def save(
@@ -160,10 +158,7 @@ class Store:
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
-        """Reads a step and verifies it; the parameters alone, to the host, unless `expect` says otherwise.
-
-        `expect` gives, from the step's config, a tree of jax.ShapeDtypeStruct with shardings for each wanted item.
-        """
+        """Reads a step and verifies it; the parameters alone, to the host, unless `expect` gives templates."""
         with distributed.together(UserError, Damaged):
             place = self.place(step)
             manifest = self._manifest(step)
@@ -189,7 +184,6 @@ class Store:
         return {name: len(expected) for name, expected in arrays.items()}
 
     def describe(self, step: int) -> Restored:
-        """The verified content of a step's manifest; arrays are not read and `items` is empty."""
         manifest, place = self._manifest(step), self.place(step)
         return Restored(
             step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
@@ -200,7 +194,6 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
     def newest_metadata(self) -> Metadata | None:
-        """As `newest`, but only the metadata. Renames damaged steps, and removes the steps that are not kept."""
 
         def read(step: int) -> Restored:
             try:
@@ -223,7 +216,6 @@ class Store:
         self._log_troubles()
 
     def close(self) -> bool:
-        """Waits for the current save and removes leftover files. False if the save failed."""
         done = self.settle()
         if self._writable and distributed.first():
             if self.why_not:
@@ -233,7 +225,6 @@ class Store:
         return done
 
     def read_unless_replaced(self, step: int, read: Callable[[int], T]) -> T:
-        """Returns `read(step)`."""
         before = self._steps.identity(step)
         try:
             return read(step)
@@ -243,7 +234,6 @@ class Store:
             raise
 
     def _newest(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
-        """Calls `_first_good` again if a training run replaced a step while it was read."""
         for _ in range(LOOKS):
             try:
                 return self._first_good(read, set_aside=set_aside)
@@ -328,6 +318,5 @@ class Store:
 
 
 def _files(manifest: Manifest, item: str) -> dict[str, str]:
-    """The digests of an item's small files, by name; old manifests have none."""
     files = manifest.get("files") or {}
     return {name.removeprefix(f"{item}/"): word for name, word in files.items() if name.startswith(f"{item}/")}

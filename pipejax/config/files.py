@@ -77,7 +77,10 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
-    config = _with_method(config) if imports else config
+    if imports and isinstance(method := config.method, str | dict):  # named or described
+        name = method if isinstance(method, str) else method.get("class")
+        made_of = {"class": name} if isinstance(method, str) else method
+        config = dataclasses.replace(config, method=_of_class(name, made_of) if name else None)
     check(config, where=str(path))
     return override(config, overrides, where=where)
 
@@ -203,14 +206,6 @@ def backbone(overrides: Overrides) -> type[Backbone]:
             raise UserError(f"--set {key}: cannot change here; expected model=MODULE:CLASS, a backbone of your own")
         found = find_class(str(value), key)
     return found
-
-
-def _with_method(config: Config) -> Config:
-    """The config whose method, if it is only named or described, is made."""
-    method = {"class": config.method} if isinstance(config.method, str) else config.method
-    if isinstance(method, dict):
-        method = _of_class(method["class"], method) if method.get("class") else None
-    return dataclasses.replace(config, method=method)
 
 
 def from_json(text: str | bytes, *, where: str) -> Config:

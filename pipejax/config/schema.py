@@ -1,7 +1,7 @@
 """The schema of an experiment: frozen dataclasses, and the checks that need no files. Standard library only."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 from pipejax.model.interface import Backbone
 from pipejax.model.t5_config import T5Config
@@ -157,53 +157,40 @@ class Config:
 def check(config: Config, *, where: str) -> None:
     """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
     check_fields(config, "", where)
-    model, method = config.model, config.method
+
+    def refuse(key: str, found: object, expected: str) -> NoReturn:
+        raise UserError(f"{where}: {key}: found {found}; expected {expected}")
+
+    model, method, grid, data = config.model, config.method, config.grid, config.data
     if not (method is None or isinstance(method, dict) or dataclasses.is_dataclass(method)) or isinstance(method, type):
-        raise UserError(f"{where}: method: found {shown(method)}; expected an object, such as LastFirst(delay=2)")
+        refuse("method", shown(method), "an object, such as LastFirst(delay=2)")
     if model is not None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(model, key) >= model.vocab_size:
-                raise UserError(
-                    f"{where}: model.{key}: found {getattr(model, key)}; expected an id below "
-                    f"model.vocab_size = {model.vocab_size}"
-                )
+                refuse(f"model.{key}", getattr(model, key), f"an id below model.vocab_size = {model.vocab_size}")
         model.check(where)
         if 2 * config.decode.beams > model.vocab_size:
-            raise UserError(
-                f"{where}: decode.beams: found {config.decode.beams}; expected at most half of model.vocab_size = "
-                f"{model.vocab_size}"
-            )
-    if (places := config.grid.time_max * config.grid.sub_max) > PLACES:
-        raise UserError(
-            f"{where}: grid: found {places} places, time_max {config.grid.time_max} x sub_max {config.grid.sub_max}; "
-            f"expected at most {PLACES}"
-        )
-    if any(not name.strip() for name in config.grid.row_names):
-        raise UserError(f"{where}: grid.row_names: found an empty one; expected text in each")
-    if (names := len(config.grid.row_names)) > config.grid.sub_max:
-        raise UserError(
-            f"{where}: grid.row_names: found {names}; expected at most grid.sub_max = {config.grid.sub_max}"
-        )
-    if config.grid.delay == 0 and len({*config.grid.row_names}) < names:
-        raise UserError(f"{where}: grid.row_names: found a name twice; expected others, since grid.delay = 0")
+            refuse("decode.beams", config.decode.beams, f"at most half of model.vocab_size = {model.vocab_size}")
+    if (places := grid.time_max * grid.sub_max) > PLACES:
+        found = f"{places} places, time_max {grid.time_max} x sub_max {grid.sub_max}"
+        refuse("grid", found, f"at most {PLACES}")
+    if any(not name.strip() for name in grid.row_names):
+        refuse("grid.row_names", "an empty one", "text in each")
+    if (names := len(grid.row_names)) > grid.sub_max:
+        refuse("grid.row_names", names, f"at most grid.sub_max = {grid.sub_max}")
+    if grid.delay == 0 and len({*grid.row_names}) < names:
+        refuse("grid.row_names", "a name twice", "others, since grid.delay = 0")
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":
-        raise UserError(
-            f"{where}: decode.weights: found float32 with decode.dtype = bfloat16; expected auto, bfloat16 or int8"
-        )
+        refuse("decode.weights", "float32 with decode.dtype = bfloat16", "auto, bfloat16 or int8")
     if config.decode.draft == "model" and not config.decode.draft_checkpoint:
-        raise UserError(
-            f"{where}: decode.draft_checkpoint: found nothing with decode.draft = model; expected the checkpoint of a "
-            "small T5"
-        )
+        refuse("decode.draft_checkpoint", "nothing with decode.draft = model", "the checkpoint of a small T5")
     if config.train.init_best and not config.train.init_from:
-        raise UserError(f"{where}: train.init_best: found true without train.init_from; expected a run to start from")
+        refuse("train.init_best", "true without train.init_from", "a run to start from")
     if config.mesh.data == 0:
-        raise UserError(f"{where}: mesh.data: found 0; expected -1 or at least 1")
-    if config.data.rows == "delimiter" and not config.data.delimiter:
-        raise UserError(f"{where}: data.delimiter: found nothing; expected at least one character")
-    if len(delimiter := config.data.csv_delimiter) > 1 or delimiter in ('"', "\n", "\r", " "):
-        raise UserError(
-            f"{where}: data.csv_delimiter: found {delimiter!r}; expected one character, such as ; or a tab, or none"
-        )
-    if config.train.objective == "sequential" and not config.data.separator:
-        raise UserError(f"{where}: data.separator: found nothing; expected at least one character")
+        refuse("mesh.data", 0, "-1 or at least 1")
+    if data.rows == "delimiter" and not data.delimiter:
+        refuse("data.delimiter", "nothing", "at least one character")
+    if len(data.csv_delimiter) > 1 or data.csv_delimiter in ('"', "\n", "\r", " "):
+        refuse("data.csv_delimiter", repr(data.csv_delimiter), "one character, such as ; or a tab, or none")
+    if config.train.objective == "sequential" and not data.separator:
+        refuse("data.separator", "nothing", "at least one character")

@@ -11,7 +11,6 @@ from pipejax.system.cli import Parser, run
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax convert`; returns the exit code."""
     parser = Parser(prog="pipejax convert", description="T5 checkpoints, from and to Hugging Face and to fewer bytes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf,quantize}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")

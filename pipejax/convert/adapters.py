@@ -61,7 +61,6 @@ LONGEST, SECONDS = 2**16, 3  # characters and time of an adapter's expressions
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether the directory holds an adapter of PEFT's."""
     return look(directory / CONFIG) == "file"
 
 
@@ -77,7 +76,6 @@ def base_of(directory: Path) -> str:
 
 
 def read(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
-    """The factors of an adapter by our paths, in float32."""
     modules = _modules(model)
     targets = _targets(directory / CONFIG, [*modules])
     weights, tensors = open_tensors(directory, ADAPTER)
@@ -198,7 +196,6 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
 
 
 def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) -> tuple[str, dict[str, float]]:
-    """The key of expressions, and the number of each, and at last of all other modules by ""."""
     own = facts.get(pattern) or {}
     if not isinstance(own, dict):
         raise UserError(f"{file}: {pattern}: found {own!r:.60}; expected an object")

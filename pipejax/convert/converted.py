@@ -6,7 +6,6 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from pipejax.convert import adapters, description, generation
 from pipejax.convert.huggingface import OF_HUB, TOKENIZER_FILES, from_hf, locate
@@ -39,7 +38,13 @@ def find(source: str | Path) -> Path:
     if not (is_hugging_face or of_hub):
         return path
     cache = compile_cache.safe_directory()
-    directory = _downloaded(*of_hub) if of_hub else path
+    directory: Path | None = None if of_hub else path
+    if of_hub:
+        from huggingface_hub import snapshot_download
+
+        with contextlib.suppress(Exception):  # of many kinds; `locate` says in one line if there is no such model
+            name, at = of_hub  # the version that was asked for last, if it is here already
+            directory = Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=True, **at))
     is_kept = False
     if cache and of_hub and directory:
         with contextlib.suppress(UserError):  # a part of it may not be here yet
@@ -59,16 +64,6 @@ def find(source: str | Path) -> Path:
     return target / "checkpoint"
 
 
-def _downloaded(name: str, at: dict[str, Any]) -> Path | None:
-    """The files of a hub's model that are here already, of the version that was asked for last."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=True, **at))
-    except Exception:  # the hub client raises many kinds; `locate` says in one line if there is no such model
-        return None
-
-
 def _place(cache: Path, name: str, directory: Path) -> Path:
     """Where the conversion of a directory is kept: by the content of all files that it is made of."""
     places = [(directory, WHOLE)]
@@ -85,7 +80,6 @@ def _place(cache: Path, name: str, directory: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    """A digest of a file's content: in the hub's cache the name that large ones have, else that of all pieces'."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     real = file.resolve()

@@ -157,7 +157,6 @@ def _in_torch(method: Method, *, tokenizer: bool) -> InTorch | None:
 
 
 def kept(config: Config) -> Config:
-    """The part of a run's config that decoding needs, without its paths."""
     decode = dataclasses.replace(config.decode, draft_checkpoint="")
     if decode.draft == "model":
         decode = dataclasses.replace(decode, draft="none", trace=False)
@@ -198,7 +197,6 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
 
 
 def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN, is_adapter: bool = False) -> str:
-    """The text of README.md."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data
@@ -260,7 +258,6 @@ def _scores(given: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def _lacking(given: Mapping[str, object]) -> list[str]:
-    """The keys without which README.md tells no scores."""
     return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
 
 

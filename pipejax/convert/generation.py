@@ -45,12 +45,10 @@ class Generation:
 
     @property
     def drawn(self) -> bool:
-        """Whether tokens are drawn."""
         return self.values.get("do_sample") is True
 
     @property
     def beams(self) -> object:
-        """The number of beams."""
         return self.values.get("num_beams", 1)
 
     def followed(self) -> dict[str, tuple[str, object]]:
@@ -70,7 +68,6 @@ class Generation:
         return found
 
     def lost(self) -> Iterator[str]:
-        """Its keys that change answers and have no equal here."""
         keys = [*ALWAYS, *(OF_DRAWS if self.drawn else ()), *(OF_BEAMS if self.beams != 1 else ())]
         for key in keys:
             value = self.values.get(key)
@@ -122,7 +119,6 @@ def special_ids(
 
 
 def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, list[str]]:
-    """Those of its settings that mean the same here, and a line for each thing to say of them."""
     decode, lost = DecodeConfig(), [*generation.lost()]
     for key, (ours, value) in generation.followed().items():
         setting: dict[str, Any] = {ours: value}
@@ -169,7 +165,6 @@ def written(config: Config) -> dict[str, object]:
 
 
 def _only(value: object, where: str) -> object:
-    """The id, or the only one of a list."""
     several = value if isinstance(value, list) else [value]
     if len(several) != 1:
         raise UserError(f"{where}: found {value!s:.60}; expected a single id")

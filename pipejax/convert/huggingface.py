@@ -55,7 +55,6 @@ def read_hf(directory: str | Path, backbone: type[Backbone] = T5Config) -> tuple
 
 
 def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
-    """The parameters, and the backbone as they show it to be."""
     weights, tensors = open_tensors(directory)
     tensors = unwrapped(model, weights, tensors)
     model = model.fitted(tensors, weights)
@@ -93,7 +92,6 @@ def write_hf(
 
 
 def _facts(model: Backbone) -> dict[str, object]:
-    """The content of config.json, of a class that says its own `model_types`: transformers would compute another."""
     kind, facts = type(model), model.facts()
     name = facts.get("model_type")
     is_own = kind is T5Config or any("model_types" in vars(x) for x in kind.__mro__ if not issubclass(T5Config, x))
@@ -115,7 +113,6 @@ def _write(
     run: Config | None,
     origin: description.Origin,
 ) -> None:
-    """Writes a directory, completely or not at all."""
     out = absolute(out)
     require_free(out)
     try:
@@ -220,7 +217,6 @@ def _compare(params: Mapping[str, np.ndarray], base_model: str, backbone: type[B
 
 
 def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
-    """The scores in a file; raises a UserError unless they are of these weights."""
     found, own = read_json(file.resolve()), digest(restored.arrays["params"])
     if found.get("params_fp") != own:
         raise UserError(
@@ -231,7 +227,6 @@ def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
 
 
 def _settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
-    """The config of the new run: that of the run which a directory is from, or as near to `generate` as can be."""
     generate = generation.read(directory, read_json(directory / "config.json"))
     read = (description.read(place, model, generate) for place in dict.fromkeys((adapter or directory, directory)))
     if (found := next(filter(None, read), None)) is not None:
@@ -269,7 +264,6 @@ def _check_tokenizer(tokenizer: Tokenizer, model: Backbone, directory: Path, fil
 
 
 def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, dict[str, Path]]:
-    """The backbone, and the files of its special ids."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
@@ -357,6 +351,5 @@ def _copy_tokenizer(source: Path, target: Path) -> Path | None:
 
 
 def _size(params: Params) -> str:
-    """The number of parameters and tensors, in words."""
     arrays = flatten_dict(params).values()
     return f"{sum(x.size for x in arrays) / 1e6:.3f} million parameters in {len(arrays)} tensors"

@@ -13,7 +13,6 @@ from pipejax.system.errors import UserError, first_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax push`; returns the exit code."""
     parser = Parser(
         prog="pipejax push",
         description="converts a run as `pipejax convert to-hf` does, and uploads it to the Hugging Face hub with --yes",
@@ -65,7 +64,6 @@ def check_name(name: str) -> None:
 
 
 def upload(directory: Path, name: str, *, private: bool) -> str:
-    """Uploads the files of a directory in one commit; gives the model's address."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi(library_name="pipejax")

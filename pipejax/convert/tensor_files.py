@@ -5,7 +5,7 @@ import json
 import mmap
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,16 +79,10 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
                         f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of {', '.join(DTYPES)}"
                     )
             return file, tensors
-    found = next((f"only {name} ({advice})" for name, advice in _other_weights(directory)), "no weights")
+    others = [(file.name, advice) for pattern, advice in OTHERS.items() for file in sorted(directory.glob(pattern))]
+    weights = (pair for pair in others if not any(fnmatch.fnmatchcase(pair[0], other) for other in NO_WEIGHTS))
+    found = next((f"only {name} ({advice})" for name, advice in weights), "no weights")
     raise UserError(f"{directory}: found {found}; expected one of {', '.join(openers)}")
-
-
-def _other_weights(directory: Path) -> Iterator[tuple[str, str]]:
-    """The files that hold weights in a form that is not read, and what to do with each; the likeliest first."""
-    for pattern, advice in OTHERS.items():
-        for file in sorted(directory.glob(pattern)):
-            if not any(fnmatch.fnmatchcase(file.name, other) for other in NO_WEIGHTS):
-                yield file.name, advice
 
 
 def weight_files(directory: Path, openers: "Openers") -> list[Path]:
@@ -117,19 +111,16 @@ def read_json(file: Path) -> dict[str, object]:
 
 
 def check_finite(where: str, array: np.ndarray) -> None:
-    """Raises a UserError if any value is NaN or infinite."""
     if wrong := array.size - np.count_nonzero(np.isfinite(array)):
         raise UserError(f"{where}: found {wrong} values that are NaN or infinite; expected finite numbers")
 
 
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
-    """The UserError for a file whose content is not the `expected` one."""
     found = stand_in(file) or f"a damaged file ({first_line(error)})"
     return UserError(f"{file}: found {found}; expected {expected}")
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, by name."""
     try:
         with file.open("rb") as content:  # safetensors reports every file that cannot be opened as missing
             header = int.from_bytes(content.read(8), "little")
@@ -149,7 +140,6 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
 
 
 def _open_torch(file: Path) -> dict[str, Stored]:
-    """The tensors of a file of torch's, by name."""
     try:
         tensors = torch_files.open_tensors(file)
     except (OSError, *torch_files.DAMAGES) as error:
@@ -179,7 +169,6 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
 
 
 def _places(index: Path) -> dict[str, str]:
-    """The shard of each tensor, by an index."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(

@@ -73,8 +73,6 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor that is not read yet."""
-
     storage: Storage
     offset: int  # of its first number, in numbers
     shape: tuple[int, ...]
@@ -173,7 +171,6 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
 
 
 def _named(file: Path, module: object, name: object) -> Name:
-    """The function or the class that a pickle names, if tensors are made by it."""
     if not isinstance(module, str) or not isinstance(name, str):
         raise ValueError("a name that is no text")
     if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):
@@ -214,7 +211,6 @@ def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides
 
 
 def _read(archive: zipfile.ZipFile, tensor: Tensor) -> np.ndarray:
-    """The numbers of a tensor; raises a BadZipFile if the archive is damaged."""
     dtype = np.dtype(STORAGES[tensor.storage.kind][1])
     numbers = np.frombuffer(archive.read(tensor.storage.member), dtype)
     strides = [stride * dtype.itemsize for stride in tensor.strides]

@@ -26,7 +26,6 @@ from pipejax.system.progress import Progress
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax data`; returns the exit code."""
     parser = cli.Parser(prog="pipejax data", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{prepare,stats}", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
@@ -45,14 +44,11 @@ def main(argv: Sequence[str]) -> int:
     if flags.task not in known:
         hint = did_you_mean(flags.task, known)
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
-    return _prepare(flags) if flags.command == "prepare" else _stats(flags)
-
-
-def _prepare(flags: argparse.Namespace) -> int:
+    if flags.command == "stats":
+        return _stats(flags)
     from pipejax.data import builders  # imported late: TFDS takes seconds
 
-    published = PUBLISHED[flags.task]
-    print(builders.prepare(published, manual_dir=flags.manual_dir, data_dir=flags.data_dir))
+    print(builders.prepare(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
 
 

@@ -28,8 +28,6 @@ SAMPLE, CHARACTERS = 4000, 4_000_000  # `choose_shapes` samples at most so many 
 
 
 class Batch(NamedTuple):
-    """A batch: padded arrays for the device, and facts about its examples that only the host uses."""
-
     arrays: dict[str, np.ndarray]
     ids: list[str]
     lengths: np.ndarray  # i64 [B, 2], source tokens and target slots of each example without padding
@@ -50,7 +48,6 @@ def pack_size(config: TrainConfig) -> int:
 
 
 def longest(config: Config) -> Pair:
-    """The shape of a batch whose sources and targets all have the greatest length that the config allows."""
     slots = methods.trained(config).most_slots(config.data.max_target)
     return round_up(config.data.max_source), round_up(slots * pack_size(config.train))
 
@@ -105,7 +102,6 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
-    """i64 [n, 2], the number of source tokens and of target slots of each example."""
     return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
 
 
@@ -156,7 +152,6 @@ class TrainingBatches(Sequence[Batch]):
         shapes: Shapes | None = None,
         share: Share | None = None,
     ) -> None:
-        """Reads no examples, except the sample of `choose_shapes` if no shapes are given."""
         self.share = share or Share()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
@@ -186,7 +181,6 @@ class TrainingBatches(Sequence[Batch]):
         return len(self._encoded) // self.size
 
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # it has no slices
-        """The batch number `index`."""
         drawn, place = divmod(index, self.group)
         return self._drawn(drawn)[place]
 
@@ -226,7 +220,6 @@ class TrainingBatches(Sequence[Batch]):
 
 
 def _zeros_for(name: str, source: int, slots: int, *facts: bool) -> Encoded:
-    """Zeros in place of an example of which this process needs only the lengths."""
     target = grid.Flat(
         *(np.zeros(slots, np.float32 if field == "weights" else np.int32) for field in grid.Flat._fields)
     )

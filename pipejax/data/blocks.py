@@ -69,7 +69,6 @@ def _blocks(
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -94,7 +93,6 @@ class Reader:
         self._names: list[bytes]
 
     def __del__(self) -> None:
-        """Closes the file that is still open."""
         self._stack.close()
 
     def read(self, block: Block, bad: Refusal = refuse) -> Iterator[Placed]:

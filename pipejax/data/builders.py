@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-from pipejax.data import kp20k, kptimes, msqa, sumpubmed, wikihowqa
 from pipejax.data.manual import Manual
+from pipejax.data.papers import KP20K, KPTIMES, MSQA, SUMPUBMED, WIKIHOWQA
 from pipejax.data.published import Published, Record, Records, data_root
 from pipejax.system.errors import UserError
 from pipejax.system.extras import command, extra
@@ -59,7 +59,7 @@ def _builder(task: Published) -> type[Builder]:
 
 # By the data set's name in TFDS. The last three builders are TFDS's own.
 BUILDERS = {
-    **{module.TASK.name: _builder(module.TASK) for module in (msqa, kp20k, kptimes, wikihowqa, sumpubmed)},
+    **{task.name: _builder(task) for task in (MSQA, KP20K, KPTIMES, WIKIHOWQA, SUMPUBMED)},
     "cnn_dailymail": CnnDailymail,
     "scientific_papers": scientific_papers.Builder,
     "wikihow": Wikihow,
@@ -68,10 +68,7 @@ _FETCHED = ("cnn_dailymail", "scientific_papers")  # data sets that TFDS can dow
 
 
 def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
-    """Writes a data set in the form that `PublishedTask` reads, unless it was prepared before; returns its directory.
-
-    `manual_dir` has the publisher's files; "": TFDS downloads them, if it can. `data_dir` "" is TFDS's own.
-    """
+    """Writes a data set as `PublishedTask` reads it; gives its directory. `manual_dir` "": TFDS downloads it."""
     root = data_root(data_dir)
     directory = root / published.directory
     if look(directory / "dataset_info.json", "--data-dir:") == "file":
@@ -104,10 +101,7 @@ def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
 
 @contextlib.contextmanager
 def _without_bucket() -> Iterator[None]:
-    """Builders that are made meanwhile do not look for what TFDS's bucket says of their data set.
-
-    TFDS no longer asks the bucket, but still makes a temporary directory for the answer, and never removes it.
-    """
+    """In the block TFDS does not ask its bucket for the data set, for which it would leave a directory behind."""
     looks = tfds.core.DatasetInfo.initialize_from_bucket
     tfds.core.DatasetInfo.initialize_from_bucket = lambda info: None
     try:
@@ -117,7 +111,6 @@ def _without_bucket() -> Iterator[None]:
 
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
-    """By split, an iterator of (key, record) that reads the publisher's files."""
     return {split: _check(split, records) for split, records in published.read(manual).items()}
 
 

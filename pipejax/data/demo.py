@@ -23,9 +23,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, PreparedExamples
 from pipejax.data.lines import Object, text_of
-from pipejax.data.published import PreparedExamples
 from pipejax.data.tokenizer import Tokenizer, import_transformers
 
 T = TypeVar("T")
@@ -98,19 +97,15 @@ class DemoTask:
     metric, template = "exact", "{source}"
 
     def __init__(self, *, long: bool = False) -> None:
-        """`long` selects "demo_long" instead of "demo"."""
         self._long = long
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of "train", "dev" or "test"."""
         return examples(split, long=self._long)
 
     def source(self, value: Object, place: str) -> str:
-        """The record's "source", unchanged."""
         return text_of(value, "source", place)
 
     def tokenizer(self) -> Tokenizer:
-        """The word-level tokenizer that `build_tokenizer` writes."""
         with tempfile.TemporaryDirectory() as directory:
             build_tokenizer(Path(directory), LONG_WORDS if self._long else WORDS)
             return Tokenizer.load(directory)
@@ -118,7 +113,6 @@ class DemoTask:
 
 @functools.cache
 def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Example:
-    """Draws notes until the hash of one belongs to the split."""
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
     chance = _uniform_numbers(np.random.default_rng(entropy))
@@ -137,7 +131,6 @@ def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Exampl
 
 
 def _note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:
-    """A note that asks for these things in this order, with other clauses inserted up to `least_words` words."""
     clauses = [f"{CUE} {thing} ." for thing in things]
     words = sum(len(clause.split()) for clause in clauses)
     while words < least_words:
@@ -167,7 +160,6 @@ def _thing(chance: Iterator[float]) -> str:
 
 
 def _baskets() -> dict[str, str]:
-    """The target row of each basket, by name: the name, then two or three numbered things, some with a colour."""
     chance = _uniform_numbers(np.random.default_rng(0))
     shortest, longest = LONG_ROW_WORDS
     baskets = {}

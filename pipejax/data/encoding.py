@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
-    """An example as token ids."""
-
     id: str
     source: np.ndarray  # i32 [L], eos included
     target: grid.Flat
@@ -36,11 +34,7 @@ def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
 
 
 def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str) -> Sequence[Example]:
-    """The training examples, as `data.empty_targets` says; says how many have no answer.
-
-    Those of a prepared data set are not counted if they are kept, as that would read all of it. `tokenizer` says which
-    rows vanish; None: none does.
-    """
+    """The training examples, as `data.empty_targets` says; `tokenizer` says which rows vanish (None: none does)."""
     if empty == "keep" and not isinstance(examples, list | tuple):
         return examples
     kept, lost = list[Example](), list[Example]()
@@ -61,7 +55,6 @@ def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: st
 
 
 def place_of(example: Example) -> str:
-    """Where an example is, for people."""
     return example.place or f"example {example.id}"
 
 

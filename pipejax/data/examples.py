@@ -2,8 +2,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
 
 from pipejax.data.lines import Object
 from pipejax.data.tokenizer import Tokenizer
@@ -20,6 +20,28 @@ class Example:
     document: str = dataclasses.field(default="", repr=False, compare=False)  # has present keyphrases; "": source
 
 
+class PreparedExamples(Sequence[Example]):
+    """Examples that are made of records of a source when they are accessed."""
+
+    def __init__(self, source: Sequence[Any], make: Callable[[int, Any], Example]) -> None:
+        self._source, self._make = source, make
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return [self._make(i, self._source[i]) for i in places]
+        return self._make(places, self._source[places])
+
+
 class Task(Protocol):
     """A source of examples, with the metric that judges outputs and perhaps a tokenizer."""
 
@@ -30,16 +52,11 @@ class Task(Protocol):
         """The examples of the split "train", "dev" or "test"; empty if the task lacks that split."""
 
     def source(self, value: Object, place: str) -> str:
-        """The model's input for a record without targets: made of its fields as in training, or its "source".
-
-        `place` is the record's "FILE:LINE", for errors.
-
-        Raises:
-          UserError: a field is absent or is not text.
-        """
+        """The model's input for a record without targets, or a UserError; `place` is the record's "FILE:LINE"."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """The task's own tokenizer; None if it has none."""
+        """The task's own tokenizer; None: `data.tokenizer` or the starting checkpoint has it."""
+        return None
 
 
 def fingerprint(examples: Sequence[Example], most: int | None = 1000, names: Sequence[str] = ()) -> str:

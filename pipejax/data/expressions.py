@@ -45,7 +45,6 @@ class Expressions:
     nothing, empty = 0, 1
 
     def __init__(self) -> None:
-        """The two that are always there, and all texts of bytes."""
         self._nodes = [_Node("nothing"), _Node("empty")]
         self._numbers = {node: i for i, node in enumerate(self._nodes)}
         self._nullable = [False, True]
@@ -55,7 +54,6 @@ class Expressions:
         self.everything = self.repeat(self._bytes(EVERY))
 
     def text(self, text: str) -> int:
-        """That text alone."""
         self._spend(4 * len(text))
         return self.join(*(self._bytes(1 << byte) for byte in text.encode()))
 
@@ -73,7 +71,6 @@ class Expressions:
         return self.either(*found)
 
     def whole_numbers(self, low: int, high: int) -> int:
-        """The whole numbers from low to high, both included, as JSON writes them: without zeros before them."""
         if low < 0:
             below = self.join(self.text("-"), self.whole_numbers(max(-high, 1), -low))
             return self.either(below, self.whole_numbers(0, high)) if high >= 0 else below
@@ -85,14 +82,12 @@ class Expressions:
         return self.either(*found)
 
     def join(self, *parts: int) -> int:
-        """One after the other."""
         made = self.empty
         for part in reversed(parts):
             made = self._join(part, made)
         return made
 
     def either(self, *parts: int) -> int:
-        """The texts of each of them."""
         found, mask = set[int](), 0
         for one in self._flat("either", parts):
             if self._nodes[one].kind == "bytes":
@@ -108,7 +103,6 @@ class Expressions:
         return self._make(_Node("either", (*sorted(found),)), any(self._nullable[one] for one in found))
 
     def both(self, *parts: int) -> int:
-        """The texts that all of them have."""
         found = {*self._flat("both", parts)} - {self.everything}
         if self.nothing in found:
             return self.nothing
@@ -117,7 +111,6 @@ class Expressions:
         return self._make(_Node("both", (*sorted(found),)), all(self._nullable[one] for one in found))
 
     def repeat(self, part: int, least: int = 0, most: int | None = None) -> int:
-        """Several times in turn; most None: as often as one likes."""
         if most == 0 or part == self.empty:
             return self.empty
         if part == self.nothing:
@@ -131,7 +124,6 @@ class Expressions:
         return self._make(_Node("repeat", (part,), least=least, most=most), least == 0)
 
     def compile(self, starts: Iterable[int], most: int) -> Automaton:
-        """The automaton of several languages, which share states."""
         masks = b"".join(node.mask.to_bytes(32, "little") for node in self._nodes if node.kind == "bytes")
         bits = np.unpackbits(np.frombuffer(masks, np.uint8).reshape(-1, 32), axis=1, bitorder="little")
         _, examples, kinds = np.unique(bits, axis=1, return_index=True, return_inverse=True)

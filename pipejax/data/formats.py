@@ -39,20 +39,15 @@ def _read_table(path: str | Path, dialect: Dialect, bad: Refusal) -> Iterator[Pl
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether the file is one of Parquet, by its name."""
     return Path(name_of(path)).suffix.lower() in PARQUET
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether the path is a directory that the library datasets wrote: of one data set, or of its splits."""
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
 def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
-    """Yields ("FILE:NUMBER", row as an object) for `count` rows of a Parquet file from row `first` on; None: for all.
-
-    Groups of rows without any of them are not read.
-    """
+    """Yields ("FILE:NUMBER", object) for `count` rows from `first` on (None: all); groups without any are not read."""
     with _parquet(path) as file:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))

@@ -17,7 +17,6 @@ def parted(source: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def at(source: str | Path, revision: str) -> str:
-    """The source as NAME@REVISION."""
     if revision and look(source):
         raise UserError(
             f"{source}: found a path with the revision {revision}; expected a name of the hub, which has some"

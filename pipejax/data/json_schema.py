@@ -44,8 +44,6 @@ FORMATS = {
 
 
 class Texts(NamedTuple):
-    """The texts of a value."""
-
     expression: int
     read: Callable[[str], object]  # the value that one of them means
     literals: tuple[str, ...] = ()  # those that the schema spells out
@@ -81,7 +79,6 @@ class _Reader:
         self._any = made.characters(patterns.inverse(()))
 
     def row(self, given: object, where: str) -> Texts:
-        """The texts of a property's value, with a space before them or without."""
         schema = self.follow(given, where)
         found = self._list(schema, where) if schema.get("type") == "array" else self._single(schema, where)
         own = self._made.not_first(found.expression, " ")
@@ -158,7 +155,6 @@ class _Reader:
         raise _refusal(f"{where}: anyOf", several, "none, or a schema and null")
 
     def _spelled(self, values: Sequence[object]) -> Texts:
-        """Values that the schema spells out; of two that have the same text the first."""
         texts = {_text(value): value for value in reversed(values)}
         expression = self._made.either(*(self._made.text(text) for text in texts))
         return Texts(expression, texts.__getitem__, (*reversed(texts),))
@@ -267,7 +263,6 @@ def _text(value: object) -> str:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    """Whether a row can be the value, and it is of that type; None: of any."""
     if isinstance(value, bool) or value is None:
         return kind in (None, "null" if value is None else "boolean")
     if isinstance(value, str):

@@ -40,12 +40,10 @@ class BadLines:
     """The lines of an input that are left out; without `skip` the first one is refused."""
 
     def __init__(self, where: str, *, skip: bool, most: int = SHOWN, tell: bool = True) -> None:
-        """None yet."""
         self.where, self.skip, self.most, self.tell = where, skip, most, tell
         self.count, self.messages = 0, list[str]()
 
     def __call__(self, error: UserError) -> None:
-        """Leaves a line out, or raises its error."""
         if not self.skip:
             try:
                 raise error
@@ -71,10 +69,7 @@ class BadLines:
 def decode_lines(
     lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse
 ) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE:LINE", text) for each line, without BOM and CRLF.
-
-    A line that is not UTF-8 goes to `bad`.
-    """
+    """Yields ("FILE:LINE", text) for each line, without BOM and CRLF; one that is not UTF-8 goes to `bad`."""
     for number, line in enumerate(bounded(lines, where), start=first):
         try:
             text = decoded(line, where, number)
@@ -101,7 +96,6 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff")  # with which UTF-16 begins
 
 
 def seems(encoding: str) -> str:
-    """A guess at the encoding, in brackets, with what to do about it."""
     return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout)"
 
 
@@ -112,10 +106,7 @@ def _single_bytes(line: bytes) -> str:
 
 
 def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", object) for each line that is not blank.
-
-    A line that is not UTF-8, not JSON or not an object goes to `bad`.
-    """
+    """Yields ("FILE:LINE", object) for each line that is not blank; one that is no object in UTF-8 goes to `bad`."""
     for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
         if not text:
@@ -132,10 +123,7 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
 
 
 def read_array(data: bytes, where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE: record NUMBER", object) for each object of one JSON array.
-
-    The array is the whole file, or a value of one object as in `{..., "data": [...]}`.
-    """
+    """Yields ("FILE:LINE: record NUMBER", object) of an array: the file, or a value as in `{..., "data": [...]}`."""
     text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:
@@ -171,18 +159,15 @@ def bounded(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
 
 
 def read_file(path: str | Path, bad: Refusal = refuse) -> Iterator[Placed]:
-    """Yields as `read_objects` the objects of a file, which may be packed."""
     with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
         yield from read_objects(lines, str(path), bad=bad)
 
 
 def text_of(value: Object, key: str, place: str) -> str:
-    """The text that an object has under a key; raises a UserError if it is absent, no text or empty."""
     return check_text(value_of(value, key, place), key, place)
 
 
 def value_of(value: Object, key: str, place: str, expected: str = "one") -> object:
-    """The value that an object has under a key; raises a UserError if it is absent."""
     if key not in value:
         keys = ", ".join(map(str, value)) or "none"
         raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys})')
@@ -248,7 +233,6 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 def kind(value: object) -> str:
-    """The type of a value of JSON, or of a table's cell, in words; a number is given itself."""
     if value is None:
         return "null"
     if isinstance(value, numbers.Number) and not isinstance(value, bool):

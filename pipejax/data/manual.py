@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from pipejax.data.lines import Placed, decode_lines, read_objects
 from pipejax.data.packed import open_file
 from pipejax.data.remote import Guarded
 from pipejax.system.errors import UserError
@@ -33,16 +34,13 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file name without folders."""
         return PurePosixPath(self.member).name if self.member else self.path.name
 
     @property
     def folder(self) -> str:
-        """The name of the folder that holds the file."""
         return PurePosixPath(self.member).parent.name if self.member else self.path.parent.name
 
     def open(self) -> BinaryIO:
-        """Opens the file to read bytes; raises a UserError if that is impossible."""
         if not self.member:
             return open_file(self.path, "a publisher's file")
         try:
@@ -51,9 +49,16 @@ class File(NamedTuple):
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> UserError:
-        """Of a member that cannot be read."""
         said = str(error) or type(error).__name__
         return UserError(f"{self}: cannot be read ({said}); expected a whole zip without a password")
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        with self.open() as lines:
+            yield from decode_lines(lines, str(self))
+
+    def objects(self) -> Iterator[Placed]:
+        with self.open() as lines:
+            yield from read_objects(lines, str(self))
 
     def read(self) -> bytes:
         """The whole content; raises a UserError if that is longer than WHOLE."""
@@ -86,7 +91,6 @@ class Manual:
                 yield File(path)
 
     def find(self, *names: str) -> File | None:
-        """The file with one of these names, the earlier name first, that lies in the fewest folders, or None."""
         for name in names:
             found = [file for file in self.files if file.name == name]
             depth = [len(Path(str(file)).parts) for file in found]
@@ -97,7 +101,6 @@ class Manual:
         return None
 
     def need(self, *names: str) -> File:
-        """As `find`, but a UserError instead of None."""
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
@@ -115,7 +118,6 @@ class Manual:
         return found or self.missing(f"{folder}/")
 
     def missing(self, what: str) -> NoReturn:
-        """Raises the UserError that the directory lacks `what`."""
         raise UserError(f"--manual-dir {self.directory}: found no {what}; expected {self.expected}")
 
 

@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pipejax.config import DataConfig
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, Task
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
 from pipejax.data.remote import files_of
 from pipejax.data.streams import Stream
 from pipejax.data.tables import Dialect
 from pipejax.data.text import Template, normalized, sentences, split
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 
@@ -31,7 +30,7 @@ SPLITS = ("train", "dev", "test")
 MANY = 20  # examples from which on it is worth a line that none has several rows
 
 
-class FilesTask:
+class FilesTask(Task):
     """The task of the files `data.train`, `data.dev` and `data.test`."""
 
     def __init__(self, config: DataConfig) -> None:
@@ -48,11 +47,9 @@ class FilesTask:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that a source is made of."""
         return self._template.fields
 
     def examples(self, split: str) -> Sequence[Example]:
-        """All examples of a split, read and checked; empty if the config names no file for it."""
         if not self.has(split):
             return []
         if not self._shared(split):
@@ -88,10 +85,6 @@ class FilesTask:
             names = ", ".join(f'"{field}"' for field in self.fields)
             raise UserError(f"{place}: {names}: found an empty text; expected text that is not blank")
         return (template or self._template).fill(texts)
-
-    def tokenizer(self) -> Tokenizer | None:
-        """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
-        return None
 
     def _read(self, path: str) -> list[Example]:
         bad, files = BadLines(path, skip=self.config.skip_bad), files_of(path)
@@ -200,7 +193,6 @@ def check_fields(fields: Iterable[str], values: Iterable[Object], where: str) ->
 
 @functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
 def _misspelt(field: str, keys: frozenset[str]) -> str:
-    """A key that is spelt almost like the field; "" if there is none. Keys that differ in a number are meant so."""
     wanted, folded = field.casefold(), {str(key).casefold(): str(key) for key in keys}
     close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.8)
     other = [key for key in close if key == wanted or re.sub(r"\d", "", key) != re.sub(r"\d", "", wanted)]

@@ -67,7 +67,6 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
 
 
 def _zstd() -> types.ModuleType | None:
-    """The module of the standard library, which has it from Python 3.14 on; else None."""
     try:
         return importlib.import_module("compression.zstd")
     except ImportError:

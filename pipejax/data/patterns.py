@@ -30,7 +30,6 @@ def read(pattern: str, made: Expressions, where: str) -> int:
 
 
 def inverse(ranges: Ranges) -> Ranges:
-    """All characters but those."""
     found, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:

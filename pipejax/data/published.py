@@ -4,14 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, PreparedExamples, Task
 from pipejax.data.lines import Object, text_of
 from pipejax.data.manual import Manual
 from pipejax.data.text import Template, plain
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
@@ -51,11 +50,10 @@ def data_root(data_dir: str) -> Path:
     return Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
 
 
-class PublishedTask:
+class PublishedTask(Task):
     """The task of a data set that `pipejax data prepare` wrote; an example is read when it is accessed."""
 
     def __init__(self, published: Published, config: DataConfig) -> None:
-        """Opens no file: `examples` does."""
         self.published, self.metric = published, config.metric or published.metric
         self.template = published.source(_Braces())
         fields = Template(self.template, key="template").fields
@@ -63,7 +61,6 @@ class PublishedTask:
         self._data_dir = config.data_dir
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of a split; empty if the publisher's files lacked that split."""
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
@@ -72,10 +69,6 @@ class PublishedTask:
         if "source" in value:
             return text_of(value, "source", place)
         return plain(self.published.source(_Fields(value, place)), self.published.placeholders)
-
-    def tokenizer(self) -> Tokenizer | None:
-        """None: `data.tokenizer` or the starting checkpoint has the tokenizer."""
-        return None
 
     def _source(self, split: str) -> Sequence[Record] | None:
         with extra("data", f"data.task={self.published.name}"):
@@ -98,7 +91,6 @@ class PublishedTask:
         return source
 
     def _example(self, split: str, index: int, raw: Record) -> Example:
-        """Converts a prepared record to an example; rows that are empty in plain spelling are left out."""
         # TFDS returns text as bytes, and a list of texts as a list or array of bytes.
         record: Record = {k: x.decode() if isinstance(x, bytes) else [y.decode() for y in x] for k, x in raw.items()}
         spell = functools.partial(plain, placeholders=self.published.placeholders)
@@ -124,26 +116,3 @@ class _Braces(dict[str, str]):
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"
-
-
-class PreparedExamples(Sequence[Example]):
-    """The examples of a prepared split; each access reads a record and converts it."""
-
-    def __init__(self, source: Sequence[Any], make: Callable[[int, Any], Example]) -> None:
-        """`make` converts (index, record of `source`) to an example; nothing is read yet."""
-        self._source, self._make = source, make
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        places = range(len(self))[index]
-        if isinstance(places, range):
-            return [self._make(i, self._source[i]) for i in places]
-        return self._make(places, self._source[places])

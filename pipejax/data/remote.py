@@ -15,7 +15,6 @@ _DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:\[([\w.-]+)\])?"
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path of the config is a URL or names a split of the hub."""
     return isinstance(path, str) and ("://" in path or path.startswith(HUB))
 
 
@@ -26,10 +25,7 @@ def name_of(path: str | Path) -> str:
 
 
 def files_of(path: str) -> list[str]:
-    """The files that a path of the config stands for, in the order of their names.
-
-    A split of the hub has several, a pattern (* and ?) names several, here or at a URL, and any other path is one.
-    """
+    """The files of a path, by name: several of a split of the hub, or of a pattern (* and ?) here or at a URL."""
     pattern = _pattern_of(path) if path.startswith(HUB) else path
     if not re.search(r"[*?]", pattern) or ("://" not in pattern and Path(pattern).exists()):
         return [path]
@@ -40,7 +36,6 @@ def files_of(path: str) -> list[str]:
 
 
 def open_remote(url: str, expected: str) -> BinaryIO:
-    """Opens a file at a URL to read bytes; raises a UserError, which says `expected`, if that is impossible."""
     system, name = _system_of(url)
 
     def broken(error: Exception) -> UserError:
@@ -60,26 +55,21 @@ class Guarded(io.RawIOBase):
         self.file, self.refusal, self.holder = file, refusal, holder
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """Whether the library's own is."""
         return bool(self.file.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        """Reads so many bytes at the most."""
         try:
             return int(self.file.readinto(buffer))
         except Exception as error:  # whatever a connection that breaks off may raise, or a damaged archive
             raise self.refusal(error) from error
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """As of any file."""
         return int(self.file.seek(offset, whence))
 
     def close(self) -> None:
-        """Closes the library's own, too."""
         super().close()
         self.file.close()
 
@@ -116,7 +106,6 @@ def _list(pattern: str, path: str) -> list[str]:
 
 
 def _system_of(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the name in it; fsspec has no types."""
     fsspec = module("fsspec", "remote", url)
     try:
         system, name = fsspec.core.url_to_fs(url)

@@ -68,10 +68,7 @@ def measure(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> Statistics:
-    """Computes the statistics of a split; those in tokens need a tokenizer.
-
-    Words are separated by white space. Token counts include eos in `source` and in the steps only, and never bos.
-    """
+    """The statistics of a split; those in tokens need a tokenizer, and count eos in `source` and in the steps only."""
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
         kept = _count(example, tokenizer, data, bounds, lengths) if tokenizer is not None else example.targets
@@ -107,7 +104,6 @@ def measure(
 def _count(
     example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths
 ) -> Sequence[str]:
-    """Adds the numbers of one example to `lengths`; gives the rows that training keeps."""
     ids, spelled = tokenizer.encode(example.source), spell(example.targets, tokenizer, tokenizer.eos)
     changes = (
         tokenizer.change(example.source, ids),
@@ -150,7 +146,6 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
 
 
 def table(splits: dict[str, Statistics]) -> list[str]:
-    """The lines of the tables that show the statistics of `measure`, given by split."""
     lines = [f"{'split':8}{'examples':>10}{'words/target':>14}{'rows':>7}{'words/row':>11}{'no target':>11}"]
     for name, s in splits.items():
         lines.append(

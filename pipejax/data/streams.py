@@ -4,11 +4,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import overload
 
 import numpy as np
 
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, PreparedExamples
 from pipejax.system.errors import UserError, described
 
 logger = logging.getLogger(__name__)
@@ -16,13 +15,12 @@ logger = logging.getLogger(__name__)
 Read = Callable[[Sequence[str]], Iterator[list[Example]]]  # the buffers of files, in this order
 
 
-class Stream(Sequence[Example]):
+class Stream(PreparedExamples):
     """The first buffer of examples, as a sample of all; `Shuffled` has the rest."""
 
     def __init__(self, files: Sequence[str], read: Read, size: int) -> None:
-        """Reads the first buffer."""
         self.files, self.read, self.size = list(files), read, size
-        self._first = next(filter(None, read(self.files)), [])
+        super().__init__(next(filter(None, read(self.files)), []), lambda i, example: example)
         logger.info(f"data.train: {len(self.files)} files are read as they are needed, {size} examples at a time")
 
     @property
@@ -32,18 +30,6 @@ class Stream(Sequence[Example]):
         shared = min(len(os.path.commonprefix(parts)), len(parts[0]) - 1)  # noqa: RUF071  # it compares items of lists
         return tuple("/".join(part[shared:]) for part in parts)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        """Of the first buffer."""
-        return self._first[index]
-
-    def __len__(self) -> int:
-        """Of the first buffer."""
-        return len(self._first)
-
 
 class Shuffled:
     """Examples 0, 1, ... of a stream: pass after pass, each with the files in another order and every buffer shuffled.
@@ -52,7 +38,6 @@ class Shuffled:
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
-        """Reads nothing."""
         self.stream, self.seed = stream, seed
         self._count: int | None = None  # examples of a pass; known when the first one ends
         self._kept: list[tuple[int, list[Example]]] = []  # the last buffers that were read, with their first numbers
@@ -72,11 +57,9 @@ class Shuffled:
         return examples[number - first]
 
     def __len__(self) -> int:
-        """No end is known."""
         return sys.maxsize
 
     def _go_to(self, number: int) -> None:
-        """Goes to the beginning of the pass that has the example."""
         self._kept.clear()
         self._begin(number // self._count if self._count else 0)
 
@@ -87,7 +70,6 @@ class Shuffled:
         self._buffers = self.stream.read(order)
 
     def _read_on(self) -> None:
-        """Reads one more buffer, of the next pass if this one has no more."""
         try:
             examples = next(self._buffers, None)
         except UserError:

@@ -23,14 +23,11 @@ KEYS = ("data.csv_delimiter", "data.csv_quotes")  # of a `Dialect`
 
 
 class Dialect(NamedTuple):
-    """The settings by which a table of text is read."""
-
     delimiter: str = ""  # between columns; "": a tab in .tsv, else the one of DELIMITERS that parts the names the most
     quotes: str = "auto"  # "quote": cells may stand in quotes; "letters": quotes are text; "auto": letters in .tsv
 
     @classmethod
     def of(cls, config: DataConfig) -> "Dialect":
-        """That of a config."""
         return cls(config.csv_delimiter, config.csv_quotes)
 
 
@@ -49,7 +46,6 @@ def suffix_of(path: str | Path) -> str:
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether the file is a table of text, by its name."""
     return suffix_of(path) in SUFFIXES
 
 
@@ -66,12 +62,13 @@ class Table:
     """A table whose first row has been read: it has the names of the columns."""
 
     def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
-        """Reads the first row."""
         self.where, self.tell, self.quotes = where, tell, dialect.quotes
         first, is_tsv = next(lines, b""), suffix_of(where) == ".tsv"
         self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)
         named, line = "\t" if is_tsv else "", decoded(first, where, 1)
-        self.delimiter = dialect.delimiter or named or _likeliest(line)
+        # Else the one that parts the line of names into the most.
+        columns = {one: len(next(csv.reader([line], delimiter=one), [])) for one in DELIMITERS}
+        self.delimiter = dialect.delimiter or named or max(DELIMITERS, key=columns.__getitem__)
         self._spaced = self.delimiter == "\t" or f"{self.delimiter} " in line
         if tell and self.delimiter not in (",", dialect.delimiter, named):
             _say_once(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
@@ -141,7 +138,6 @@ class Table:
             _say_once(f"{self.where}: {long} rows have such a cell, the longest{_span(longest[1], sum(longest))}")
 
     def _doubts(self, cells: Sequence[str], is_long: bool) -> Iterator[str]:
-        """All that may be meant otherwise in a row."""
         if is_long:
             yield f"a cell that holds ends of lines{f' and {self.delimiter!r}' * (len(cells) > 1)}"
         if self.letters and self.quotes == "auto" and any(map(_QUOTED.fullmatch, cells)):
@@ -156,10 +152,7 @@ class Table:
         return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
 
     def records(self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", {column name: text}) for each row of `lines` (None: all) that is not blank.
-
-        A row of another length goes to `bad`, and one that is no CSV in UTF-8; but for a quote in which rows are lost.
-        """
+        """Yields ("FILE:LINE", {column: text}) for each row of `lines` (None: all); `bad` gets the others."""
         for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"
             if isinstance(cells, UserError):
@@ -182,10 +175,4 @@ def _say_once(line: str) -> None:
 
 
 def _span(first: int, end: int) -> str:
-    """The lines from `first` to the one before `end`, if these are several."""
     return f" in lines {first} to {end - 1}" if end - first > 1 else ""
-
-
-def _likeliest(line: str) -> str:
-    """The delimiter that parts a line of names into the most."""
-    return max(DELIMITERS, key=lambda one: len(next(csv.reader([line], delimiter=one), [])))

@@ -28,12 +28,10 @@ def normalized(text: str) -> str:
 
 
 def split(text: str, delimiter: str) -> list[str]:
-    """The parts between delimiters, stripped and without empty ones."""
     return [part for part in map(str.strip, text.split(delimiter)) if part]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of English text, as the library sentencex finds them."""
     with extra("metrics", "sentences"):
         import sentencex
 
@@ -41,11 +39,7 @@ def sentences(text: str) -> list[str]:
 
 
 def keyphrases(document: str, phrases: Sequence[str]) -> list[str]:
-    """The phrases without repetitions: present ones in order of first appearance, then absent ones in the given order.
-
-    A phrase is present if its words, lower-cased and stemmed, occur one after the other in the document (Meng et al.
-    2017).
-    """
+    """The phrases, each once: those whose stems are in the document as they appear, then the others (Meng 2017)."""
     from pipejax.metrics.keyphrases import stems_of  # imported late, as importing nltk takes time
 
     words = stems_of(document)
@@ -67,7 +61,6 @@ class Template:
     """A text with field names in braces, such as "Question: {question} Context: {context}"."""
 
     def __init__(self, text: str, *, key: str) -> None:
-        """`key` names the setting in errors."""
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -84,5 +77,4 @@ class Template:
         self._parts = [(literal, name) for literal, name, _, _ in parts]
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The text with each field replaced by its value."""
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)

@@ -10,10 +10,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """The bytes of ids up to `size`; none of special tokens, and of ids that the tokenizer lacks.
-
-    A row of tokens is the text of all their bytes; the first may be a space, which stands for no character there.
-    """
+    """The bytes of ids up to `size`; none of special and unknown ones. A space before all is no character."""
     pieces = [tokenizer.piece(i) if tokenizer.is_word(i) else "" for i in range(size)]
     kinds = tokenizer.decoders()
     if kinds is None and all(piece <= "\xff" for piece in pieces):  # ByT5's

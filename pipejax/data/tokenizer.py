@@ -57,7 +57,6 @@ class Tokenizer:
     eos: int | None  # the id that ends a text; None: its files do not say
 
     def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
-        """Wraps a tokenizer object of transformers, or one that is like it; `load` makes one from files."""
         self._inner: Any = inner
         self._backend = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
@@ -107,10 +106,7 @@ class Tokenizer:
         return text.strip()
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """The words of a text that do not come back from its ids, and what comes instead; None: all come back.
-
-        White space does not count. `ids` are those of the text, if they are known.
-        """
+        """The words of a text that do not come back from its `ids`, and what comes instead; None: all come back."""
         before, after = text.split(), self.decode(self.encode(text) if ids is None else ids).split()
         if before == after:
             return None
@@ -129,7 +125,6 @@ class Tokenizer:
         return all(i == self.eos for i in self.encode(text))
 
     def piece(self, number: int) -> str:
-        """The vocabulary's entry for an id: "▁" stands for a space in most; "" outside the vocabulary."""
         if not 0 <= number < self.size:
             return ""
         if self._backend is not None:
@@ -150,10 +145,7 @@ class Tokenizer:
         return piece != "" and not declared and re.fullmatch(r"▁?(<.+>|\[.+\])", piece) is None
 
     def decoders(self) -> tuple[str, ...] | None:
-        """The steps by which the library tokenizers makes text of pieces; none: it puts spaces between them.
-
-        None: the tokenizer is none of that library.
-        """
+        """The steps by which the library tokenizers makes text; (): spaces part pieces; None: of another library."""
         if self._backend is None:
             return None
         made = self._backend.decoder
@@ -161,12 +153,10 @@ class Tokenizer:
         return tuple(step["type"] for step in found.get("decoders", [found]))
 
     def other_pieces(self, other: "Tokenizer") -> list[int]:
-        """The ids that stand for one piece here and for another piece there, in order."""
         here, there = ({i: piece for piece, i in each._inner.get_vocab().items()} for each in (self, other))
         return sorted(i for i in here.keys() & there.keys() if here[i] != there[i])
 
     def save(self, directory: str | Path) -> None:
-        """Writes the files from which `load` makes the same tokenizer."""
         self._inner.save_pretrained(str(directory))
 
     def _special(self, name: str) -> int | None:
@@ -182,13 +172,11 @@ class Growing:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer all pieces are empty."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last ones
         self._said = ""  # of their text, what was given out
 
     def add(self, token: int) -> str:
-        """The text that the token adds. Half a character waits for the other half."""
         if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
             return ""
         self._ids.append(token)
@@ -203,18 +191,13 @@ class Growing:
         return added
 
     def rest(self) -> str:
-        """The text that still waits when the row ends."""
         text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
         added, self._said = text[len(self._said) :], text
         return added
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
-    """Checks that the model's eos ends texts in the tokenizer, too: sources and rows end with it.
-
-    The other two decide nothing that a tokenizer could contradict: padding is told by lengths, and only the model feeds
-    its start id (`warn_of_start`).
-    """
+    """Checks that the model's eos ends texts in the tokenizer, too; of the start see `warn_of_start`."""
     eos, piece = model.eos_token_id, tokenizer.piece(model.eos_token_id)
     found = f"{place}: found {eos}, which is {piece!r} in {name}" if piece else f"{place}: found {eos}, no id of {name}"
     if tokenizer.eos not in (eos, None) and not trained:
@@ -238,7 +221,6 @@ def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) 
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each tokenizer file in a directory, by name; empty if there is no such directory."""
     if look(directory) != "directory":
         return {}
     try:
@@ -266,7 +248,6 @@ def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
 
 
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
-    """Reads the tokenizer in a directory; raises a UserError, which names `named`, if it has none or a damaged one."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
@@ -347,7 +328,6 @@ def _check_sentencepiece(directory: Path) -> None:
 
 
 def _damage(directory: Path) -> str:
-    """The tokenizer file that is not even of its kind, in words; "" if there is none."""
     for file in sorted(path for path in directory.iterdir() if _is_read(path.name)):
         if found := stand_in(file):
             return f"{file.name} is {found}"

@@ -46,22 +46,18 @@ class TokenizerFile:
 
     @property
     def added_tokens_decoder(self) -> "dict[int, tokenizers.AddedToken]":
-        """The added pieces by id."""
         found: dict[int, tokenizers.AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
         return found
 
     @property
     def all_special_ids(self) -> list[int]:
-        """The ids of the named special tokens."""
         return [self.convert_tokens_to_ids(piece) for piece in self.special_tokens_map.values()]
 
     def get_vocab(self) -> dict[str, int]:
-        """The ids of all pieces, of the added ones as well."""
         found: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
         return found
 
     def convert_tokens_to_ids(self, piece: str) -> int:
-        """The id of a special token."""
         found = self.backend_tokenizer.token_to_id(piece)
         assert found is not None, "`read` saw to it"
         return found
@@ -74,7 +70,6 @@ class TokenizerFile:
 
 
 def read(directory: Path) -> TokenizerFile:
-    """Reads the tokenizer in a directory as transformers would."""
     import tokenizers
 
     if other := next((name for name in OTHERS if look(directory / name)), None):
@@ -106,7 +101,6 @@ def read(directory: Path) -> TokenizerFile:
 
 
 def _special(key: str, value: object) -> str:
-    """The special token that a setting names; "" if it names none."""
     if not key.endswith("_token"):
         return ""
     text = value.get("content") if isinstance(value, dict) else value

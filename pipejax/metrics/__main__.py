@@ -20,15 +20,12 @@ from pipejax.system.progress import Progress
 
 
 class Documents(NamedTuple):
-    """The columns of a file, a document each."""
-
     sources: list[str]
     gold: list[Rows]
     predicted: list[Rows]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads, checks, scores, prints."""
     parser = cli.Parser(prog="pipejax metrics", description=__doc__)
     parser.add_argument("metric", choices=list(HEADLINES), help="the family of scores")
     parser.add_argument("file", metavar="FILE.jsonl", help="documents with their gold and predicted rows")
@@ -60,7 +57,6 @@ def read_documents(path: str, metric: str) -> Documents:
 
 
 def _rows(value: Object, key: str, place: str) -> list[str]:
-    """A list of texts. It may be empty, and so may they: that there is no answer is an answer."""
     rows = value_of(value, key, place)
     if not isinstance(rows, list):
         raise UserError(f'{place}: "{key}": found {kind(rows)}; expected a list of texts')
@@ -71,7 +67,6 @@ def _rows(value: Object, key: str, place: str) -> list[str]:
 
 
 def _typed(value: Object, key: str, place: str) -> Rows:
-    """The rows of a list, or of an object as they are."""
     if isinstance(found := value.get(key), dict):
         return found
     names = _rows(value, "row_names", place) if "row_names" in value else []

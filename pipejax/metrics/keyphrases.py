@@ -21,8 +21,6 @@ stem: Callable[[str], str] = functools.lru_cache(maxsize=1 << 20)(PorterStemmer(
 
 
 class _Scores(NamedTuple):
-    """Of one document and kind, at one cut."""
-
     precision: float
     recall: float
     f1: float

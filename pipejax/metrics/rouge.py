@@ -36,5 +36,4 @@ def per_document(
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """The mean scores of `count` documents in percent from the sums over them."""
     return {name: 100 * sums[name] / count if count else 0.0 for name in TYPES}

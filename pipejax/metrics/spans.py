@@ -57,19 +57,11 @@ def _overlap(golds: list[str], guesses: list[str]) -> tuple[float, float]:
     nothing_predicted = guesses in ([], [""])
     if not golds or nothing_predicted:
         return (1.0, 1.0) if not golds and nothing_predicted else (0.0, 0.0)
-    shared = [[_longest_common_substring(g, p) for p in guesses] for g in golds]
+    # In characters, as the published scores count it: difflib's autojunk makes it shorter from 200 on.
+    shared = [[difflib.SequenceMatcher(None, g, p).find_longest_match().size for p in guesses] for g in golds]
     precision = sum(max(row[j] for row in shared) / len(p) for j, p in enumerate(guesses) if p)
     recall = sum(max(row) / len(g) for g, row in zip(golds, shared, strict=True) if g)
     return precision, recall
-
-
-def _longest_common_substring(gold: str, guess: str) -> int:
-    """Its length in characters, as the published scores count it.
-
-    difflib's autojunk is on: in a prediction of 200 characters or more, frequent characters do not start a
-    match, so that the result can be less than the true length.
-    """
-    return difflib.SequenceMatcher(None, gold, guess).find_longest_match().size
 
 
 def _percentages(right: float, predicted: float, found: float, gold: float) -> dict[str, float]:

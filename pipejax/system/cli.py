@@ -45,7 +45,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_checkpoint(self) -> None:
-        """Adds the flags --checkpoint DIR and --best, which say whose weights decode."""
         self.add_argument(
             "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
         )
@@ -54,14 +53,10 @@ class Parser(argparse.ArgumentParser):
     def add_number(
         self, flag: str, text: str, *, least: int = 1, most: int = WHOLE, default: int | None = None
     ) -> None:
-        """Adds a flag whose value is a whole number."""
         self.add_argument(flag, type=whole(least, most), default=default, metavar="N", help=text)
 
     def add_overrides(self, text: str = "model=MODULE:CLASS alone: a backbone of your own, not a T5") -> None:
-        """Adds the repeatable flag --set KEY=VALUE, whose values are in `overrides`; `text` is its help.
-
-        `--backbone MODULE:CLASS` is another spelling of `--set model=MODULE:CLASS`.
-        """
+        """Adds the repeatable --set KEY=VALUE, and --backbone MODULE:CLASS, which spells --set model=MODULE:CLASS."""
         kept: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
         self.add_argument("--set", type=_assignment, metavar="KEY=VALUE", help=text, **kept)
         self.add_argument("--backbone", type="model={}".format, help=argparse.SUPPRESS, **kept)
@@ -79,7 +74,6 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does; `error` wants to know what."""
         self._given = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
@@ -108,7 +102,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
-    """The argparse type of a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
@@ -141,7 +134,6 @@ def note(line: str, level: str = "info", **fields: object) -> None:
 
 
 def write_json() -> None:
-    """Makes each line of this process to standard error a JSON object, with the time and the level."""
     _lines.as_json = True
 
 
@@ -155,8 +147,6 @@ def line_of(record: logging.LogRecord) -> str:
 
 
 class _Lines(logging.Handler):
-    """Writes the package's log records to standard error, a line each."""
-
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -256,10 +246,7 @@ def unneeded() -> Iterator[None]:
 
 
 def explain_imports() -> None:
-    """Lets a module that is run with -m end in one line if a library is absent, or the system is none of those served.
-
-    Its package calls this where it begins: the module itself imports its libraries before it can call `run`.
-    """
+    """Lets a module that is run with -m end in one line if a library is absent; packages call it first."""
     if sys.argv[0] == "-m":  # so it is while Python looks for the module
         sys.excepthook = _ended
         environment.check_platform()

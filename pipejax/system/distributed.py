@@ -44,7 +44,6 @@ _SHARED = "shared_by_all_processes"  # the attribute of an exception that all pr
 
 
 def shared(error: BaseException) -> bool:
-    """Whether all processes raise this error."""
     return hasattr(error, _SHARED)
 
 
@@ -108,7 +107,6 @@ def join(
 
 
 def _await(coordinator: str, patience: float) -> None:
-    """Waits until the coordinator listens, because JAX aborts the process without an exception if it never does."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + patience
     while True:
@@ -135,10 +133,7 @@ def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Number of processes, rank and local rank as srun or mpirun gives them; None unless it started several.
-
-    A login shell in a Slurm allocation has some of the variables, but no step: it is a single process.
-    """
+    """Number of processes, rank and local rank as srun or mpirun gives them; None unless a step started several."""
     for names in LAUNCHERS:
         values = [environment.get(name, "") for name in names]
         started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
@@ -148,10 +143,7 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | Non
 
 
 def _detected_by_jax(environment: Mapping[str, str]) -> bool:
-    """Whether JAX can detect the processes: of an indexed Kubernetes job (needs its library), or on Cloud TPU machines.
-
-    JAX asks the network only where the machine has a TPU.
-    """
+    """Whether JAX can detect the processes of an indexed Kubernetes job, or of Cloud TPU machines, which it asks."""
     job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
     if job and importlib.util.find_spec("kubernetes") is not None:
         return True
@@ -172,7 +164,6 @@ def lost(error: BaseException) -> bool:
 
 
 def several() -> bool:
-    """Whether this run has more than one process."""
     return jax.process_count() > 1
 
 
@@ -182,7 +173,6 @@ def first() -> bool:
 
 
 def gather(text: str) -> list[str]:
-    """The texts of all processes, by index; every process must call this."""
     if not several():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -262,7 +252,6 @@ class Exchange:
     """
 
     def __init__(self) -> None:
-        """Makes the next exchange of this process."""
         self._name, self._calls = f"pipejax/exchange/{next(_exchanges)}", 0
         self._lock, self._closed = threading.Lock(), False
 
@@ -286,7 +275,6 @@ class Exchange:
         return said
 
     def close(self) -> None:
-        """Closes the exchange: calls that wait for this process, and all later calls, raise a RuntimeError."""
         with self._lock:
             if several() and not self._closed:
                 self._send(b"")
@@ -311,7 +299,6 @@ class Vote:
     """
 
     def __init__(self) -> None:
-        """Nobody has called yet."""
         self._under_way: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, mine: int) -> int:

@@ -68,7 +68,6 @@ def check_platform() -> None:
 
 
 def allow_files() -> None:
-    """Raises the limit of open files to FILES if it is lower; raises a UserError if that is forbidden."""
     import resource  # absent on Windows, as `check_platform` has said by now
 
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -114,7 +113,6 @@ def _plain(value: object) -> bool | int | str | None:
 
 
 def check_flags() -> None:
-    """Raises a UserError if XLA does not know a flag in XLA_FLAGS, because XLA would abort the process."""
     if flags := os.environ.get(_FLAGS, "").strip():
         _try_flags(flags)
 

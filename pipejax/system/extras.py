@@ -27,7 +27,6 @@ def extra(name: str, place: object) -> Iterator[None]:
 
 
 def module(library: str, name: str, place: object) -> types.ModuleType:
-    """A module of a library of the extra `name`; errors as of `extra`."""
     with extra(name, place):
         importlib.import_module(library.partition(".")[0])
         return importlib.import_module(library)
@@ -41,7 +40,6 @@ def command(name: str) -> str:
 
 
 def libraries(name: str) -> list[str]:
-    """The libraries of an extra, with their lowest versions, as the installed package names them."""
     found = []
     for line in importlib.metadata.requires("pipejax") or []:
         library, _, marker = line.partition(";")

@@ -97,17 +97,14 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 50
 
 
 def types_of(cls: type) -> dict[str, Kind]:
-    """The type of each field, by name."""
     return typing.get_type_hints(cls)
 
 
 def alternatives(kind: Kind) -> tuple[Kind, ...]:
-    """The members of a union; any other type alone."""
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
 def noun(kind: Kind) -> str:
-    """A type in words, for error messages."""
     nouns = {
         int: "a whole number",
         float: "a number",
@@ -126,10 +123,7 @@ def plain(value: object, kind: Kind) -> object:
 
 
 def parse(text: str, kind: Kind, key: str) -> object:
-    """Parses a value of --set as `kind`; raises a UserError naming the key if that is impossible.
-
-    Several texts are a list of JSON: `["date:", "party:"]`.
-    """
+    """Parses a value of --set as `kind`; several texts are a list of JSON. Raises a UserError that names the key."""
     if kind == TEXTS:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(text), list):

@@ -22,11 +22,7 @@ from pipejax.system.errors import UserError
 
 
 def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
-    """Says what is at a path, following links: "" (nothing), "directory", or "file" (also pipes and devices).
-
-    `Path.exists` and the like are not used: on some errors one version of Python raises an OSError, another returns
-    False.
-    """
+    """The kind of thing at a path, following links; "": nothing; pipes are files. Of `Path.exists` Pythons differ."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -150,7 +146,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Syncs all files and directories below a directory, and then the directory itself."""
     for place, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             sync(Path(place, name))
@@ -158,14 +153,12 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_output(path: Path) -> None:
-    """Syncs the content and the name of a file that was just written; ignores pipes and devices."""
     if path.is_file():
         sync(path)
         sync(Path(os.path.realpath(path)).parent)
 
 
 def _sync_name(path: Path) -> None:
-    """Syncs the name that a file or directory has just got by a rename."""
     try:
         sync(path.parent)
     except OSError as error:
@@ -173,17 +166,13 @@ def _sync_name(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes or replaces a file completely; on an error the old file stays."""
     with new_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Gives an empty file to write; at the end of the block it is synced and renamed to `path`, which it may replace.
-
-    Raises as `write_text`.
-    """
+    """Gives an empty file to write; at the end it is synced and renamed to `path`, which it may replace."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     os.close(handle)
     try:
@@ -199,10 +188,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Gives a new directory to fill; at the end of the block it is synced and renamed to `target`.
-
-    `target` must be absent or empty. An exception in the block removes the new directory and the parents made for it.
-    """
+    """Gives a directory to fill, which is synced and renamed to `target`, absent or empty; an exception removes it."""
     made = make_directories(target.parent)
     partial: Path | None = None
     try:
@@ -224,7 +210,6 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def make_directories(directory: Path) -> list[Path]:
-    """Makes a directory and its parents; returns those that were missing, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -233,7 +218,6 @@ def make_directories(directory: Path) -> list[Path]:
 
 
 def remove_empty(directories: list[Path]) -> None:
-    """Removes those of the directories that are empty, in the given order."""
     for directory in directories:
         with contextlib.suppress(OSError):
             directory.rmdir()
@@ -246,7 +230,6 @@ def free_name(path: Path) -> Path:
 
 
 def sweep(directory: Path, *patterns: str) -> None:
-    """Removes the files and directories whose names match a glob pattern, as far as possible."""
     for pattern in patterns:
         with contextlib.suppress(OSError):
             for path in directory.glob(pattern):

@@ -8,7 +8,6 @@ GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: its multiples mod 2**32 spread even
 
 
 def places(shape: tuple[int, ...]) -> Array:
-    """Each element's row-major position mod 2**32, u32 [*shape]; it does not depend on the mesh."""
     place = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         place = place * jnp.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

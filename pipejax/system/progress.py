@@ -41,10 +41,7 @@ class Progress:
             _bars.append(self.bar)
 
     def add(self, count: int, note: str = "") -> None:
-        """Adds `count` units done; a note is shown until the next one.
-
-        The first ones do not count for the rate: they wait for a compiler.
-        """
+        """Adds `count` units; a note is shown until the next one. The first wait for a compiler, so have no rate."""
         self.count, self.note = self.count + count, note or self.note
         passed, is_first, self.is_first = time.monotonic() - self.said, self.is_first, False
         if self.bar is not None:
@@ -86,12 +83,10 @@ class Progress:
                 self.bar.set_postfix_str(self.note)
 
     def line(self, text: str) -> None:
-        """Writes a line above the bar; does nothing if `shown` is False."""
         if self.shown:
             say(text)
 
     def close(self) -> None:
-        """Removes the bar."""
         if self.bar in _bars:
             _bars.remove(self.bar)
             self.bar.close()

@@ -12,6 +12,8 @@ from typing import Any
 
 from pipejax.system.errors import UserError
 
+STANDARD = "-"  # input or output, where a flag names a file
+
 
 class ReaderGone(BrokenPipeError):
     """The reader of standard output has ended, as `head` does."""

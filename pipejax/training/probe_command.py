@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             records.check_input(given, f"--{flag}")
 
     from pipejax.apps.probe import measuring, page  # starts JAX: after flags and places are known to be good
-    from pipejax.apps.unfinished import Kept, Unfinished
+    from pipejax.apps.unfinished import Unfinished
     from pipejax.training.adaptation import BATCH, adapt
 
     overrides = [*flags.overrides, *(["data.skip_bad=true"] if flags.skip_bad else [])]
@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     updates = flags.updates if flags.adapt else 0
     settings = measuring.settings_of(work) | {"--updates": updates}
     unfinished = Unfinished(str(output / EXAMPLES), settings)
-    kept = unfinished.kept([example.id for example in work.examples]) if flags.resume else Kept(0, 0)
+    if flags.resume:
+        unfinished.resume([example.id for example in work.examples])
     make_directories(output)
     if not flags.resume:
         sweep(output, EXAMPLES, f"{ADAPTED}*")
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         "adapt": flags.adapt,
         "updates": updates,
         **work.origin,
-        **measuring.measure(work, unfinished, kept, batch_size=flags.batch_size),
+        **measuring.measure(work, unfinished, batch_size=flags.batch_size),
     }
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     cli.write_output("--output", str(output / PAGE), page.html(found))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, column_of, top_of
-from pipejax.apps.picture.text import FONT, INK, QUIET, count, escape, label, shorten
+from pipejax.apps.picture.text import FONT, INK, QUIET, count, dotted, escape, label, shorten
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
 MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
@@ -63,7 +63,6 @@ def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
 
 
 def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
-    """The sum of all calls."""
     drafted = sum(len(one.drafted) for call in calls for one in call)
     accepted = sum(one.accepted for call in calls for one in call)
     share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
@@ -98,10 +97,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
             sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
             parts.append(sums.replace("<text ", f'<text data-sum="{i}" ', 1))
         if i * grid.delay > 0:
-            parts.append(
-                f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
-                'stroke-dasharray="1 5" stroke-linecap="round"/>'
-            )
+            parts.append(dotted(LEFT + 2, middle, start - 4))
         box = _box(start, top + i * pitch + GAP / 2, column, BOX)
         outline = f'fill="none" stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"'
         words = label(start + column / 2, middle + 3.5, "bos", size=10)
@@ -138,7 +134,6 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
 
 
 def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
-    """The same in words: an HTML table with a line for each row that was asked in a call."""
     said: dict[tuple[int, int, str], list[str]] = {}
     for mark in marks(grid, calls):
         said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)

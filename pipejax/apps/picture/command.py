@@ -102,7 +102,6 @@ def _delay(
 
 
 def _source(path: str, name: str, settings: Config | None) -> tuple[object, list[str]]:
-    """The source of that id in what was decoded, if it is a text, and what is to be said where nobody knows it."""
     place, given = record.find(path, name)
     if settings is not None:
         return of_record(given, place, name, settings).content, []

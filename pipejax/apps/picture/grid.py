@@ -7,7 +7,7 @@ i * delay + j, where i counts from 0 and j from 1.
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipejax.apps.picture.text import FONT, INK, QUIET, count, escape, label, shorten, text_width
+from pipejax.apps.picture.text import FONT, INK, QUIET, count, dotted, escape, label, shorten, text_width
 
 PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # first, middle and last time-step
 LEFT, RIGHT, TOP = 84, 20, 52  # pixels around the grid
@@ -33,8 +33,6 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The grid of one example, as the decoder filled it."""
-
     rows: tuple[tuple[str, ...], ...]  # token texts, without bos and eos
     delay: int
     steps: int
@@ -44,7 +42,6 @@ class Grid:
 
     @property
     def height(self) -> int:
-        """Rows, the empty one included."""
         return max((cell.row for cell in self.cells), default=-1) + 1
 
 
@@ -116,10 +113,7 @@ def svg(grid: Grid, *, until: int | None = None, page: bool = False) -> str:
         name = f"row {i + 1}" if i < len(grid.rows) else "empty row"
         parts.append(label(LEFT - 12, middle + 4, name, anchor="end"))
         if 0 < i * grid.delay <= last:
-            parts.append(
-                f'<path d="M{LEFT + 2} {middle:g}H{start - 4}" stroke="{QUIET}" stroke-opacity=".4" '
-                'stroke-dasharray="1 5" stroke-linecap="round"/>'
-            )
+            parts.append(dotted(LEFT + 2, middle, start - 4))
     parts += [
         _cell(cell, grid, column=column, pitch=pitch, top=top, size=size) for cell in grid.cells if cell.time <= last
     ]
@@ -151,7 +145,6 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
 
 
 def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
-    """Two strips of steps on one scale: the pipelined decoder's, and a sequential one's for the same text."""
     unit = min(room / max(len(grid.sequential), grid.steps), 24.0)
     gap = 1.5 if unit > 6 else 0.5 if unit > 2.5 else 0.0
     for name, times in (("pipelined", range(1, grid.steps + 1)), ("sequential", grid.sequential)):
@@ -168,7 +161,6 @@ def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
 
 
 def facts(grid: Grid) -> str:
-    """The text of a caption."""
     ratio = f" ({len(grid.sequential) / grid.steps:.1f}×)" if grid.steps else ""
     return (
         f"{count(grid.steps, 'time-step')} instead of {len(grid.sequential)}{ratio}, "
@@ -198,18 +190,15 @@ def _column_of_tokens(grid: Grid) -> tuple[int, float]:
 
 
 def width_of(grid: Grid, *, page: bool) -> int:
-    """Pixels of the drawing from left to right, as `svg` makes it."""
     least = 240 if page else round(text_width(facts(grid)) * 17)
     return LEFT + max((grid.steps + 1) * _column_of_tokens(grid)[0], least) + RIGHT
 
 
 def pitch_of(grid: Grid) -> int:
-    """Pixels from row to row."""
     return 32 if grid.height <= 12 else 27
 
 
 def top_of(*, page: bool) -> int:
-    """Pixels above the first row; the page has the caption in its head."""
     return TOP - 22 if page else TOP
 
 

@@ -36,7 +36,16 @@ def html(
     ]
     marked = mark(source, texts, finished)
     width, beside = width_of(grid, page=True), math.ceil(15 * max(map(text_width, texts), default=0.0)) + 20
-    narrow = width + 20 + beside + 2 * 32
+    narrow, drafts = width + 20 + beside + 2 * 32, ""
+    if calls is not None:
+        drafts = _template("drafts.html").substitute(
+            facts=escape(by_call.facts(grid, calls)),
+            right=MARKS["accepted"],
+            wrong=MARKS["rejected"],
+            last=len(calls),
+            drawing=by_call.draw(grid, calls),
+            table=by_call.table(grid, calls),
+        )
     return _template("page.html").substitute(
         title=escape(title),
         facts=escape(facts(grid)),
@@ -54,18 +63,7 @@ def html(
         widest=WIDEST,
         narrow=narrow if narrow <= WIDEST else 10**5,
         heading="" if calls is None else "<h2>By time-step</h2>",
-        drafts="" if calls is None else _drafts(grid, calls),
-    )
-
-
-def _drafts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
-    return _template("drafts.html").substitute(
-        facts=escape(by_call.facts(grid, calls)),
-        right=MARKS["accepted"],
-        wrong=MARKS["rejected"],
-        last=len(calls),
-        drawing=by_call.draw(grid, calls),
-        table=by_call.table(grid, calls),
+        drafts=drafts,
     )
 
 

@@ -22,7 +22,6 @@ def find(path: str, name: str | None) -> tuple[str, Object]:
 
 
 def with_pieces(record: Object, piece: Callable[[int], str], place: str) -> Object:
-    """The record with a text for each id in `row_ids`: its own, or what `piece` says of it."""
     ids = record.get("row_ids")
     if not _is_table(ids):
         return record  # `tokens` refuses it
@@ -78,7 +77,6 @@ def delays(record: Object, rows: list[list[str]], place: str) -> list[int]:
 
 
 def end_of(record: Object, place: str) -> tuple[int, str | None]:
-    """The steps of a record, and what cut it short."""
     found, truncated = record.get("steps"), record.get("truncated")
     if truncated == "max_tokens":
         raise UserError(
@@ -110,10 +108,7 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
 
 
 def calls(record: Object, delay: int, place: str) -> list[list[Asked]] | None:
-    """The calls that `decode.trace` left in a record whose rows and steps are checked, once they agree with them.
-
-    None: it left none.
-    """
+    """The calls that `decode.trace` left in a record, once they agree with its checked rows; None: it left none."""
     if (trace := record.get("trace")) is None:
         return None
     if not _is_table(trace):

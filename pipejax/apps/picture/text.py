@@ -35,7 +35,6 @@ def text_width(text: str) -> float:
 
 
 def shorten(text: str, room: float) -> str:
-    """The text, or as much of its beginning as fits with an ellipsis."""
     if text_width(text) <= room:
         return text
     while text and text_width(text) + 0.7 > room:
@@ -46,7 +45,6 @@ def shorten(text: str, room: float) -> str:
 def label(
     x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
 ) -> str:
-    """A line of text in an SVG."""
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'
@@ -54,8 +52,13 @@ def label(
     )
 
 
+def dotted(left: float, y: float, right: float) -> str:
+    """A line of dots in an SVG, where a row waits for its start."""
+    line = f'<path d="M{left} {y:g}H{right}" stroke="{QUIET}" stroke-opacity=".4" stroke-dasharray="1 5"'
+    return f'{line} stroke-linecap="round"/>'
+
+
 def count(number: int, noun: str) -> str:
-    """A number of things."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -44,7 +44,6 @@ class Target(NamedTuple):
 
 
 def of_rows(encoded: Encoded, row: np.ndarray) -> Target:
-    """The target, given the row of each slot i32 [N]."""
     time = encoded.target.time
     first = np.full(int(row.max()) + 1, np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first, row, time)
@@ -99,13 +98,11 @@ class Meter:
     """Measures targets batch by batch, with a few compiled programs."""
 
     def __init__(self, model: Module, params: Tree, conditions: Sequence[Condition], shapes: Shapes, size: int) -> None:
-        """Compiles nothing yet."""
         self.model, self.params, self.conditions = model, params, conditions
         self.shapes, self.size = shapes, size
         self._program = jax.jit(partial(likelihoods, model))
 
     def batches(self, targets: Sequence[Target]) -> list[list[int]]:
-        """The places of the targets, in batches of similar lengths."""
         lengths = [(len(target.encoded.source), len(target.row)) for target in targets]
         order = self.shapes.order(np.asarray(lengths, np.int64)).tolist()
         return [order[first : first + self.size] for first in range(0, len(order), self.size)]
@@ -126,7 +123,6 @@ class Meter:
 
 
 def together(batch: dict[str, np.ndarray], conditions: Sequence[Condition]) -> int:
-    """The number of conditions P that a call takes of a batch."""
     return min(max(SLOTS // batch["inputs"].shape[1], 1), len(conditions))
 
 

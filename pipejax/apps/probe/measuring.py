@@ -16,7 +16,7 @@ from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Target, of_rows
 from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, summary
-from pipejax.apps.unfinished import Kept, Settings, Unfinished
+from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, make_task
@@ -30,7 +30,7 @@ from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
 from pipejax.system import Tree, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output, writing
+from pipejax.system.files import sync_output
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -42,15 +42,11 @@ DECIMALS = 5  # of nats
 
 
 class Origin(TypedDict):
-    """The weights that are asked."""
-
     step: int
     params_fp: str
 
 
 class Found(Origin, Summary):
-    """The content of probe.json."""
-
     checkpoint: str
     input: str
     adapt: str | None
@@ -115,7 +111,6 @@ def prepare(
 
 
 def _read(source: str, config: Config) -> Sequence[Example]:
-    """The examples of a file."""
     task = config.data.task if config.data.task in OWN_FILES else "jsonl"
     return make_task(dataclasses.replace(config.data, task=task, test=source, split="")).examples("test")
 
@@ -123,7 +118,6 @@ def _read(source: str, config: Config) -> Sequence[Example]:
 def _encode(
     source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
 ) -> list[Target]:
-    """The targets of the examples of a file, which warnings name."""
     model, targets = config.model, list[Target]()
     assert model is not None
     ids = Ids.of(model)
@@ -142,17 +136,14 @@ def _encode(
 
 
 def conditions(targets: Sequence[Target]) -> list[Condition]:
-    """Those of `summary.NAMES`, and one without each row, the last apart, of as many as the graph has."""
     height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
     seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
     return seen + [Condition(WHOLE, row) for row in range(height)]
 
 
-def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) -> Summary:
+def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
     """Measures all examples, writes their lines, and gives their summary."""
-    size, output = min(batch_size, len(work.targets)), Path(unfinished.target)
-    if not kept.records:
-        unfinished.note({})  # while it lies beside lines of other work
+    size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.there.records
     model, asked = work.config.model, conditions(work.targets)
     assert model is not None
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
@@ -160,28 +151,23 @@ def measure(work: Work, unfinished: Unfinished, kept: Kept, *, batch_size: int) 
     shapes = choose(lengths, size=size, group=WINDOW, pack=1, most=SHAPES, limit=longest)
     module = model.module(dtype=compute_dtype(work.config.decode.dtype))
     meter = Meter(module, work.params, asked, shapes, size)
-    progress = Progress("measuring", len(work.targets), unit="example", start=kept.records)
+    progress = Progress("measuring", len(work.targets), unit="example", start=begin)
     try:
-        with writing(output), output.open("r+b" if kept.size else "wb") as file:
-            file.truncate(kept.size)
-            file.seek(kept.size)
-            if not kept.records:
-                unfinished.note(unfinished.settings)
-            for first in range(kept.records, len(work.targets), size * WINDOW):
-                part = range(first, min(first + size * WINDOW, len(work.targets)))
-                found = dict[int, np.ndarray]()
-                for batch in meter.batches([work.targets[i] for i in part]):
-                    places = [part[i] for i in batch]
-                    found |= zip(places, meter.measure([work.targets[i] for i in places]), strict=True)
-                    progress.add(len(places))
-                for i in part:
-                    file.write(_line(work.examples[i], work.targets[i], found[i]))
-                file.flush()
+        for first in range(begin, len(work.targets), size * WINDOW):
+            part = range(first, min(first + size * WINDOW, len(work.targets)))
+            found = dict[int, np.ndarray]()
+            for batch in meter.batches([work.targets[i] for i in part]):
+                places = [part[i] for i in batch]
+                found |= zip(places, meter.measure([work.targets[i] for i in places]), strict=True)
+                progress.add(len(places))
+            for i in part:
+                unfinished.write(_line(work.examples[i], work.targets[i], found[i]))
     except KeyboardInterrupt:
         logger.info(f"{output}: --resume goes on after the examples that are measured")
         raise
     finally:
         progress.close()
+        unfinished.close()
     sync_output(output)
     unfinished.end()
     with output.open(encoding="utf-8") as lines:

@@ -18,7 +18,6 @@ LABELLED = 8  # arcs, at the most, that have their cost beside them; each has it
 
 
 def html(found: Found) -> str:
-    """One page of a summary, with the checkpoint and the input that it is of."""
     conditions = found["conditions"]
     rows, places = [*conditions["hidden"]["rows"]], [*conditions["hidden"]["places"]]
     by_row = {label_of(name): [part, *part["rows"].values()] for name, part in conditions.items()}
@@ -42,12 +41,10 @@ def html(found: Found) -> str:
 
 
 def label_of(name: str) -> str:
-    """A condition's name for people."""
     return name.replace("delay_", "Δt = ")
 
 
 def facts(found: Found) -> str:
-    """The line below the sentence."""
     return (
         f"{found['checkpoint']}, step {found['step']}; {count(found['examples'], 'example')} of {found['input']}, "
         f"{count(found['tokens'], 'token')}; {found['nll']['whole']:.3f} nats a token with the rows above seen whole"
@@ -55,7 +52,6 @@ def facts(found: Found) -> str:
 
 
 def number(cost: float) -> str:
-    """A cost in digits."""
     return f"{cost:.3f}".replace("-0.000", "0.000")
 
 

@@ -6,7 +6,7 @@ nats. Its error is the standard error over examples.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
 DELAYS = (4, 2, 1, 0)
@@ -18,16 +18,12 @@ MOST = 0.7  # the share of a cost that "mostly" means
 
 
 class Measured(TypedDict):
-    """A line of examples.jsonl."""
-
     id: str
     nll: dict[str, list[list[float]]]  # nats by condition, row and token
     without: list[list[float]]  # costs in nats, by row and by the row above that is hidden
 
 
 class Cost(TypedDict):
-    """The mean cost of a token, its error, and the tokens."""
-
     cost: float
     error: float
     tokens: int
@@ -43,8 +39,6 @@ class Parts(Cost):
 
 
 class Summary(TypedDict):
-    """All averages of many lines."""
-
     examples: int
     tokens: int
     nll: dict[str, float]  # nats a token by condition
@@ -53,39 +47,26 @@ class Summary(TypedDict):
     says: str  # the sentence
 
 
-class Mean:
-    """The mean of costs, and its error."""
-
-    def __init__(self) -> None:
-        """Of none yet."""
-        self.examples = list[tuple[float, int]]()
-
-    def add(self, nats: float, tokens: int) -> None:
-        """Adds the tokens of an example."""
-        self.examples.append((nats, tokens))
-
-    def to_json(self) -> Cost:
-        """The cost of a token, its error, and the tokens."""
-        count, total = len(self.examples), sum(tokens for _, tokens in self.examples)
-        mean = math.fsum(nats for nats, _ in self.examples) / max(total, 1)
-        squares = math.fsum((nats - mean * tokens) ** 2 for nats, tokens in self.examples)  # of a ratio of two sums
-        error = math.sqrt(squares * count / max(count - 1, 1)) / max(total, 1)
-        return {"cost": round(mean, 6), "error": round(error, 6), "tokens": total}
+def mean(examples: Sequence[tuple[float, int]]) -> Cost:
+    """The mean cost of a token, from the nats and tokens of each example."""
+    count, total = len(examples), sum(tokens for _, tokens in examples)
+    cost = math.fsum(nats for nats, _ in examples) / max(total, 1)
+    squares = math.fsum((nats - cost * tokens) ** 2 for nats, tokens in examples)  # of a ratio of two sums
+    error = math.sqrt(squares * count / max(count - 1, 1)) / max(total, 1)
+    return {"cost": round(cost, 6), "error": round(error, 6), "tokens": total}
 
 
 def place_of(number: int, last: int) -> str:
-    """The name of a token's place in its row, both counted from 0; the only token of a row is its first."""
     return "last" if 0 < number == last else PLACES[min(number, 3)]
 
 
 def row_of(number: int) -> str:
-    """The name of a row, counted from 0."""
     return str(number + 1) if number < ROWS else f"{ROWS + 1}+"
 
 
 def summary(lines: Iterable[Measured]) -> Summary:
-    """All averages of the lines that `measuring.measure` writes."""
-    means, graph = defaultdict[tuple[str, str, str], Mean](Mean), defaultdict[tuple[int, int], Mean](Mean)
+    means = defaultdict[tuple[str, str, str], list[tuple[float, int]]](list)
+    graph = defaultdict[tuple[int, int], list[tuple[float, int]]](list)
     nats, count, tokens = dict.fromkeys(NAMES, 0.0), 0, 0
     for line in lines:
         count, nll = count + 1, line["nll"]
@@ -99,20 +80,20 @@ def summary(lines: Iterable[Measured]) -> Summary:
                         costs[key, place_of(j, len(row) - 1)].append(seen - best)
                         costs[key, ""].append(seen - best)
             for (of_row, place), some in costs.items():
-                means[name, of_row, place].add(math.fsum(some), len(some))
+                means[name, of_row, place].append((math.fsum(some), len(some)))
         for i, above in enumerate(line["without"]):
             for k, cost in enumerate(above):
-                graph[i, k].add(cost, len(nll["whole"][i]))
+                graph[i, k].append((cost, len(nll["whole"][i])))
     names = sorted({of_row for _, of_row, _ in means if of_row})
 
     def places(name: str, of_row: str) -> dict[str, Cost]:
-        return {place: means[name, of_row, place].to_json() for place in PLACES if (name, of_row, place) in means}
+        return {place: mean(means[name, of_row, place]) for place in PLACES if (name, of_row, place) in means}
 
     conditions = dict[str, Parts]()
     for name in NAMES[1:]:
         conditions[name] = {
-            **means[name, "", ""].to_json(),
-            "rows": {of_row: means[name, of_row, ""].to_json() for of_row in names},
+            **mean(means[name, "", ""]),
+            "rows": {of_row: mean(means[name, of_row, ""]) for of_row in names},
             "places": places(name, ""),
             "cells": {of_row: places(name, of_row) for of_row in names},
             "says": "",
@@ -124,7 +105,7 @@ def summary(lines: Iterable[Measured]) -> Summary:
         "tokens": tokens,
         "nll": {name: round(total / max(tokens, 1), 6) for name, total in nats.items()},
         "conditions": conditions,
-        "graph": [[graph[i, k].to_json() for k in range(i)] for i in range(height)],
+        "graph": [[mean(graph[i, k]) for k in range(i)] for i in range(height)],
         "says": sentence(conditions),
     }
 
@@ -143,7 +124,6 @@ def said(name: str, found: Parts) -> str:
 
 
 def where(found: Parts) -> str:
-    """The tokens in which most of a cost is."""
     total = _nats(found)
     place = max(found["places"], key=lambda place: _nats(found["places"][place]))
     if _nats(found["places"][place]) < MOST * total:
@@ -158,7 +138,6 @@ def _nats(part: Cost) -> float:
 
 
 def _rows(nats: Mapping[str, float], total: float) -> str:
-    """The fewest rows that have most of a cost between them."""
     chosen = list[str]()
     for row in sorted(nats, key=lambda row: -nats[row]):
         if sum(nats[one] for one in chosen) >= MOST * total:

@@ -15,7 +15,6 @@ from pipejax.inference import wishes
 from pipejax.inference.answers import Record
 from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError, out_of_memory
 
 RETRY = 1  # seconds, until a queue that is full may have room
@@ -23,8 +22,6 @@ RETRY = 1  # seconds, until a queue that is full may have room
 
 @dataclasses.dataclass
 class Choice:
-    """One answer, as far as it is written."""
-
     index: int
     writing: Writing | ObjectWriting
     pieces: list[Piece] = dataclasses.field(default_factory=list)
@@ -34,8 +31,6 @@ class Choice:
 
 
 class Completion:
-    """The answers to one request, all under way."""
-
     def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
         """Asks the engine for all of them, or for none."""
         self.asked, self._counters = asked, counters
@@ -62,11 +57,18 @@ class Completion:
                 )
                 for i in range(len(asked.sources) * asked.n)
             )
-            for source in asked.sources:
-                for k in range(asked.n):
-                    one = source._replace(sample=k)
-                    own = asked.model if generator.adapter else ""
-                    self._answers.append(engine.submit(_request(asked, one, log_probs=self._scored, adapter=own)))
+            for source in (source._replace(sample=k) for source in asked.sources for k in range(asked.n)):
+                request = Request(
+                    source,
+                    asked.strategy,
+                    dataclasses.replace(asked.sampling, seed=wishes.seed_of(source, asked.sampling.seed)),
+                    max_tokens=asked.max_tokens,
+                    row_tokens=asked.row_tokens,
+                    log_probs=self._scored,
+                    at_once=asked.stream or bool(asked.stop),
+                    adapter=asked.model if generator.adapter else "",
+                )
+                self._answers.append(engine.submit(request))
         except BaseException as error:
             self.close()
             raise _refusal(error) from error
@@ -123,27 +125,23 @@ class Completion:
         self._counters.tokens.inc(choice.tokens)
 
     def close(self, reason: str = "cancelled") -> None:
-        """Frees the places of the answers that nobody waits for any more."""
         for choice, answer in zip(self.choices, self._answers, strict=False):
             if choice.reason is None:
                 answer.cancel()
                 self._end(choice, reason)
 
     def usage(self) -> dict[str, int]:
-        """OpenAI's counts of tokens, and how many of the prompts were cut off."""
         written = sum(choice.tokens for choice in self.choices)
         found = {"prompt_tokens": self.asked.prompt_tokens, "completion_tokens": written}
         found["total_tokens"] = sum(found.values())
         return found | ({"cut_tokens": self.asked.cut_tokens} if self.asked.cut_tokens else {})
 
     def text_of(self, choice: Choice) -> str:
-        """The text of a choice that is complete."""
         if choice.record is not None and not self.asked.stop:
             return choice.record["text"] or ""
         return "".join(piece.text for piece in choice.pieces)
 
     def record_of(self, choice: Choice) -> dict[str, object]:
-        """The record of a choice by the name of its field; nothing if it is not asked for or not complete."""
         if not self._whole or choice.record is None:
             return {}
         record: dict[str, object] = {**choice.record}
@@ -153,19 +151,6 @@ class Completion:
 
 
 _Item = tuple[int, Event | Record | BaseException]  # of the answer with that number
-
-
-def _request(asked: Asked, source: Source, *, log_probs: bool, adapter: str) -> Request:
-    return Request(
-        source,
-        asked.strategy,
-        dataclasses.replace(asked.sampling, seed=wishes.seed_of(source, asked.sampling.seed)),  # as `decode` draws
-        max_tokens=asked.max_tokens,
-        row_tokens=asked.row_tokens,
-        log_probs=log_probs,
-        at_once=asked.stream or bool(asked.stop),
-        adapter=adapter,
-    )
 
 
 def _refusal(error: BaseException) -> BaseException:

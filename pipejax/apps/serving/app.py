@@ -52,8 +52,6 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most that a request may take."""
-
     body: int  # bytes
     seconds: float  # until its last byte
     answers: int  # of one request
@@ -61,10 +59,8 @@ class Limits:
 
 
 class Post(NamedTuple):
-    """A route that answers."""
-
     form: Form  # of what is asked
-    objects: type[Objects]  # of the answers
+    objects: type[Completions] | type[Responses]  # of the answers
 
 
 POSTS = {
@@ -75,8 +71,6 @@ POSTS = {
 
 
 class Service:
-    """The part of the server that all requests share."""
-
     def __init__(
         self,
         generator: Generator,
@@ -88,7 +82,6 @@ class Service:
         origins: Sequence[str] = (),
         access_log: bool = False,
     ) -> None:
-        """Ready to answer."""
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins = [key.encode() for key in keys], origins
@@ -110,7 +103,6 @@ class Service:
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A route of `POSTS`."""
         begun, status = time.perf_counter(), 200
         self.active += 1
         try:
@@ -144,7 +136,6 @@ class Service:
 
     @property
     def is_warm(self) -> bool:
-        """Whether all is compiled that was planned."""
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
     async def _read(self, body: bytes, form: Form) -> Asked:
@@ -167,7 +158,6 @@ class Service:
         return _json(self._shown(name))
 
     def _shown(self, name: str) -> dict[str, object]:
-        """One of the models, as clients are told of it."""
         generator = self.models[name]
         config, template = generator.config, template_of(generator.config)
         ids, served = generator.ids, methods.able(config, "serve")
@@ -187,26 +177,21 @@ class Service:
         }
 
     async def health(self, request: Request) -> Response:
-        """GET /health: whether to send requests here."""
         return _json({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
 
     async def live(self, request: Request) -> Response:
-        """GET /livez: whether the process answers at all."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /readyz: whether requests are taken, and none of the usual ones has to wait for a compiler."""
         status = "draining" if self.draining else "ok" if self.is_warm else "warming up"
         found = {"prepared": self.engine.compiler.prepared, "planned": self.engine.compiler.planned}
         return _json({"status": status, "programs": found}, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics."""
         return Response(self.counters.text(), media_type=CONTENT_TYPE)
 
 
 def make(service: Service) -> ASGIApp:
-    """The application: a service behind its routes, with errors as JSON."""
     page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
@@ -413,13 +398,11 @@ def _note(error: Exception) -> Refused:
 
 
 def refusal(error: Exception) -> Response:
-    """The answer to what cannot be answered."""
     refused = _note(error)
     return _json(refused.body(), refused.status, refused.headers)
 
 
 def no_request() -> bytes:
-    """The answer, its head included, to bytes that are no request."""
     said = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
     body = dump(Refused(400, said, code="malformed_request").body()).encode()
     head = "HTTP/1.1 400 Bad Request", "Content-Type: application/json", "Connection: close"

@@ -26,7 +26,7 @@ Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change no
 class Form:
     """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
 
-    read: Callable[[Object, Config], tuple[list[object], bool]]  # the sources, and whether a part of them is not read
+    read: Callable[[Object, str, Config], tuple[list[object], bool]]  # the sources, and whether some of it is not read
     source: str  # the field that holds them
     most_tokens: tuple[str, ...]  # fields of which one may bound the tokens of an answer
     more: tuple[str, ...]  # fields that not all routes have
@@ -35,7 +35,6 @@ class Form:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All that change something."""
         return self.source, "model", *self.most_tokens, *SHARED, *self.more
 
 
@@ -66,17 +65,14 @@ class Asked:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema that all answers follow, if there is one."""
         return self.sources[0].schema
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens that the model reads."""
         return sum(len(source.content) for source in self.sources)
 
 
 def parse(body: bytes) -> dict[str, object]:
-    """The JSON object of a body."""
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -88,7 +84,8 @@ def parse(body: bytes) -> dict[str, object]:
             said = f"byte {body[error.start]:#04x} at {error.start} is not UTF-8"
         raise Refused(400, f"body: found no JSON ({said}); expected a JSON object in UTF-8") from error
     if not isinstance(found, dict):
-        raise Refused(400, f"body: found {_kind(found)}; expected a JSON object")
+        names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+        raise Refused(400, f"body: found {names.get(type(found), 'nothing')}; expected a JSON object")
     return found
 
 
@@ -142,7 +139,7 @@ def read(
         raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
     if options and not stream:
         raise unsuitable("stream_options", options, "none without stream")
-    prompts, unread = form.read(given, generator.config)
+    prompts, unread = form.read(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
     under = response_format.read(given, generator, strategy, schemas=schemas, at_once=at_once)
@@ -163,7 +160,12 @@ def read(
         n=n,
         max_tokens=bound[1] if row_tokens is None else None,
         row_tokens=row_tokens,
-        echoed=_echo(given, bound[1]),
+        echoed={
+            **{name: given[name] for name, kind in ECHOED.items() if isinstance(given.get(name), kind)},
+            "text": {"format": response_format.echo(given)},
+            "max_output_tokens": bound[1],
+            "truncation": "auto" if given.get("truncate") else "disabled",
+        },
         logprobs=logprobs,
         stop=stop,
         stream=stream,
@@ -177,23 +179,11 @@ ECHOED: dict[str, type] = {"instructions": str, "metadata": Mapping, "user": str
 ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
 
 
-def _echo(given: Object, most: int | None) -> Object:
-    found = {name: given[name] for name, kind in ECHOED.items() if isinstance(given.get(name), kind)}
-    truncation = "auto" if given.get("truncate") else "disabled"
-    return found | {
-        "text": {"format": response_format.echo(given)},
-        "max_output_tokens": most,
-        "truncation": truncation,
-    }
-
-
 def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
-    """The refusal of a name that no model has."""
     return unsuitable("model", name, " or ".join(map(repr, models)), status=404, code="model_not_found")
 
 
 def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None]:
-    """The field that bounds the tokens of an answer, and the bound."""
     there = [name for name in names if name in given]
     if len(there) > 1:
         raise unsuitable(there[1], given[there[1]], f"none beside {there[0]}, which means the same")
@@ -204,7 +194,6 @@ def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None
 def _sources(
     prompts: list[object], field: str, generator: Generator, *, truncate: bool
 ) -> tuple[tuple[Source, ...], int]:
-    """The prompts as token ids, and how many tokens of them were cut off."""
     longest, cut, sources = generator.config.data.max_source, 0, []
     try:
         check_fields(fields_of(generator.config), prompts, field)
@@ -234,9 +223,9 @@ def _sources(
 KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "numbers", bool: "booleans"}
 
 
-def _prompts(given: Object, config: Config) -> tuple[list[object], bool]:
+def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
     """One for each source: a text, an object or a list of ids."""
-    prompt = given.get("prompt")
+    prompt = given.get(field)
     expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
     if prompt is None:
         raise unsuitable("prompt", Shown("nothing"), expected)
@@ -285,11 +274,6 @@ def _number(given: Object, name: str, default: float, *, least: float, most: flo
     return float(value)
 
 
-def _kind(value: object) -> str:
-    names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), "nothing")
-
-
 _PENALTIES: Neutral = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
 _TOOLS: Neutral = {
     "tools": ([],),
@@ -311,7 +295,7 @@ COMPLETIONS = Form(
     unused=("user",),
 )
 CHAT = Form(
-    read=messages.of_chat,
+    read=messages.last,
     source="messages",
     most_tokens=("max_completion_tokens", "max_tokens"),
     more=("n", "rows", "response_format"),
@@ -328,7 +312,7 @@ CHAT = Form(
     unused=(*_UNUSED, "reasoning_effort", "verbosity", "prediction"),
 )
 RESPONSES = Form(
-    read=messages.of_response,
+    read=messages.last,
     source="input",
     most_tokens=("max_output_tokens",),
     more=("instructions", "text"),

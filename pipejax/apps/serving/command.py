@@ -38,7 +38,6 @@ PORTS = {"http": 80, "https": 443}  # that an origin does not name
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; what is answered and how is in the modules beside it."""
     parser = cli.Parser(prog="pipejax serve", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
@@ -99,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(flags: argparse.Namespace) -> int:
-    """Reads the checkpoint, and serves it."""
     keys, name = read_keys(flags.api_key_file), flags.name or absolute(flags.checkpoint).name
     adapters = read_adapters(flags.adapter, name)
     listener = listen(flags.host, flags.port)
@@ -149,10 +147,7 @@ def told_to_end() -> Iterator[None]:
 
 
 def origin(text: str) -> str:
-    """The argparse type of the origin of pages, as browsers send it: a scheme, a host, and a port that is not its own.
-
-    Another spelling would never be met, so it is refused.
-    """
+    """The argparse type of the origin of pages, as browsers send it: another spelling would never be met."""
     try:
         parts = urlsplit(text.strip().lower())
         port = "" if parts.port in (None, PORTS.get(parts.scheme)) else f":{parts.port}"
@@ -186,7 +181,6 @@ def read_keys(path: str | None) -> list[str]:
 
 
 def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
-    """The directories of adapters by name, from NAME=DIR."""
     found = dict[str, str]()
     for one in given:
         name, _, directory = one.partition("=")
@@ -199,7 +193,6 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at that address, which refuses connections until the server starts."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -228,7 +221,6 @@ def run(
         """The first signal drains: clients get a refusal instead of a connection that is refused."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Runs between any two instructions of the main thread."""
             if service.draining:
                 self.should_exit = self.force_exit = True
             service.draining = True

@@ -16,7 +16,6 @@ class Counters:
     """Of one server; all names begin with pipejax_."""
 
     def __init__(self) -> None:
-        """All at zero."""
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, said: str, *labels: str) -> Counter:
@@ -37,5 +36,4 @@ class Counters:
         Gauge(f"pipejax_{name}", said, registry=self._registry).set_function(measure)
 
     def text(self) -> bytes:
-        """All of them."""
         return generate_latest(self._registry)

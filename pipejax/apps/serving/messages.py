@@ -9,21 +9,11 @@ ROLES = ("user", "system", "developer", "assistant", "tool", "function")
 TEXTS = ("text", "input_text")  # types of the parts that are read
 
 
-def of_chat(given: Object, config: Config) -> tuple[list[object], bool]:
-    """The source in `messages`, and whether there are messages that are not read."""
-    return _last(given.get("messages"), "messages", config)
-
-
-def of_response(given: Object, config: Config) -> tuple[list[object], bool]:
-    """The source in `input`, a text or messages, and whether there are messages or instructions that are not read."""
-    found = given.get("input")
-    if isinstance(found, str):
-        found = [{"role": "user", "content": found}]
-    sources, unread = _last(found, "input", config)
-    return sources, unread or bool(given.get("instructions"))
-
-
-def _last(messages: object, field: str, config: Config) -> tuple[list[object], bool]:
+def last(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
+    """The source in `messages` or `input`, and whether there are messages or instructions that are not read."""
+    messages = given.get(field)
+    if field == "input" and isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         found = Shown("nothing") if messages is None else messages
         raise unsuitable(field, found, "a list of messages, of which at least one is a user's")
@@ -38,11 +28,11 @@ def _last(messages: object, field: str, config: Config) -> tuple[list[object], b
     text = _text(messages[users[-1]].get("content"), f"{field} {users[-1]}")
     # A template of one field is filled by the text. One of several cannot be, so the text is the whole source then.
     fields = {*template_of(config).fields}
-    return [{fields.pop(): text} if len(fields) == 1 else text], len(messages) > 1
+    unread = len(messages) > 1 or bool(given.get("instructions"))
+    return [{fields.pop(): text} if len(fields) == 1 else text], unread
 
 
 def _text(content: object, place: str) -> str:
-    """The text of a message, whose content may be a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

@@ -1,10 +1,14 @@
-"""OpenAI's objects for a request's answers, whole or as events of a stream: completions, chats and responses."""
+"""OpenAI's objects for a request's answers: completions, chats and responses.
+
+`whole` is the object of answers that are complete. Of a stream, `begin` has the events before the first piece, `add`
+those for what was added to which choices, `end` those once all is complete, and `fail` the one that ends it instead;
+each is a line as it is sent, without the blank one after it.
+"""
 
 import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from pipejax.apps.serving.answering import Choice, Completion
 from pipejax.apps.serving.refusals import Refused
@@ -14,41 +18,17 @@ Json = dict[str, object]
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 
 
-class Objects(Protocol):
-    """The objects of one request; events are lines as they are sent, without the blank one after each."""
-
-    def __init__(self, completion: Completion, *, model: str, fingerprint: object) -> None:
-        """Nothing is written yet; the names are those of the model and of its weights."""
-
-    def whole(self) -> Json:
-        """The object of answers that are complete."""
-
-    def begin(self) -> list[str]:
-        """The events before the first piece."""
-
-    def add(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[str]:
-        """The events for what was added to which choices."""
-
-    def end(self) -> list[str]:
-        """The events once all answers are complete."""
-
-    def fail(self, error: Refused) -> list[str]:
-        """The event that ends a stream instead."""
-
-
 class Completions:
     """Completion objects, and chunks of a stream: one for each piece, and one at the end of a choice."""
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, completion: Completion, *, model: str, fingerprint: object) -> None:
-        """See `Objects`."""
         self._completion, self._model, self._fingerprint = completion, model, fingerprint
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._offsets = [0] * len(completion.choices)  # characters of each that were shown with log-probabilities
 
     def whole(self) -> Json:
-        """See `Objects`."""
         choices = [
             self._choice(choice, self._completion.text_of(choice), choice.pieces) | self._completion.record_of(choice)
             for choice in self._completion.choices
@@ -56,11 +36,9 @@ class Completions:
         return self._object(self.kind, choices) | {"usage": self._completion.usage()}
 
     def begin(self) -> list[str]:
-        """See `Objects`."""
         return []
 
     def add(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[str]:
-        """See `Objects`."""
         found = []
         for choice, pieces in added:
             for piece in pieces:
@@ -71,12 +49,10 @@ class Completions:
         return found
 
     def end(self) -> list[str]:
-        """See `Objects`."""
         last = self._object(self.kind_of_chunk, []) | {"usage": self._completion.usage()}
         return [*([event(last)] if self._completion.asked.include_usage else []), "data: [DONE]"]
 
     def fail(self, error: Refused) -> list[str]:
-        """See `Objects`."""
         return [event(error.body())]
 
     def _chunk(self, choice: Json) -> str:
@@ -99,7 +75,6 @@ class Completions:
         return {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": choice.reason}
 
     def _part(self, choice: Choice, piece: Piece | None) -> Json:
-        """The choice in a chunk: with a piece, or at its end without one."""
         return self._choice(choice, piece.text if piece else "", [piece] if piece else [])
 
     def _log_probs(self, choice: Choice, pieces: list[Piece]) -> Json:
@@ -123,7 +98,6 @@ class Chats(Completions):
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> list[str]:
-        """See `Objects`."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._chunk({"index": choice.index, **role}) for choice in self._completion.choices]
 
@@ -140,14 +114,12 @@ class Responses:
     """Response objects: one answer, which is the only part of the only message of the output."""
 
     def __init__(self, completion: Completion, *, model: str, fingerprint: object) -> None:
-        """See `Objects`. A response has no place for the fingerprint."""
         self._completion, self._model = completion, model
         self._id, self._item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._created = int(time.time())
         self._number = 0  # of the next event
 
     def whole(self) -> Json:
-        """See `Objects`."""
         (choice,), asked = self._completion.choices, self._completion.asked
         is_over, usage = choice.reason is not None, self._completion.usage()
         is_cut = choice.reason == "length"
@@ -186,7 +158,6 @@ class Responses:
         }
 
     def begin(self) -> list[str]:
-        """See `Objects`."""
         item = self._item() | {"status": "in_progress", "content": []}
         return [
             self._event("response.created", response=self.whole()),
@@ -196,12 +167,11 @@ class Responses:
         ]
 
     def add(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[str]:
-        """See `Objects`. Pieces without text have no event."""
+        """Pieces without text have no event."""
         texts = [piece.text for _, pieces in added for piece in pieces if piece.text]
         return [self._part("response.output_text.delta", delta=text, logprobs=[]) for text in texts]
 
     def end(self) -> list[str]:
-        """See `Objects`."""
         text = self._completion.text_of(self._completion.choices[0])
         return [
             self._part("response.output_text.done", text=text, logprobs=[]),
@@ -211,7 +181,7 @@ class Responses:
         ]
 
     def fail(self, error: Refused) -> list[str]:
-        """See `Objects`. Some clients read the event's fields, others raise what is in `error`."""
+        """Some clients read the event's fields, others raise what is in `error`."""
         found = error.body()["error"]
         return [self._event("error", code=error.code, message=error.message, param=error.field, error=found)]
 
@@ -235,8 +205,10 @@ class Responses:
         return f"event: {kind}\n" + event({"type": kind, "sequence_number": number, **more})
 
 
+Objects = Completions | Responses
+
+
 def event(content: object) -> str:
-    """An event of a stream, whose data is in one line."""
     return f"data: {dump(content)}"
 
 

@@ -8,8 +8,6 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class Refused(Exception):
-    """A request that gets an error instead of an answer."""
-
     def __init__(
         self,
         status: int,
@@ -25,7 +23,6 @@ class Refused(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        """The error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 

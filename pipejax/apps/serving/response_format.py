@@ -52,7 +52,6 @@ def echo(given: Object) -> dict[str, object]:
 
 
 def _format(given: Object) -> tuple[str, object]:
-    """The field of the format, and its value: responses have it in `text`, and the schema in it."""
     if "text" not in given:
         return "response_format", given.get("response_format", {"type": "text"})
     text = given["text"]

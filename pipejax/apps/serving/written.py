@@ -37,7 +37,6 @@ class Writing:
         as_written: bool = False,
         unique: bool = False,
     ) -> None:
-        """An answer of no rows yet."""
         self._start, self._separator, self._as_written = start, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
         self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows
@@ -49,14 +48,10 @@ class Writing:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text was reached: nothing comes any more."""
         return self._cut.reached
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """The pieces that can be sent once the token is written.
-
-        Tokens come step by step, and in a step row by row. So a row that got none when it was its turn has ended.
-        """
+        """The pieces that can be sent. Tokens come step by step, so a row that got none in its turn has ended."""
         time = self._due.pop(row, self._start(row))
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             self._finish(other)
@@ -68,7 +63,6 @@ class Writing:
         return self._release()
 
     def end(self) -> list[Piece]:
-        """The pieces that are left when no token is written any more."""
         for row in [*self._due]:
             self._finish(row)
         return [*self._release(), *self._cut.rest()]
@@ -114,14 +108,12 @@ class ObjectWriting:
     stopped = False  # no text stops it
 
     def __init__(self, schema: Schema, *, start: Callable[[int], int]) -> None:
-        """No property yet. `start`: as of `Writing`."""
         self._schema, self._start = schema, start
         self._tokens: list[list[int]] = [[] for _ in schema.rows]
         self._due = {row: start(row) for row in range(len(schema.rows))}  # of rows that are not finished
         self._waiting = deque(schema.names)
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """The pieces that can be sent once the token is written; tokens come as in `Writing`."""
         time = self._due.pop(row)
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             del self._due[other]
@@ -130,7 +122,6 @@ class ObjectWriting:
         return self._release()
 
     def end(self) -> list[Piece]:
-        """The pieces that are left when no token is written any more."""
         self._due.clear()
         return self._release() if any(self._tokens) else []  # tokens are told only to those who do not wait for the end
 
@@ -151,7 +142,6 @@ class _Cut:
         self._stop, self._held, self.reached = stop, list[Piece](), False
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces that can be sent."""
         if not self._stop:
             return pieces
         if self.reached:
@@ -164,7 +154,6 @@ class _Cut:
         return self._give(sure)
 
     def rest(self) -> list[Piece]:
-        """The pieces that were held back and are no stop text after all."""
         held, self._held = self._held, []
         return [] if self.reached else held
 
@@ -183,5 +172,4 @@ class _Cut:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of the text that begin the stop text."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
