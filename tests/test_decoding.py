@@ -18,6 +18,8 @@ from support.one_program import compiled
 from support.scripted import NoModel
 from support.tiny import FEW_WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 GATED = T5Config(
     vocab_size=7,
     d_model=8,

@@ -33,6 +33,8 @@ from support.strategies import make
 from support.tiny import FEW_WORDS as TINY
 from support.tiny import MODEL
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 GUESSED = 16  # tokens of a row in a table of guesses
 
 

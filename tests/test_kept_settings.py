@@ -22,6 +22,8 @@ from pipejax.data import OWN_FILES, make_task
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5), eos_scale=2.5)
 IN_ROWS: dict[str, Any] = {
     "grid": {"delay": 1, "time_max": 9, "sub_max": 3},

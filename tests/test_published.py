@@ -39,6 +39,8 @@ from support.published_files import (
 )
 from support.tiny import MODEL
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def prepared(name, manual, root):
     """The task, once its files are prepared."""

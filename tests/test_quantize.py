@@ -26,6 +26,8 @@ from support import oracle, quantised
 from support.manifests import seal
 from support.tiny import RUN_ON_ONE, change
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MODEL = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
 UNTIED = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False, scale_head=False)
 CONFIG = Config(

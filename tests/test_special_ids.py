@@ -24,6 +24,8 @@ from pipejax.training import start
 from pipejax.training.loop import fit
 from support import oracle, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=400)
 PARAMS = oracle.random_params(MODEL, np.random.default_rng(0))
 WORDS = [f"word{i}" for i in range(20)]
