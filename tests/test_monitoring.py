@@ -298,10 +298,8 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_warm_up_as_long_as_training_is_told(tmp_path, said):
     fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path)
-    assert (
-        sum("warning: train.warmup_steps: found 2; expected fewer than train.steps (2)" in line for line in said) == 1
-    )
-    assert sum("trained for 2 steps (loss " in line for line in said) == 1
+    for words in ("train.warmup_steps: found 2; expected fewer than train.steps (2)", "trained for 2 steps (loss "):
+        assert sum(words in line for line in said) == 1
 
 
 @pytest.mark.slow
@@ -515,9 +513,8 @@ def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     run = types.SimpleNamespace(define_metric=lambda name, step_metric: None, log=full, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
     assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run") == 0
-    assert [line for line in said if "W&B" in line] == [
-        "warning: W&B: OSError: [Errno 28] No space left on device; goes on without it"
-    ]
+    (line,) = (line for line in said if "W&B" in line)
+    assert "No space left on device; goes on without it" in line
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"] == [1, 2, 3]
 
 
