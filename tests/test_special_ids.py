@@ -90,11 +90,7 @@ CONTRADICTIONS: dict[str, tuple[Make, int, tuple[str, ...]]] = {
         1,
         ("found 1, which is 'the' in", "'</s>' = 2 ends a text"),
     ),
-    "sentencepiece as it is by itself": (
-        lambda d: spiece(d),
-        1,
-        ("found 1, which is '<s>' in", "'</s>' = 2 ends a text"),
-    ),
+    "sentencepiece as it is by itself": (spiece, 1, ("found 1, which is '<s>' in", "'</s>' = 2 ends a text")),
     "T5's beside another model's eos": (
         lambda d: spiece(d, pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
         2,
