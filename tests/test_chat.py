@@ -81,11 +81,7 @@ def test_a_chat(client: TestClient, engine: ScriptedEngine, messages: list[Any])
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
     (request,) = engine.requests
     tokens = len(request.source.content)
-    assert reply["usage"] == {
-        "prompt_tokens": tokens,
-        "completion_tokens": tokens - 1,
-        "total_tokens": 2 * tokens - 1,
-    }
+    assert reply["usage"] == {"prompt_tokens": tokens, "completion_tokens": tokens - 1, "total_tokens": 2 * tokens - 1}
 
 
 def test_a_chat_as_a_stream(client: TestClient, engine: ScriptedEngine) -> None:
@@ -123,9 +119,7 @@ def test_a_response(client: TestClient, engine: ScriptedEngine, given: Any) -> N
     assert (reply["object"], reply["status"], reply["error"]) == ("response", "completed", None)
     (message,) = reply["output"]
     assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
-    assert message["content"] == [
-        {"type": "output_text", "text": text_of(engine), "annotations": [], "logprobs": []},
-    ]
+    assert message["content"] == [{"type": "output_text", "text": text_of(engine), "annotations": [], "logprobs": []}]
     assert engine.requests[0].max_tokens == reply["max_output_tokens"] == 50
     usage = reply["usage"]
     assert usage["input_tokens"] == usage["output_tokens"] + 1 == len(engine.requests[0].source.content)

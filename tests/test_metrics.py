@@ -186,10 +186,7 @@ def test_evaluation_scores_by_the_metric(name) -> None:
     expected = metrics.score(name, SOURCES, GOLD, [[row for row in rows if row.strip()] for rows in PREDICTED])
     by_config: Any = Canned(DataConfig(task="demo", metric=name), PREDICTED)
     by_argument: Any = Canned(DataConfig(task="demo"), PREDICTED)
-    for result, _ in (
-        evaluate(by_config, EXAMPLES),
-        evaluate(by_argument, EXAMPLES, metric=name),
-    ):
+    for result, _ in (evaluate(by_config, EXAMPLES), evaluate(by_argument, EXAMPLES, metric=name)):
         assert result["metric"] == name
         assert {key: result[key] for key in expected} == expected
 

@@ -179,14 +179,8 @@ QUERY = "decoder/layers_0/cross_attention/query/"
         (lambda arrays: arrays.pop(QUERY + "scale"), f"{QUERY}kernel: found int8 without a scale; expected one"),
         (lambda arrays: arrays[QUERY + "kernel"].__setitem__(0, "float32"), f"{QUERY}kernel: found float32 with a"),
         (lambda arrays: arrays["decoder/norm/scale"].__setitem__(0, "int8"), "decoder/norm/scale: found int8 without"),
-        (
-            lambda arrays: arrays[QUERY + "scale"].__setitem__(1, [7]),
-            r"query/scale: found shape \[7\]; expected \[",
-        ),
-        (
-            lambda arrays: arrays["shared/scale"].__setitem__(1, [32]),
-            r"shared/scale: found shape \[32\]; expected",
-        ),
+        (lambda arrays: arrays[QUERY + "scale"].__setitem__(1, [7]), r"query/scale: found shape \[7\]; expected \["),
+        (lambda arrays: arrays["shared/scale"].__setitem__(1, [32]), r"shared/scale: found shape \[32\]; expected"),
         (lambda arrays: arrays.update({QUERY + "scales": ["float32", [32], 0, 0]}), "scales: found one too many"),
     ],
 )

@@ -16,12 +16,7 @@ Distances = Callable[[Sequence[tuple[int, int]]], list[list[int]]]  # of (row, t
 
 
 def random_params(
-    config: Any,
-    rng: np.random.Generator,
-    *,
-    scale: float = 1.0,
-    bias_scale: float = 4.0,
-    eos_scale: float = 1.5,
+    config: Any, rng: np.random.Generator, *, scale: float = 1.0, bias_scale: float = 4.0, eos_scale: float = 1.5
 ) -> Params:
     """Parameters of a tiny T5 whose greedy generations vary: nested dict of float32 arrays.
 
