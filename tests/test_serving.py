@@ -539,9 +539,9 @@ def test_other_sites_get_nothing_by_default(client: TestClient) -> None:
         assert not [name for name in reply.headers if name.lower().startswith("access-control")]
 
 
-SPELT = ("*", "https://app.example", "http://127.0.0.1:3000", "http://[::1]:3000")
-MISSPELT = ("https://app.example/", "https://App.Example", "https://app.example:443", "https://me@app.example/page?x")
-MISSPELT += ("app.example", "https://app.example:port", "null", "https://bücher.example", "")
+SPELT = ["*", "https://app.example", "http://127.0.0.1:3000", "http://[::1]:3000"]
+MISSPELT = ["https://app.example/", "https://App.Example", "https://app.example:443", "https://me@app.example/page?x"]
+MISSPELT += ["app.example", "https://app.example:port", "null", "https://bücher.example", ""]
 
 
 @pytest.mark.parametrize("text", [*SPELT, *MISSPELT])
@@ -928,7 +928,8 @@ def test_idle_connections_outlive_those_of_proxies(engine: ScriptedEngine, monke
         return made(*given, **more)
 
     monkeypatch.setattr(uvicorn, "Config", config)
-    for more in ({}, {"keep_alive": 3}):
+    given: tuple[dict[str, Any], ...] = ({}, {"keep_alive": 3})
+    for more in given:
         own = service(engine)
         own.draining = True
         command.run(own, command.listen("127.0.0.1", 0), **more)
@@ -961,7 +962,8 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
     wait_until(lambda: begun == [1])
     assert client.post(PATH, json={"prompt": TEXT}).status_code == 200
     monkeypatch.setattr(response_format, "read", lambda given, generator, strategy, **options: generator)
-    for more in ({"text": {"format": {"type": "text"}}}, {"text": {}}, {}):
+    plain: tuple[dict[str, Any], ...] = ({"text": {"format": {"type": "text"}}}, {"text": {}}, {})
+    for more in plain:
         assert client.post("/v1/responses", json={"input": TEXT, **more}).status_code == 200
     assert not replies
     go_on.set()
@@ -997,7 +999,8 @@ def test_a_method_that_cannot_stream_is_refused_in_one_line(
         assert error(client.post(path, json={**source, "stop": "a"}), 400)["param"] == "stop"
     chat = {"messages": [{"role": "user", "content": TEXT}], "stream": True}
     assert error(client.post("/v1/chat/completions", json=chat), 400)["param"] == "stream"
-    for more in ({}, {"stream": False}, {"stop": []}, {"stream": True, "strategy": "sequential"}):
+    taken: list[dict[str, Any]] = [{}, {"stream": False}, {"stop": []}, {"stream": True, "strategy": "sequential"}]
+    for more in taken:
         assert client.post(PATH, json={"prompt": TEXT, **more}).status_code == 200
 
 

@@ -34,7 +34,6 @@ class Sums:
     config = FEW_WORDS
 
     def apply(self, variables: Any, *given: Any, method: str, **options: Any) -> Any:
-        """What the method of that name gives."""
         return getattr(self, method)(variables["params"], *given, **options)
 
     def hidden(self, params, source, source_mask, inputs, mask, position, sees_source, *, deterministic, rngs):

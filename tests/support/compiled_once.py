@@ -57,7 +57,8 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
         if (programs.decode_batch, programs.encode_batch) != (decode, encode):  # a test's own, such as one that fails
             return whole(self, part, slots, arguments, shape, report)
         small = self.small and (self.small.model, self.small.backend)
-        shared = self.model, self.backend, tuple(self.devices), small, part, slots, shape, *_shapes(arguments)
+        made_for = self.model, self.backend, tuple(self.devices), small, programs.SLOTS
+        shared = *made_for, part, slots, shape, *_shapes(arguments)
         if shared in _programs:
             wished = arguments[4:]
             own = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
@@ -68,7 +69,8 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
         return _programs.setdefault(shared, whole(self, part, slots, arguments, shape, report))
 
     def steps_once(self: RunningBatch, name: str, *given: Any, **static: int) -> Any:
-        shared = self._model, self._backend, self.strategy, self.places, name, *static.items(), *_shapes(given)
+        made_for = self._model, self._backend, self._sizes, self.strategy, self.places
+        shared = *made_for, name, *static.items(), *_shapes(given)
         if shared not in _programs:
             _programs[shared] = steps(self, name, *given, **static)
         return _programs[shared]

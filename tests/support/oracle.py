@@ -208,7 +208,6 @@ def decoder_logits(
 
 
 def head(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
-    """The logits."""
     if config.scale_head:
         x = x * config.d_model**-0.5
     return linear(x, {"kernel": params["shared"]["embedding"].T} if config.tied_head else params["lm_head"])
@@ -418,11 +417,7 @@ def grid_next_tokens(
 def sequential(
     params: Params, config: Any, encoded: np.ndarray, max_length: int, *, margins: list[float] | None = None
 ) -> SequentialResult:
-    """Ordinary greedy decoding with causal visibility and the distance |q - k|; at most `max_length` tokens.
-
-    Args:
-      margins: as in `grid_next_tokens`.
-    """
+    """Ordinary greedy decoding with causal visibility and the distance |q - k|; at most `max_length` tokens."""
     tokens = [config.decoder_start_token_id]
     while len(tokens) - 1 < max_length:
         positions = range(len(tokens))
@@ -438,7 +433,6 @@ def sequential(
 
 
 def margin(logits: np.ndarray) -> float:
-    """The best logit less the second."""
     second, best = np.sort(logits)[-2:]
     return float(best - second)
 
