@@ -325,8 +325,8 @@ def test_statistics_of_tokens(capsys):
     assert code == 0
     assert found["step_ratio"] == pytest.approx(sum(sequential) / sum(pipelined))
     assert found["tokens"]["sequential_steps"]["most"] == max(sequential)
-    lengths = sorted(len(e.source.split()) + 1 for e in examples)
-    assert found["tokens"]["source"]["median"] == lengths[len(examples) // 2]
+    of_sources = sorted(len(e.source.split()) + 1 for e in examples)
+    assert found["tokens"]["source"]["median"] == of_sources[len(examples) // 2]
     # Written beside one another, six steps and four rows at the most.
     written = [[row[: max(6 - i, 0)] for i, row in enumerate(range(m) for m in rows[:4])] for rows in lengths]
     kept = sum(len(row) for rows in written for row in rows)
