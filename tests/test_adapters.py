@@ -186,15 +186,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "minor components": {"init_lora_weights": "mica", "revision": ""},
     "drawn": {"init_lora_weights": False, "lora_dropout": 0.3, "inference_mode": False, "revision": None},
     "nothing more": {"corda_config": None, "loftq_config": {}, "task_type": None, "bias": "none", "eva_config": {}},
-    "turned": {
-        "fan_in_fan_out": True,
-        "auto_mapping": {"a": 1},
-    },
-    "no layers": {
-        "layers_to_transform": [],
-        "modules_to_save": [],
-        "trainable_token_indices": {},
-    },
+    "turned": {"fan_in_fan_out": True, "auto_mapping": {"a": 1}},
+    "no layers": {"layers_to_transform": [], "modules_to_save": [], "trainable_token_indices": {}},
     "a pattern with its dot": {
         "rank_pattern": {".*none": 3},
         "target_modules": ["SelfAttention.q", "EncDecAttention.q", "v"],

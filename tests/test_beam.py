@@ -20,6 +20,8 @@ from support.batches import padded, rows_of, sources
 from support.one_program import compiled
 from support.strategies import make
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 V1_0 = T5Config(
     vocab_size=10,
     d_model=12,

@@ -35,6 +35,8 @@ from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.descendants import workers
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 WORDS = [demo.examples("test")[i].source.split() for i in range(20)]
 VALUES = [{"id": f"r{i}", "source": " ".join(words[: 1 + i * 7 % 12])} for i, words in enumerate(WORDS)]
 

@@ -35,21 +35,12 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     "command, line",
     [
-        (
-            "evaluate --checkpoint x --split tset",
-            "--split: found 'tset'; expected one of train, dev, test .did you mean test",
-        ),
-        (
-            "decode --checkpoint x --strategy seqential",
-            "--strategy: .*one of pipelined, sequential .did you mean sequent",
-        ),
+        ("evaluate --checkpoint x --split tset", "--split: found 'tset'; .* train, dev, test .did you mean test"),
+        ("decode --checkpoint x --strategy seqential", "--strategy: .*pipelined, sequential .did you mean sequent"),
         ("bulk --checkpoint x --strategy Pipelined", "--strategy: found 'Pipelined'; .*did you mean pipelined"),
         ("export x y --strategy grid", "--strategy: found 'grid'; expected one of pipelined, sequential$"),
         ("export x y --platforms cpu,cudda", "found 'cudda'; expected some of cpu,cuda,tpu .did you mean cuda"),
-        (
-            "metrics rogue in.jsonl",
-            "metric: found 'rogue'; expected one of exact, exact_caseless, spans, .*, rouge, .*did you mean rou",
-        ),
+        ("metrics rogue in.jsonl", "metric: found 'rogue'; expected one of exact, .*, rouge, .*did you mean rou"),
         ("decode --checkpiont x", "--checkpiont: no such option .did you mean --checkpoint"),
         ("decode --batch_size 3", "--batch_size: no such option .did you mean --batch-size"),
         ("decode -checkpoint x", "-checkpoint: no such option .did you mean --checkpoint"),
@@ -122,13 +113,7 @@ def test_a_system_without_what_is_needed_is_one_line(module: str) -> None:
     "platform, machine, bits, absent, line",
     [
         ("win32", "AMD64", 2**63 - 1, {"fcntl", "resource"}, "native Windows.*; wsl --install sets up WSL2$"),
-        (
-            "darwin",
-            "x86_64",
-            2**63 - 1,
-            {"jax"},
-            "Python for a Mac with an Intel.*on Apple silicon$",
-        ),
+        ("darwin", "x86_64", 2**63 - 1, {"jax"}, "Python for a Mac with an Intel.*on Apple silicon$"),
         ("darwin", "x86_64", 2**63 - 1, set(), ""),  # somebody built it
         ("darwin", "arm64", 2**63 - 1, {"jax"}, ""),  # it can be installed, as another line says
         ("linux", "aarch64", 2**63 - 1, {"jaxlib"}, ""),
@@ -174,9 +159,7 @@ def test_an_experiment_without_its_libraries_is_one_line(module: str, absent: tu
     code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
     ended = python("-c", HIDE.format(names=absent) + code, cwd=ROOT)
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith(
-        f"error: found no {library} for {sys.executable}; expected what requirements.txt instal"
-    )
+    assert ended.stderr.startswith(f"error: found no {library} for {sys.executable}; expected what requirements.txt")
     assert ended.stderr.count("\n") == 1
 
 
@@ -255,9 +238,8 @@ def test_a_second_interrupt_says_that_nothing_was_saved(
         assert not stop.asked() and not caplog.records
         signal.raise_signal(signal.SIGINT)
         assert stop.asked() and stop.asked()
-        assert [r.getMessage() for r in caplog.records] == [
-            "SIGINT: stopping here, with a checkpoint; a second one ends it at once"
-        ]
+        (told,) = caplog.records
+        assert told.getMessage() == "SIGINT: stopping here, with a checkpoint; a second one ends it at once"
         with pytest.raises(KeyboardInterrupt) as ended:
             signal.raise_signal(signal.SIGINT)
     finally:

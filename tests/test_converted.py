@@ -16,6 +16,8 @@ from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5))
 OTHERS = oracle.random_params(tiny.MODEL, np.random.default_rng(6))
 SOURCES = [[3, 4, 5, 1], [7, 1]]

@@ -18,6 +18,8 @@ from support.one_program import compiled
 from support.scripted import NoModel
 from support.tiny import FEW_WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 GATED = T5Config(
     vocab_size=7,
     d_model=8,
@@ -150,7 +152,11 @@ def test_the_random_models_run_into_every_case():
 
 
 @pytest.mark.parametrize(
-    "delay, time_max, sub_max", [(2, 12, 6), (4, 24, 5), (8, 40, 4), (10, 50, 2), (25, 50, 2), (3, 11, 9), (6, 4, 3)]
+    "delay, time_max, sub_max",
+    [
+        *((2, 12, 6), (10, 50, 2), (3, 11, 9), (6, 4, 3)),
+        *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((4, 24, 5), (8, 40, 4), (25, 50, 2))),
+    ],
 )
 def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_max):
     """Where an example has no open row it goes on to the next start: its calls are of other times than the others'.

@@ -33,6 +33,8 @@ from support.strategies import make
 from support.tiny import FEW_WORDS as TINY
 from support.tiny import MODEL
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 GUESSED = 16  # tokens of a row in a table of guesses
 
 
@@ -130,13 +132,7 @@ def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, 
         assert found.steps[0] == expected.steps
         assert TRUNCATIONS[found.truncated[0]] == expected.truncated
         calls = wavefront.trace(
-            expected.all_rows,
-            drafts,
-            delay=delay,
-            time_max=time_max,
-            sub_max=sub_max,
-            literal=literal,
-            unique=unique,
+            expected.all_rows, drafts, delay=delay, time_max=time_max, sub_max=sub_max, literal=literal, unique=unique
         )
         assert found.calls[0] == len(calls)
         assert list_calls(found.trace, 0, len(calls)) == calls

@@ -23,6 +23,7 @@ from pipejax.training.run_directory import RunDirectory
 from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 DATA = {"data": "a", "dev": "b"}  # fingerprints
+EIO = os.strerror(errno.EIO)
 
 
 def save(directory, *steps, **options):
@@ -95,9 +96,8 @@ def test_a_step_is_on_the_disk_before_it_counts_and_before_older_ones_go(tmp_pat
 
 
 def test_conversions_and_outputs_are_on_the_disk(tmp_path, monkeypatch):
-    model = config_lib.T5Config(
-        vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_heads=2, num_layers=1, num_decoder_layers=1
-    )
+    sizes = {"vocab_size": 8, "d_model": 4, "d_kv": 2, "d_ff": 4, "num_heads": 2}
+    model = config_lib.T5Config(**sizes, num_layers=1, num_decoder_layers=1)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/vocab").write_text("words")
     disk = Disk(monkeypatch, tmp_path)
@@ -187,10 +187,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, caps
     assert "\n" not in str(found.value)
     assert main(["verify", str(tmp_path)]) == 1
     told = capsys.readouterr()
-    assert [line.split()[:2] for line in told.out.splitlines()] == [
-        ["checkpoints/4", "refused"],
-        ["checkpoints/8", "refused"],
-    ]
+    assert [line.split()[:2] for line in told.out.splitlines()] == [[f"checkpoints/{i}", "refused"] for i in (4, 8)]
     assert told.out.count("cannot be read now") == 2 and "2 steps, 0 damaged, 2 refused" in told.err
     assert store.steps() == [8, 4]
 
@@ -278,10 +275,8 @@ def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch, said):
     tmp_path.write_text("in the way")
     assert not store.save(2, tree(1.0), config=CONFIG, wait=True)
     assert store.close()
-    assert [line.partition("not saved (")[2].partition(")")[0] for line in said] == [
-        os.strerror(errno.EIO),
-        os.strerror(errno.ENOTDIR),
-    ]
+    told = [line.partition("not saved (")[2].partition(")")[0] for line in said]
+    assert told == [os.strerror(errno.EIO), os.strerror(errno.ENOTDIR)]
     assert not [t for t in set(threading.enumerate()) - threads if not t.daemon]
 
 
@@ -327,8 +322,7 @@ def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path,
         assert store.close()
     step, before = (4, ".replaced-4") if same else (5, "4")
     assert said == [
-        f"warning: {tmp_path / str(step)}: saved, but a loss of power may undo that (Input/output error); "
-        "older steps stay"
+        f"warning: {tmp_path / str(step)}: saved, but a loss of power may undo that ({EIO}); older steps stay"
     ]
     assert Store(tmp_path).restore(step).items["params"]["a"][0, 0] == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([str(step), before])
@@ -416,10 +410,8 @@ def test_a_directory_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch)
 
 def test_a_name_that_is_not_synced_is_not_called_unwritten(tmp_path, monkeypatch):
     refuse(monkeypatch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
-    with (
-        pytest.raises(UserError, match="b: is written, but a loss of power may undo that"),
-        new_directory(tmp_path / "b"),
-    ):
+    unsure = pytest.raises(UserError, match="b: is written, but a loss of power may undo that")
+    with unsure, new_directory(tmp_path / "b"):
         pass
     with pytest.raises(UserError, match="a: is written, but a loss of power may undo that"):
         write_text(tmp_path / "a", "words")
@@ -530,9 +522,7 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
     for limits, refused in (((8, 8), True), ((8, 4096), False), ((4096, 4096), False)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
         if refused:
-            with pytest.raises(
-                UserError, match="ulimit -n: found 8 files that may be open at once; expected at least 256"
-            ):
+            with pytest.raises(UserError, match=r"ulimit -n: found 8 files .*; expected at least 256"):
                 Store(tmp_path / "checkpoints", writable=True)
         else:
             Store(tmp_path / "checkpoints", writable=True)

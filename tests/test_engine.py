@@ -21,6 +21,8 @@ from support import oracle
 from support.served import wait_until
 from support.tiny import MORE_WORDS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def generator():

@@ -79,11 +79,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
 
         method = partial(methods.make, config=Config(data=data))
         generator: Any = SimpleNamespace(
-            config=Config(data=data),
-            stream=stream,
-            default_strategy=strategy,
-            method=method,
-            schema=None,
+            config=Config(data=data), stream=stream, default_strategy=strategy, method=method, schema=None
         )
         return evaluation.evaluate(generator, examples, batch_size=2)[0]
 
@@ -177,10 +173,7 @@ def test_a_part_of_which_some_may_be_learned_is_told(learned, others, told, tmp_
     [
         (["--task", "nonsense"], r"data\.task: found 'nonsense'; expected one of"),
         (["--limit", "0"], r"--limit: found 0; expected at least 1"),
-        (
-            ["--task", "jsonl"],
-            r"data\.test: found no file; expected one, as in --set data\.test=FILE, or ",
-        ),
+        (["--task", "jsonl"], r"data\.test: found no file; expected one, as in --set data\.test=FILE, or "),
         (["--json", "/nowhere/out.json"], r"--json /nowhere/out\.json: found no directory /nowhere; expected one"),
         (["--predictions", "/"], r"--predictions /: found a directory; expected a file"),
         (["--task", "jsonl", "--set", "data.test=/nowhere.jsonl"], r"/nowhere\.jsonl: no such file"),

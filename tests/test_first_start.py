@@ -100,15 +100,9 @@ def test_a_bad_seventh_line(here: Path, kind: str, more: str) -> None:
 @pytest.mark.parametrize(
     "command, line",
     [
-        (
-            f"{DECODE} --set grid.delay=0",
-            r"^grid\.delay: found 0 without grid\.row_names; expected the names",
-        ),
+        (f"{DECODE} --set grid.delay=0", r"^grid\.delay: found 0 without grid\.row_names; expected the names"),
         (f"{DECODE} --resume", r"--resume: .*out\.jsonl"),
-        (
-            f"{DECODE} --set decode.draft=model --set decode.draft_checkpoint=no",
-            r"decode\.draft_checkpoint: no: no",
-        ),
+        (f"{DECODE} --set decode.draft=model --set decode.draft_checkpoint=no", r"decode\.draft_checkpoint: no: no"),
         (f"{DECODE} --set decode.samples=2", r"decode\.samples: found 2 with decode\.temperature = 0"),
         (f"{DECODE} --set decode.beams=2", r"decode\.beams: found 2; expected 1"),
         ("evaluate --checkpoint run --set data.test=in.jsonl", r"in\.jsonl:7: "),

@@ -125,25 +125,13 @@ def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generato
 @pytest.mark.parametrize(
     "more, line",
     [
-        (
-            {"row_prefixes": [[3], [4]]},
-            "source 0: found several row_prefixes with staggered decoding, which does not begin several rows as they "
-            "are told, or end after so many; expected none",
-        ),
-        (
-            {"row_prefixes": [[3]]},
-            "source 0: found row_prefixes with staggered decoding, which does not begin a row as it is told; "
-            "expected none",
-        ),
-        (
-            {"max_rows": 2},
-            "source 0: found max_rows with staggered decoding, which does not begin several rows as they are told, or "
-            "end after so many; expected none",
-        ),
+        ({"row_prefixes": [[3], [4]]}, "several row_prefixes with staggered decoding, which does not begin several"),
+        ({"row_prefixes": [[3]]}, "row_prefixes with staggered decoding, which does not begin a row as it is told"),
+        ({"max_rows": 2}, "max_rows with staggered decoding, which does not begin several rows"),
     ],
 )
 def test_rows_are_not_told_silently(generator: Generator, more: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+    with pytest.raises(UserError, match=f"^source 0: found {line}.*; expected none"):
         generator.decode([{"source_ids": [5, 1], **more}])
 
 
@@ -157,17 +145,13 @@ def test_drafts_are_refused(generator: Generator) -> None:
     "setting, line",
     [
         ({"beams": 2}, "decode.beams: found 2; expected 1, since beam search is sequential, not staggered"),
-        (
-            {"unique_rows": True},
-            "decode.unique_rows: found True with staggered decoding, which does not leave out rows that repeat one "
-            "above; expected False",
-        ),
+        ({"unique_rows": True}, "decode.unique_rows: found True with staggered decoding, which .*; expected False"),
     ],
 )
 def test_settings_are_not_followed_in_part(generator: Generator, setting: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+    with pytest.raises(UserError, match=f"^{line}"):
         generator.decode([[5, 1]], **setting)
-    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+    with pytest.raises(UserError, match=f"^{line}"):
         methods.check_training(change(CONFIG, decode=setting))
 
 
@@ -182,14 +166,8 @@ class Modest(Staggered):
 @pytest.mark.parametrize(
     "more, line",
     [
-        (
-            {"temperature": 0.5},
-            "temperature: found 0.5 with modest decoding, which does not draw tokens by a temperature; expected 0",
-        ),
-        (
-            {"logprobs": 0},
-            "logprobs: found some with modest decoding, which does not keep log-probabilities; expected none",
-        ),
+        ({"temperature": 0.5}, "temperature: found 0.5 with modest decoding"),
+        ({"logprobs": 0}, "logprobs: found some with modest decoding, which does not keep log-probabilities"),
         ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
     ],
 )
@@ -248,9 +226,8 @@ def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
 
 def test_a_report_has_its_name(generator: Generator) -> None:
     report = Report()
-    records = list(
-        generator.stream([Source(0, text) for text in sources(3)], strategy=None, batch_size=2, report=report)
-    )
+    given = [Source(0, text) for text in sources(3)]
+    records = list(generator.stream(given, strategy=None, batch_size=2, report=report))
     found = report.summary(generator.method())
     assert found["staggered_steps"] == sum(record["steps"] for record in records) / 3
     assert "pipelined_steps" not in found and found["sequential_steps"] > 0
@@ -285,9 +262,8 @@ def test_the_loss_is_its_own() -> None:
     assert encoded[0].target.targets.shape[1:] == (2,)
     params = oracle.random_params(MODEL, np.random.default_rng(3))
     arrays = collate(encoded).arrays
-    total, count = jax.jit(lambda p: batch_loss(t5.T5(MODEL), p, jax.tree.map(jnp.asarray, arrays), None, METHOD.loss))(
-        params
-    )
+    compute = jax.jit(lambda p: batch_loss(t5.T5(MODEL), p, jax.tree.map(jnp.asarray, arrays), None, METHOD.loss))
+    total, count = compute(params)
     expected, slots = 0.0, 0
     for one in encoded:
         seen = oracle.encode(params, MODEL, one.source.tolist())
@@ -364,12 +340,8 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     pipejax.fit(RUN, tmp_path / "half")
     ends = [metrics(tmp_path / name)[-1]["params_fp"] for name in ("whole", "half")]
     assert ends[0] == ends[1]
-    assert json.loads((whole / "config.json").read_text())["method"] == {
-        "class": NAME,
-        "rows": 3,
-        "width": 5,
-        "second": 0.25,
-    }
+    described = {"class": NAME, "rows": 3, "width": 5, "second": 0.25}
+    assert json.loads((whole / "config.json").read_text())["method"] == described
     opened = pipejax.load(whole)
     assert opened.default_strategy == "staggered" and opened.config.method == METHOD
     evaluated = [line for line in metrics(whole) if line["event"] == "evaluation"]
@@ -410,10 +382,7 @@ def test_a_config_names_it_and_its_settings(tmp_path: Path) -> None:
     [
         ("method.rows=10", "--set: method.rows: found 10; expected at most 9"),
         ("method.row=1", "method.row: unknown key"),
-        (
-            "method=nowhere:Class",
-            "method: found 'nowhere:Class', which cannot be imported (ModuleNotFoundError",
-        ),
+        ("method=nowhere:Class", "method: found 'nowhere:Class', which cannot be imported (ModuleNotFoundError"),
         ("method=support.staggered:Other", "method: found 'support.staggered:Other', which cannot be imported (Attrib"),
     ],
 )
@@ -490,29 +459,23 @@ def test_another_method_than_in_training_is_told(run: Path, caplog: pytest.LogCa
         other = pipejax.load(run, method=config_lib.files.find_class("brought:Brought")(rows=4))
     for _ in range(2):
         other.make_strategy()
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
-        "method.rows: found 4, but these weights were trained with 2; what brought decoding writes means little"
-    ]
+    (told,) = caplog.records
+    assert told.getMessage().startswith("method.rows: found 4, but these weights were trained with 2; ")
 
 
 def test_another_class_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Settings of the same name are compared though nobody has the class; no line is of the other objective."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
-    assert [record.getMessage() for record in caplog.records] == [
-        "these weights were trained with the brought:Brought objective; staggered decoding runs, but its output means "
-        "little",
-        "method.rows: found 3, but these weights were trained with 2; what staggered decoding writes means little",
-    ]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding runs")
+    assert second.startswith("method.rows: found 3, but these weights were trained with 2; ")
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
     class Pipelined(Staggered):
         name = "pipelined"
 
-    with pytest.raises(
-        UserError, match=r"^method: found Pipelined with the name 'pipelined'; expected one that is free"
-    ):
+    with pytest.raises(UserError, match=r"^method: found Pipelined with the name 'pipelined'"):
         methods.trained(Config(method=Pipelined()))
 
 

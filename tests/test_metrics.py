@@ -65,20 +65,12 @@ def test_prints_one_object_and_nothing_else(tmp_path, capfd, name, expected) -> 
 
 def test_as_a_process(tmp_path) -> None:
     # Warnings are errors: a library that prints, or wants a download, when it is imported would show here.
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "pipejax.metrics", "rouge", write(tmp_path / "f.jsonl", DOCUMENTS)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
+    more: dict[str, Any] = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
+    command = [sys.executable, "-W", "error", "-m", "pipejax.metrics", "rouge"]
+    done = subprocess.run([*command, write(tmp_path / "f.jsonl", DOCUMENTS)], **more)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == metrics.score("rouge", SOURCES, GOLD, PREDICTED)
-    refused = subprocess.run(
-        [sys.executable, "-m", "pipejax.metrics", "rouge", tmp_path / "absent.jsonl"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
+    refused = subprocess.run([*command, tmp_path / "absent.jsonl"], **more)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == f"error: {tmp_path / 'absent.jsonl'}: no such file; expected a file of JSON lines\n"
 
@@ -130,9 +122,7 @@ def test_bad_bytes(tmp_path) -> None:
 
 
 def test_unknown_metric(tmp_path) -> None:
-    with pytest.raises(
-        UserError, match=r"^metric: found 'bleu'; expected one of exact, exact_caseless, spans, keyphrases, "
-    ):
+    with pytest.raises(UserError, match=r"^metric: found 'bleu'; expected one of exact, exact_caseless, spans, "):
         command.main(["bleu", str(tmp_path)])
     with pytest.raises(ValueError, match=r"expected one of exact, .*, rouge, rouge_score; got 'bleu'"):
         metrics.score("bleu", [], [], [])
@@ -186,10 +176,7 @@ def test_evaluation_scores_by_the_metric(name) -> None:
     expected = metrics.score(name, SOURCES, GOLD, [[row for row in rows if row.strip()] for rows in PREDICTED])
     by_config: Any = Canned(DataConfig(task="demo", metric=name), PREDICTED)
     by_argument: Any = Canned(DataConfig(task="demo"), PREDICTED)
-    for result, _ in (
-        evaluate(by_config, EXAMPLES),
-        evaluate(by_argument, EXAMPLES, metric=name),
-    ):
+    for result, _ in (evaluate(by_config, EXAMPLES), evaluate(by_argument, EXAMPLES, metric=name)):
         assert result["metric"] == name
         assert {key: result[key] for key in expected} == expected
 

@@ -101,10 +101,9 @@ def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
     examples = [Example(f"e{i}", "the  baker" if i % 10 else "the {", rows[i % 4], f"a.jsonl:{i}") for i in range(40)]
     warn_of_examples(examples, tokenizer, CONFIG)
     assert len(said) == 2
-    begin = (
-        "warning: 20 of 40 examples have targets that the tokenizer does not give back, so that no answer can be them: "
-    )
-    assert said[0].removeprefix(begin).partition(" (")[0] in ("'~' comes back as ''", "'</s>' comes back as ''")
+    begin, _, first = said[0].partition(", so that no answer can be them: ")
+    assert begin == "warning: 20 of 40 examples have targets that the tokenizer does not give back"
+    assert first.partition(" (")[0] in ("'~' comes back as ''", "'</s>' comes back as ''")
     assert said[1].startswith("warning: 4 of 40 examples have sources that the tokenizer does not give back")
     assert ": '{' comes back as '' (a.jsonl:" in said[1] and said[1].endswith("0)")
     said.clear()
@@ -186,10 +185,8 @@ def test_training_without_the_examples_that_have_no_answer(tmp_path, tokenizer_f
     examples = [Example(str(i), "the baker sang .", ("sang",) if i % 3 else ("</s>",)) for i in range(16)]
     config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "empty_targets": "skip"})
     assert fit(config, tmp_path / "run", given={"train": examples, "dev": []}) == 0
-    assert any(
-        "6 of 16 training examples have no answer, such as example 0; they are left out" in line for line in said
-    )
-    assert any(", 10 training examples, " in line for line in said)
+    for words in ("6 of 16 training examples have no answer, such as example 0; they are", ", 10 training examples, "):
+        assert any(words in line for line in said)
     assert not any("does not give back" in line for line in said)
 
 
@@ -298,10 +295,8 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_warm_up_as_long_as_training_is_told(tmp_path, said):
     fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path)
-    assert (
-        sum("warning: train.warmup_steps: found 2; expected fewer than train.steps (2)" in line for line in said) == 1
-    )
-    assert sum("trained for 2 steps (loss " in line for line in said) == 1
+    for words in ("train.warmup_steps: found 2; expected fewer than train.steps (2)", "trained for 2 steps (loss "):
+        assert sum(words in line for line in said) == 1
 
 
 @pytest.mark.slow
@@ -515,9 +510,8 @@ def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     run = types.SimpleNamespace(define_metric=lambda name, step_metric: None, log=full, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
     assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run") == 0
-    assert [line for line in said if "W&B" in line] == [
-        "warning: W&B: OSError: [Errno 28] No space left on device; goes on without it"
-    ]
+    (line,) = (line for line in said if "W&B" in line)
+    assert "No space left on device; goes on without it" in line
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"] == [1, 2, 3]
 
 

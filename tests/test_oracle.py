@@ -121,11 +121,7 @@ def test_a_row_that_starts_after_all_others_ended() -> None:
     ],
 )
 def test_stopping_and_truncation(
-    targets: list[list[int]],
-    settings: dict[str, Any],
-    rows: list[list[int]],
-    steps: int,
-    truncated: str | None,
+    targets: list[list[int]], settings: dict[str, Any], rows: list[list[int]], steps: int, truncated: str | None
 ) -> None:
     result = scripted(targets, **settings)
     assert (result.rows, result.steps, result.truncated) == (rows, steps, truncated)

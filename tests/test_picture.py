@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,9 +39,8 @@ HOSTILE = [
     "\uffff",
     "$step",
     "${x}",
-    "<rect/>",
-    "pneumonoultramicroscopicsilicovolcanoconiosis",
 ]
+HOSTILE += ["<rect/>", "pneumonoultramicroscopicsilicovolcanoconiosis"]
 
 
 def cells_of(drawing: str) -> list[ET.Element]:
@@ -60,18 +60,10 @@ def test_figure_2() -> None:
     """The paper's example: 1, 2, 2 tokens at steps 1-3, all eos by step 4, and "D" beside "B"."""
     grid = fill(FIGURE_2, delay=1)
     assert grid.steps == 4
-    assert [[c.text for c in grid.cells if c.time == t and c.kind == "token"] for t in range(5)] == [
-        [],
-        ["A"],
-        ["B", "D"],
-        ["C", "E"],
-        [],
-    ]
-    assert [c for c in grid.cells if c.kind == "eos"] == [
-        Cell(0, 4, "eos", "eos"),
-        Cell(1, 4, "eos", "eos"),
-        Cell(2, 3, "eos", "eos"),
-    ]
+    tokens = ["".join(c.text for c in grid.cells if c.time == t and c.kind == "token") for t in range(5)]
+    assert tokens == ["", "A", "BD", "CE", ""]
+    ends = [Cell(row, time, "eos", "eos") for row, time in ((0, 4), (1, 4), (2, 3))]
+    assert [c for c in grid.cells if c.kind == "eos"] == ends
     assert [(c.row, c.time) for c in grid.cells if c.kind == "bos"] == [(0, 0), (1, 1), (2, 2)]
     assert grid.sequential == (1, 2, 3, 0, 2, 3, 0)  # A B C <sep> D E eos
 
@@ -91,10 +83,8 @@ def test_figure_2() -> None:
 )
 def test_ends(rows: list[list[str]], options: dict[str, Any], steps: int, last_row: int, eos_times: list[int]) -> None:
     grid = fill(rows, **options)
-    assert grid.steps == steps
-    assert grid.height == last_row + 1
-    eos = [c.time for c in grid.cells if c.kind == "eos"]
-    assert eos == [t for t in eos_times if t]
+    assert (grid.steps, grid.height) == (steps, last_row + 1)
+    assert [c.time for c in grid.cells if c.kind == "eos"] == [t for t in eos_times if t]
 
 
 def test_steps_are_those_of_the_paper() -> None:
@@ -117,13 +107,9 @@ def test_wrong_arguments() -> None:
 
 def test_svg_places_cells_by_time_and_row() -> None:
     grid = fill(FIGURE_2, delay=1)
-    drawn = cells_of(svg(fill(FIGURE_2, delay=1)))
-    assert len(drawn) == len(grid.cells)
-    boxes = [g.find(f"{SVG}rect") for g in drawn]
-    lefts = {c.time: set() for c in grid.cells}  # type: dict[int, set[float]]
-    tops = {c.row: set() for c in grid.cells}  # type: dict[int, set[float]]
-    colours = {c.time: set() for c in grid.cells}  # type: dict[int, set[str | None]]
-    for cell, box in zip(grid.cells, boxes, strict=True):
+    lefts, tops, colours = (defaultdict[int, set[Any]](set) for _ in range(3))
+    for cell, drawn in zip(grid.cells, cells_of(svg(grid)), strict=True):
+        box = drawn.find(f"{SVG}rect")
         assert box is not None
         lefts[cell.time].add(number(box, "x"))
         tops[cell.row].add(number(box, "y"))
@@ -134,13 +120,9 @@ def test_svg_places_cells_by_time_and_row() -> None:
     assert len({b - a for a, b in itertools.pairwise(across)}) == 1  # a step has one width
     assert [len(colours[t]) for t in (1, 2, 3)] == [1, 1, 1]
     assert len(colours[1] | colours[2] | colours[3]) == 3
-    assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(fill(FIGURE_2, delay=1))))
-
-
-def test_svg_until() -> None:
+    assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(grid)))
     for until in range(-1, 6):
-        drawn = cells_of(svg(fill(FIGURE_2, delay=1), until=until))
-        assert len(drawn) == sum(c.time <= max(until, 0) for c in fill(FIGURE_2, delay=1).cells)
+        assert len(cells_of(svg(grid, until=until))) == sum(c.time <= max(until, 0) for c in grid.cells)
 
 
 @pytest.mark.parametrize("rows, steps", [(20, 50), (1, 1), (1, 120), (40, 3)])
@@ -155,8 +137,7 @@ def test_svg_keeps_everything_inside_and_apart(rows: int, steps: int) -> None:
     for g in cells_of(drawn):
         box, label = g.find(f"{SVG}rect"), g.find(f"{SVG}text")
         x, y, w, h = (number(box, name) for name in ("x", "y", "width", "height"))
-        assert x >= LEFT and x + w <= width
-        assert y >= 0 and y + h <= height
+        assert LEFT <= x <= width - w and 0 <= y <= height - h
         assert label is not None and label.text is not None
         assert text_width(label.text) * number(label, "font-size") <= w
         assert number(label, "font-size") >= 10
@@ -171,16 +152,14 @@ def test_long_tokens_are_shortened_and_whole_in_the_tooltip() -> None:
     assert any(text.startswith("pneumono") and text.endswith("…") for text in texts_of(drawn))
     titles = [title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title")]
     assert f"row 1, time-step 2: {token}" in titles
-    assert shorten("abc", 9) == "abc"
-    assert shorten("", 0) == ""
+    assert (shorten("abc", 9), shorten("", 0)) == ("abc", "")
 
 
 def test_svg_survives_any_token() -> None:
     drawn = svg(fill([HOSTILE, [""]], delay=2))
     drawn.encode("utf-8")
     shown = " ".join(title.text or "" for title in ET.fromstring(drawn).iter(f"{SVG}title"))
-    assert "</script>" in shown
-    assert "␀␛" in shown
+    assert "</script>" in shown and "␀␛" in shown
 
 
 class Page(HTMLParser):
@@ -188,11 +167,8 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.loads: list[str] = []
-        self.marks: list[tuple[str, str]] = []
-        self.items: list[str] = []
-        self.open: list[str] = []
-        self.source = ""
+        self.loads, self.items, self.open = (list[str]() for _ in range(3))
+        self.marks, self.source = list[tuple[str, str]](), ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -264,8 +240,6 @@ def test_html_rows_stand_beside_the_grid() -> None:
 
 
 RECORD = {"id": "x", "text": "a b ; c", "rows": ["a b", "c"], "row_ids": [[5, 6], [7]], "steps": 3, "truncated": None}
-
-
 ONE_ROW = {"id": "x", "text": "a", "rows": ["a"], "row_ids": [[5]], "steps": 2, "truncated": None}  # of any method
 
 
@@ -273,8 +247,7 @@ def draw(tmp_path: Path, record: dict[str, Any] | str, *flags: str, output: str 
     line = record if isinstance(record, str) else json.dumps(record)
     (tmp_path / "records.jsonl").write_text('{"id": "first"}\n\n' + line + "\n")
     wanted = () if "--id" in flags else ("--id", "x")
-    code = main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / output), *wanted, *flags])
-    assert code == 0
+    assert main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / output), *wanted, *flags]) == 0
     return (tmp_path / output).read_text(encoding="utf-8")
 
 
@@ -302,10 +275,7 @@ def test_command_shows_the_tokens_of_a_checkpoint(tmp_path: Path, tokenizer_file
         assert main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / "one.svg"), *flags]) == 0
         assert shown in (tmp_path / "one.svg").read_text()
     assert "piece" not in (tmp_path / "one.svg").read_text()
-    for change, message in (
-        ({"row_ids": 5}, "row_ids: found no list of lists"),
-        ({"pieces": [1]}, r"pieces: found \[1\]"),
-    ):
+    for change, message in (({"row_ids": 5}, "row_ids: found no list of lists"), ({"pieces": [1]}, "pieces: found .1")):
         (tmp_path / "records.jsonl").write_text(json.dumps(record | change) + "\n")
         with pytest.raises(UserError, match=message):
             main([str(tmp_path / "records.jsonl"), "--output", str(tmp_path / "two.svg"), *flags])
@@ -349,7 +319,7 @@ def starts(drawing: str) -> list[int]:
     return [int(g.get("data-time", "")) for g in cells_of(drawing) if (g.findtext(f"{SVG}text")) == "bos"]
 
 
-LINE = {"id": "x", "text": None, "rows": None}
+LINE: dict[str, Any] = {"id": "x", "text": None, "rows": None}
 
 
 @pytest.mark.parametrize(
@@ -413,11 +383,9 @@ def test_no_empty_row_after_as_many_as_may_be(
     tmp_path: Path, capsys: Any, truncated: str | None, flags: Any, empty_row: bool, said: str
 ) -> None:
     record = LINE | {"row_ids": [[5] * 6, [5] * 2], "steps": 6 + (truncated != "time_max"), "truncated": truncated}
-    checkpoint = (
-        checkpoint_of(tmp_path, grid={"delay": 1, "sub_max": flags[0]}) if flags[:1] in [(1,), (2,), (3,)] else ()
-    )
-    rest = flags[1:] if checkpoint else flags
-    drawn = draw(tmp_path, record, "--delay", "1", *checkpoint, *rest)
+    if isinstance(next(iter(flags), None), int):
+        flags = *checkpoint_of(tmp_path, grid={"delay": 1, "sub_max": flags[0]}), *flags[1:]
+    drawn = draw(tmp_path, record, "--delay", "1", *flags)
     assert starts(drawn) == [0, 1, 2][: 2 + empty_row] and ("empty row" in texts_of(drawn)) == empty_row
     assert capsys.readouterr().err.removesuffix("\n").partition("; ")[2] == said
 
@@ -442,10 +410,10 @@ def test_the_source_of_a_template(tmp_path: Path, capsys: Any) -> None:
 
 def test_long_words_stay_on_the_page(tmp_path: Path) -> None:
     """In every element that holds a text of the user's and has no scroll bar of its own."""
-    rules = re.findall(
-        r"^ *([^{}\n]+) {([^}]*overflow-wrap: anywhere[^}]*)}", draw(tmp_path, RECORD, output="x.html"), re.M
-    )
-    assert {"h1", "li", ".source", ".facts"} <= {selector for selector, _ in rules}
+    page = draw(tmp_path, RECORD, output="x.html")
+    assert {"h1", "li", ".source", ".facts"} <= {
+        *re.findall(r"^ *([^{}\n]+) {[^}]*overflow-wrap: anywhere", page, re.M)
+    }
 
 
 def test_command_draws_pages(tmp_path: Path) -> None:
@@ -502,22 +470,10 @@ def test_command_refuses_absent_files(tmp_path: Path) -> None:
 
 # Drafts, call by call. "A B C" and "D E" at Δt = 1: "A" is drafted and right and "x" wrong, row 1 ends in drafts
 # while row 3 is asked in vain, and then row 2 and the empty row end.
-CALLS = [
-    [[0, 2, 1, [5, 9]]],
-    [[0, 2, 2, [7, 1]], [1, 1, 0, []], [2, 0, 0, [4]]],
-    [[1, 2, 1, [9]], [2, 1, 1, [1]]],
-]
-TRACED: dict[str, Any] = {
-    "id": "x",
-    "text": "A B C ; D E",
-    "rows": ["A B C", "D E"],
-    "row_ids": [[5, 6, 7], [8, 9]],
-    "steps": 4,
-    "calls": 3,
-    "truncated": None,
-    "trace": CALLS,
-    "pieces": {"1": "</s>", "4": "y", "5": "A", "6": "B", "7": "C", "8": "D", "9": "E"},
-}
+CALLS = [[[0, 2, 1, [5, 9]]], [[0, 2, 2, [7, 1]], [1, 1, 0, []], [2, 0, 0, [4]]], [[1, 2, 1, [9]], [2, 1, 1, [1]]]]
+TRACED: dict[str, Any] = {"id": "x", "text": "A B C ; D E", "rows": ["A B C", "D E"], "row_ids": [[5, 6, 7], [8, 9]]}
+TRACED |= {"steps": 4, "calls": 3, "truncated": None, "trace": CALLS}
+TRACED |= {"pieces": {"1": "</s>", "4": "y", "5": "A", "6": "B", "7": "C", "8": "D", "9": "E"}}
 
 
 def section_of(page: str) -> str:
@@ -609,37 +565,24 @@ def test_every_place_is_written_once_whatever_was_drafted(tmp_path: Path) -> Non
         delay, count = rng.randint(1, 3), rng.randint(0, 6)
         answer = [[rng.randint(2, 8) for _ in range(rng.randint(1, 7))] for _ in range(count)]
         time_max = rng.randint(4, 25)
-        expected = oracle.algorithm1(
-            oracle.scripted_next_tokens(answer), delay=delay, time_max=time_max, sub_max=5, stop="empty_row"
-        )
+        limits: dict[str, Any] = {"delay": delay, "time_max": time_max, "sub_max": 5}
+        expected = oracle.algorithm1(oracle.scripted_next_tokens(answer), stop="empty_row", **limits)
         table = [[*row, 1] for row in [*answer, *[[]] * 6]]
 
         def drafts(i: int, length: int, table: list[list[int]] = table) -> list[int]:
             return [token if rng.random() < 0.7 else rng.randint(1, 8) for token in table[i][length : length + 4]]
 
-        trace = wavefront.trace(expected.all_rows, drafts, delay=delay, time_max=time_max, sub_max=5)
-        record: dict[str, Any] = {
-            "id": "x",
-            "rows": None,
-            "row_ids": expected.rows,
-            "steps": expected.steps,
-            "calls": len(trace),
-        }
-        record |= {"truncated": expected.truncated, "trace": trace}
+        trace = wavefront.trace(expected.all_rows, drafts, **limits)
+        record = LINE | {"row_ids": expected.rows, "steps": expected.steps, "truncated": expected.truncated}
+        record |= {"calls": len(trace), "trace": trace}
         page = draw(tmp_path, record, "--delay", str(delay), output="x.html")
         found = marks_of(page)
         empty_row = any(row[1:] == [1] for row in expected.all_rows)
-        grid = fill(
-            [list(map(str, row)) for row in expected.rows],
-            empty_row=empty_row,
-            delay=delay,
-            truncated=expected.truncated,
-            steps=expected.steps,
-        )
-        column = number(drawing_of(page).find(f".//{SVG}rect"), "width") + 4
-        written = {
-            (row, round((place - LEFT - 2) / column)): text for row, kind, _, place, text in found if kind != "rejected"
-        }
+        more: dict[str, Any] = {"truncated": expected.truncated, "steps": expected.steps}
+        grid = fill([list(map(str, row)) for row in expected.rows], empty_row=empty_row, delay=delay, **more)
+        wide = number(drawing_of(page).find(f".//{SVG}rect"), "width") + 4
+        right = [(row, place, text) for row, kind, _, place, text in found if kind != "rejected"]
+        written = {(row, round((place - LEFT - 2) / wide)): text for row, place, text in right}
         cells = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
         assert {place: text.removeprefix("✓ ") for place, text in written.items()} == cells
         assert ("empty row" in re.findall(r">([^<]*)</text>", section_of(page))) == empty_row

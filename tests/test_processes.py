@@ -25,11 +25,7 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_STEP_NODELIST": "node[1-4]",
 }
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ from support.published_files import (
 )
 from support.tiny import MODEL
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def prepared(name, manual, root):
     """The task, once its files are prepared."""
@@ -178,22 +180,18 @@ def test_wikihow_is_as_tfds_reads_it(tmp_path, scratch):
 
 
 def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
-    texts = [
-        STORY,
-        "A caption\nIt said \u201cno\u201d\nwhy?\n@highlight\nNo",
-        "only highlights\n\n@highlight\n",
-        "@highlight\nx",
-    ]
+    texts = [STORY, "A caption\nIt said \u201cno\u201d\nwhy?\n@highlight\nNo"]
+    texts += ["only highlights\n\n@highlight\n", "@highlight\nx"]
     urls = [f"http://{i}" for i in range(len(texts))]
     files = {story(url): text for url, text in zip(urls, texts, strict=True)} | {"all_train.txt": "\n".join(urls)}
     manual = lay(tmp_path / "manual", files)
     ours = records("cnn_dailymail", manual, tmp_path / "data")
+
     # TFDS reads the file with TensorFlow; what it makes of the lines is plain Python.
-    monkeypatch.setattr(
-        tfds_cnn_dailymail,
-        "_read_text_file",
-        lambda path: [line.strip() for line in Path(path).read_text().split("\n")],
-    )
+    def read(path):
+        return [line.strip() for line in Path(path).read_text().split("\n")]
+
+    monkeypatch.setattr(tfds_cnn_dailymail, "_read_text_file", read)
     builder = tfds_cnn_dailymail.CnnDailymail(data_dir=str(tmp_path))
     stories = sorted(str(manual / story(url)) for url in urls)
     assert ours == {"train": [record for _, record in builder._generate_examples({"cnn": stories})]}
@@ -317,13 +315,8 @@ def test_prepare_and_stats(tmp_path, capsys):
     found = json.loads(out)
     assert code == 0 and "words only" in err
     assert (found["task"], found["time_max"], found["sub_max"]) == ("kptimes", 50, 20)
-    assert found["splits"]["test"] == {
-        "examples": 2,
-        "without_target": 1,
-        "words_per_target": 1.0,
-        "rows_per_target": 1.0,
-        "words_per_row": 1.0,
-    }
+    means = dict.fromkeys(("words_per_target", "rows_per_target", "words_per_row"), 1.0)
+    assert found["splits"]["test"] == {"examples": 2, "without_target": 1, **means}
     code, out, _ = run(capsys, "stats", "kptimes", "--data-dir", tmp_path / "data", "--split", "train")
     assert code == 0 and out.splitlines()[1].split() == ["train", "1", "3.0", "3.00", "1.00", "0"]
 
@@ -342,9 +335,8 @@ def test_statistics_of_tokens(capsys):
     assert code == 0
     assert found["step_ratio"] == pytest.approx(sum(sequential) / sum(pipelined))
     assert found["tokens"]["sequential_steps"]["most"] == max(sequential)
-    assert (
-        found["tokens"]["source"]["median"] == sorted(len(e.source.split()) + 1 for e in examples)[len(examples) // 2]
-    )
+    of_sources = sorted(len(e.source.split()) + 1 for e in examples)
+    assert found["tokens"]["source"]["median"] == of_sources[len(examples) // 2]
     # Written beside one another, six steps and four rows at the most.
     written = [[row[: max(6 - i, 0)] for i, row in enumerate(range(m) for m in rows[:4])] for rows in lengths]
     kept = sum(len(row) for rows in written for row in rows)

@@ -371,8 +371,7 @@ def test_refused_trainings(tmp_path: Path, given: dict[str, Any], line: str) -> 
 
 
 @pytest.mark.parametrize(
-    "code, error",
-    [(128 + signal.SIGINT, KeyboardInterrupt), (128 + signal.SIGTERM, SystemExit), (1, UserError)],
+    "code, error", [(128 + signal.SIGINT, KeyboardInterrupt), (128 + signal.SIGTERM, SystemExit), (1, UserError)]
 )
 def test_how_a_training_ends_is_told_as_python_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]

@@ -26,6 +26,8 @@ from support import oracle, quantised
 from support.manifests import seal
 from support.tiny import RUN_ON_ONE, change
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MODEL = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
 UNTIED = dataclasses.replace(MODEL, feed_forward="gated-gelu", tied_head=False, scale_head=False)
 CONFIG = Config(
@@ -177,14 +179,8 @@ QUERY = "decoder/layers_0/cross_attention/query/"
         (lambda arrays: arrays.pop(QUERY + "scale"), f"{QUERY}kernel: found int8 without a scale; expected one"),
         (lambda arrays: arrays[QUERY + "kernel"].__setitem__(0, "float32"), f"{QUERY}kernel: found float32 with a"),
         (lambda arrays: arrays["decoder/norm/scale"].__setitem__(0, "int8"), "decoder/norm/scale: found int8 without"),
-        (
-            lambda arrays: arrays[QUERY + "scale"].__setitem__(1, [7]),
-            r"query/scale: found shape \[7\]; expected \[",
-        ),
-        (
-            lambda arrays: arrays["shared/scale"].__setitem__(1, [32]),
-            r"shared/scale: found shape \[32\]; expected",
-        ),
+        (lambda arrays: arrays[QUERY + "scale"].__setitem__(1, [7]), r"query/scale: found shape \[7\]; expected \["),
+        (lambda arrays: arrays["shared/scale"].__setitem__(1, [32]), r"shared/scale: found shape \[32\]; expected"),
         (lambda arrays: arrays.update({QUERY + "scales": ["float32", [32], 0, 0]}), "scales: found one too many"),
     ],
 )

@@ -110,6 +110,22 @@ def decoded(checkpoints, tmp_path):
     return decode_values
 
 
+@contextlib.contextmanager
+def interrupted_after(count):
+    """As many records are written."""
+    write, left = unfinished.write_whole, [count]
+
+    def cut(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        write(*given)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(unfinished, "write_whole", cut)
+        yield
+
+
 def without_ids(found):
     return [{key: value for key, value in record.items() if key != "id"} for record in found]
 
@@ -238,13 +254,13 @@ def test_settings_take_effect_and_truncation_is_told(decoded, tokenizer):
     values, seen = [{"source": text} for text in SHORT], Counter[str | None]()
     encoded = [oracle.encode(PARAMS, MODEL, [*tokenizer.encode(text), 1]) for text in SHORT[:3]]
     for delay, time_max, sub_max, mark in ((3, 12, 4, " # "), (1, 4, 4, " ; "), (1, 30, 1, " ; ")):
-        settings = (
-            f"grid.delay={delay}",
-            f"grid.time_max={time_max}",
-            f"grid.sub_max={sub_max}",
-            f"data.separator='{mark}'",
-        )
-        found, err = decoded(values, *(f"--set={setting}" for setting in settings), model="pipelined")
+        bounds = {
+            "grid.delay": delay,
+            "grid.time_max": time_max,
+            "grid.sub_max": sub_max,
+            "data.separator": f"'{mark}'",
+        }
+        found, err = decoded(values, *(f"--set={key}={x}" for key, x in bounds.items()), model="pipelined")
         for one, record in zip(encoded, found, strict=False):
             chosen = oracle.grid_next_tokens(PARAMS, MODEL, one, delay)
             drawn = oracle.algorithm1(chosen, delay=delay, time_max=time_max, sub_max=sub_max, stop="empty_row")
@@ -425,16 +441,8 @@ ASKED = {"question": "who sang it", "context": "It was  sung."}
         (TEMPLATE, {"question": "who"}, "Question: who Context: "),
         (TEMPLATE, {"question": None, "context": " a "}, "Question:  Context:  a "),
         (TEMPLATE, {"question": float("nan"), "context": "a"}, "Question:  Context: a"),
-        (
-            TEMPLATE,
-            {"question": "who", "contxt": "a"},
-            'found no "context"; expected one, or null .did you mean "contxt"',
-        ),
-        (
-            TEMPLATE,
-            {"question": "who", "Context": "a"},
-            'found no "context"; expected one, or null .did you mean "Context"',
-        ),
+        (TEMPLATE, {"question": "who", "contxt": "a"}, 'found no "context"; expected one.*did you mean "contxt"'),
+        (TEMPLATE, {"question": "who", "Context": "a"}, 'found no "context"; expected one.*did you mean "Context"'),
         (TEMPLATE, {"question": "\t", "context": None}, '"question", "context": found an empty text'),
         (TEMPLATE, {"passage": "a"}, 'found no "question"; expected one'),
         (TEMPLATE, {**ASKED, "context": 3}, '"context": found the number 3'),
@@ -470,18 +478,8 @@ def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
     lines, unfinished, stop = whole.splitlines(keepends=True), tmp_path / "out.jsonl.unfinished", 3
     flags = "--checkpoint", checkpoints / "pipelined", "--input", tmp_path / "in.jsonl", "--output", target
 
-    class Cut(Exception):
-        pass
-
-    def cut(out, line, *, count):
-        count[0] += 1
-        if count[0] > stop:
-            raise Cut
-        out.write(line)
-
     for tail in (b"", lines[stop][:9]):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-            patch.setattr("pipejax.apps.unfinished.write_whole", partial(cut, count=[0]))
+        with interrupted_after(stop):
             decode.main([str(flag) for flag in flags])
         assert target.read_bytes() == b"".join(lines[:stop]) and unfinished.exists()
         target.write_bytes(target.read_bytes() + tail)
@@ -498,14 +496,12 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     source, target, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.unfinished"))
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
     generator = load(checkpoints / "none")
-    work = partial(
-        records.decode_file, generator, str(source), str(target), strategy=None, batch_size=None, resume=True
-    )
+    more = {"strategy": None, "batch_size": None, "resume": True}
+    work = partial(records.decode_file, generator, str(source), str(target), **more)
     work()
     lines = target.read_bytes().splitlines(keepends=True)
-    settings = unfinished.settings_of(
-        generator, "sequential", list(records.read_sources(generator, records.read_records(source), "sequential"))
-    )
+    checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
+    settings = unfinished.settings_of(generator, "sequential", checked)
     assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
     note.write_text(json.dumps(settings))
@@ -586,10 +582,8 @@ def test_packed_lines_and_parquet_are_lines_too(checkpoints, decoded, tmp_path):
         def refuse(path, kind=kind):
             raise kind("not that")
 
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            pytest.raises(UserError, match=r"in\.parquet: not Parquet, or damaged"),
-        ):
+        damaged = pytest.raises(UserError, match=r"in\.parquet: not Parquet, or damaged")
+        with pytest.MonkeyPatch.context() as patch, damaged:
             patch.setattr(pyarrow.parquet, "ParquetFile", refuse)
             list(records.read_records(tmp_path / "in.parquet"))
 
@@ -629,11 +623,7 @@ def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == expected
     assert not list(tmp_path.glob("*.records*")) and not list(tmp_path.glob(".*"))
     # Ids of several kinds are text in a column, whole numbers alone are numbers; a trace is JSON.
-    for ids, column in (
-        ([7, 2, 3], [7, 2, 3]),
-        ([7, "b", 2**70], ["7", "b", str(2**70)]),
-        ([1, None, 2], ["1", "2", "2"]),
-    ):
+    for ids, column in (([7, 3], [7, 3]), ([7, "b", 2**70], ["7", "b", str(2**70)]), ([1, None, 2], ["1", "2", "2"])):
         lines = [{"id": name, "source": SHORT[0]} for name in ids]
         (tmp_path / "in.jsonl").write_text(as_lines(lines))
         run("--checkpoint", checkpoints / "none", *given, "--output", tmp_path / "ids.parquet")
@@ -651,22 +641,12 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
     assert labels.read(generator, str(tmp_path / "in.tsv")) == checked
     (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
-    for read in (
-        lambda path: records._check_whole(generator, path, "sequential", bad),
-        lambda path: labels.read(generator, path),
-    ):
-        with pytest.raises(
-            UserError, match=r"in\.csv:5: found a quote that encloses what look like rows in lines 5 to 32"
-        ):
-            read(str(tmp_path / "in.csv"))
-    generator = load(checkpoints / "none", overrides=["data.csv_quotes=letters"])
-    for read in (
-        lambda path: records._check_whole(generator, path, "sequential", bad),
-        lambda path: labels.read(generator, path),
-    ):
-        assert [(source.id, source.content) for source in read(str(tmp_path / "in.csv"))] == [
-            tuple(line.split("\t")) for line in lines
-        ]
+    table = str(tmp_path / "in.csv")
+    for read in (lambda own: records._check_whole(own, table, "sequential", bad), lambda own: labels.read(own, table)):
+        with pytest.raises(UserError, match=r"in\.csv:5: found a quote that encloses .* rows in lines 5 to 32"):
+            read(generator)
+        letters = load(checkpoints / "none", overrides=["data.csv_quotes=letters"])
+        assert [(source.id, source.content) for source in read(letters)] == [tuple(x.split("\t")) for x in lines]
 
 
 def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
@@ -675,19 +655,12 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
     source.write_text(as_lines({"source": text} for text in SHORT[:4]))
     target.write_text("older")
     beside, note = tmp_path / "out.csv.records", tmp_path / "out.csv.records.unfinished"
-    generator, write, left = load(checkpoints / "none"), unfinished.write_whole, [2]
-
-    def cut(*given):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        write(*given)
+    generator = load(checkpoints / "none")
 
     def work(resume):
         records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=resume)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("pipejax.apps.unfinished.write_whole", cut)
+    with interrupted_after(2):
         work(False)
     assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 2 and note.exists()
     records.check_paths(str(source), str(target), resume=True)
@@ -699,9 +672,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record_tables, "new_file", full)
-        with pytest.raises(
-            UserError, match=r"out\.csv: cannot be written .No space left on device.; .*out\.csv\.records has"
-        ):
+        with pytest.raises(UserError, match=r"out\.csv: cannot be written .No space.*; .*out\.csv\.records has"):
             work(True)
     assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 4 and note.exists()
     work(True)
@@ -773,16 +744,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"in\.jsonl:3: not JSON"):
         decode.main([str(flag) for flag in flags])
     whole = (tmp_path / "out.jsonl").read_bytes()
-    write, left = unfinished.write_whole, [2]
-
-    def cut(*given):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        write(*given)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("pipejax.apps.unfinished.write_whole", cut)
+    with interrupted_after(2):
         decode.main([str(flag) for flag in (*flags, "--skip-bad")])
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
     run(*flags, "--skip-bad", "--resume")
@@ -810,13 +772,10 @@ def test_a_field_that_no_record_has_is_told(tmp_path):
     config = Config(model=MODEL, data=DataConfig(**TEMPLATE))
     fields = sources.fields_of(config)
     assert fields == ("question", "context") and sources.fields_of(Config(data=DataConfig(task="demo"))) == ()
-    sources.check_fields(fields, [{"question": "a"}, {"context": None}], "here")
-    sources.check_fields(fields, [{"question": "a"}, {"source": "b"}], "here")
-    sources.check_fields(fields, [{"question": "a"}, {"source_ids": [1]}], "here")
+    for second in ({"context": None}, {"source": "b"}, {"source_ids": [1]}):
+        sources.check_fields(fields, [{"question": "a"}, second], "here")
     sources.check_fields(fields, [], "here")
-    with pytest.raises(
-        UserError, match=r'^here: found no "context" in any record; expected it in some .keys: question, text'
-    ):
+    with pytest.raises(UserError, match=r'^here: found no "context" in any record; .*keys: question, text'):
         sources.check_fields(fields, [{"question": "a", "text": "b"}, {"question": "c"}], "here")
     generator: Any = SimpleNamespace(
         config=config,

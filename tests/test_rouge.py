@@ -36,11 +36,7 @@ def score(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> 
         (["a b", "c d"], ["c d", "a b"], (100, 200 / 3, 50, 100)),
         # Lin's example: w1..w5 against "w1 w2 w6 w7 w8" and "w1 w3 w8 w9 w5"; the union holds w1 w2 w3 w5:
         # R 4/5, P 4/10, F1 8/15; L over the joined text "w1 w2 w3 w5" too; shared pairs: w1 w2 of 4 and 9
-        (
-            ["w1 w2 w3 w4 w5"],
-            ["w1 w2 w6 w7 w8", "w1 w3 w8 w9 w5"],
-            (800 / 15, 200 / 13, 800 / 15, 800 / 15),
-        ),
+        (["w1 w2 w3 w4 w5"], ["w1 w2 w6 w7 w8", "w1 w3 w8 w9 w5"], (800 / 15, 200 / 13, 800 / 15, 800 / 15)),
         # nothing on one side, or on both, is 0
         ([], ["cat"], (0, 0, 0, 0)),
         (["cat"], [], (0, 0, 0, 0)),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
@@ -38,6 +39,9 @@ from support.schemas import FORMATS, PROPERTIES, generator, many, schema
 from support.tiny import RUN_ON_ONE, change
 
 SOURCES = ["a red fish", "2024", "the", "ab ab ab ab", "no", "5 5", "x", "red red"]
+
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,17 +73,38 @@ def test_every_property_is_asked_for_in_thirty_schemas() -> None:
     assert {name for one in asked for name in one["properties"]} == {*PROPERTIES} and len(PROPERTIES) == 30
 
 
-@pytest.mark.parametrize(
-    "temperature, count",
-    [pytest.param(0.0, 30, marks=pytest.mark.slow), pytest.param(2.0, 30, marks=pytest.mark.slow)],
-)
-def test_answers_are_valid(made: Any, temperature: float, count: int) -> None:
-    """Of weights that know nothing. Each third answer, or more, would be cut off without its schema."""
-    seen = set()
-    for i, asked in enumerate(many(count)):
-        records = made.decode(SOURCES, schema=asked, temperature=temperature, seed=i, strategy="pipelined")
-        seen |= {json.dumps(found) for found in check(records, asked)}
-    assert len(seen) > 2 * count
+_allow, _move = jax.jit(grammar.Grammar.allow), jax.jit(grammar.Grammar.move)
+
+
+def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -> list[str]:
+    """Answers of tokens that are drawn among those which the grammar allows."""
+    asked = found.grammar(strategy, [None])
+    rows = np.repeat(np.arange(asked.starts.shape[1]), count)
+    states, over, written = asked.starts[0, rows], rows >= len(found.rows), list[np.ndarray]()
+    for step in range(asked.first.min(), asked.last.max() + 1):
+        allowed = np.asarray(_allow(asked, states, asked.last[0, rows] - step))
+        drawn = rng.random(allowed.shape)
+        drawn[asked.eos] *= 1 + np.arange(len(rows)) % 2  # half of them end soon
+        tokens = np.where(allowed, drawn, -1.0).argmax(axis=0)
+        begun = ~over & (step >= asked.first[0, rows])
+        assert (allowed.any(axis=0) | ~begun).all(), "a row that can go nowhere"
+        states = np.where(begun, _move(asked, states, tokens), states)
+        over |= begun & (tokens == asked.eos)
+        written.append(np.where(begun & ~over, tokens, -1))
+    assert over.all(), "a row without an end"
+    texts = [[token for token in column if token >= 0] for column in np.array(written).T.tolist()]
+    given = [list(row.beginning) for row in found.rows]
+    return [found.dump([one + texts[i * count + k] for i, one in enumerate(given)]) for k in range(count)]
+
+
+def test_all_that_is_allowed_is_valid() -> None:
+    """Whatever tokens a model prefers: rows come to an end in time, and jsonschema finds the object good."""
+    made, rng, seen = generator(time_max=30, delay=2), np.random.default_rng(1), set[str]()
+    for asked in many(30):
+        texts = walk(made.under(asked).schema, made.make_strategy("pipelined"), rng)
+        check([{"text": text, "truncated": None} for text in texts], asked)
+        seen |= {*texts}
+    assert len(seen) > 200
 
 
 @pytest.mark.long
@@ -101,9 +126,7 @@ def test_rows_that_start_later_end_in_time() -> None:
 @pytest.mark.slow
 def test_a_bound_that_is_too_tight_is_refused() -> None:
     asked = schema("date")  # date: 4 to begin with, or 5 tokens; and the day, in 9 tokens at least
-    with pytest.raises(
-        UserError, match=r"properties\.date: found grid\.time_max=9; expected at least (\d+), so"
-    ) as told:
+    with pytest.raises(UserError, match=r"\.date: found grid\.time_max=9; expected at least \d+") as told:
         generator(time_max=9).decode(["a"], schema=asked)
     least = int(str(told.value).split("at least ")[1].split(",")[0])
     with pytest.raises(UserError, match=f"expected at least {least}"):
@@ -167,10 +190,8 @@ def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, reques
     asked = of(**{name: {"enum": values} for name, values in FINITE.items()})
     near = list[bool]()
     made: Any = generator(2, backend=backend, delay=delay, time_max=12 + 2 * delay)
-    rows, params = (
-        made.under(asked).schema.rows,
-        oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2),
-    )
+    rows = made.under(asked).schema.rows
+    params = oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2)
     for source in SOURCES[:4]:
         encoded = oracle.encode(params, schemas.SIZES, [*made.tokenizer.encode(source), 1])
         expected = oracle.algorithm1(
@@ -231,17 +252,13 @@ def test_rows_have_the_names_of_training(made: Any, said: list[str]) -> None:
     rows = own.under(schema("short", "range", "yes")).schema.rows
     assert [row.name for row in rows] == ["yes", "short", "range"]  # in the order of training
     assert rows[0].beginning == (*own.tokenizer.encode("yes - "),)
-    assert [*json.loads(own.decode(["a"], schema=schema("short", "range", "yes"))[0]["text"])] == [
-        "short",
-        "range",
-        "yes",
-    ]
+    (record,) = own.decode(["a"], schema=schema("short", "range", "yes"))
+    assert [*json.loads(record["text"])] == ["short", "range", "yes"]
     assert not said
     own.under(schema("short", "date"))
-    assert said == [
-        "warning: schema: properties.date: found no such name in grid.row_names = ['yes - ', 'short:', 'range:']; "
-        "the model has not learned to write that row"
-    ]
+    assert len(said) == 1 and said[0].startswith(
+        "warning: schema: properties.date: found no such name in grid.row_names = ['yes - ', 'short:', 'range:']"
+    )
 
 
 def test_values_that_the_tokenizer_lacks_are_told(made: Any, said: list[str]) -> None:
@@ -266,68 +283,41 @@ REFUSED = {
     "no number of JSON": (of(a={"enum": [float("inf")]}), r"^schema: found no JSON "),
     "a huge bound": (of(a={"type": "integer", "minimum": 10**400}), r"^schema: properties\.a: minimum: found 1000"),
     "lists as names": (of(a={"type": "null"}) | {"required": [["a"]]}, r"required: found \[\['a'\]\]; expected names"),
-    "a huge count": (
-        of(a={"type": "string", "pattern": f"a{{{'9' * 5000}}}"}),
-        r"with '\{9{19}'\.\.\. at char",
-    ),
+    "a huge count": (of(a={"type": "string", "pattern": f"a{{{'9' * 5000}}}"}), r"with '\{9{19}'\.\.\. at char"),
     "no property": (of(), r"properties: found \{\}"),
     "required": ({**of(a={"type": "null"}), "required": ["b"]}, r"required: found \['b'\]; expected names of prop"),
     "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected one of string"),
-    "lists of lists": (
-        of(a={"type": "array", "items": {"type": "array"}}),
-        r"a: items: type: found 'array'; expected no list in a list",
-    ),
-    "a reference": (
-        of(a={"$ref": "#/$defs/A"}),
-        r"a: \$ref: found '#/\$defs/A'; expected a place in this schema, such",
-    ),
-    "any of two": (
-        of(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}),
-        r"a: anyOf: found .*; expected none, or",
-    ),
+    "lists of lists": (of(a={"type": "array", "items": {"type": "array"}}), "a: items: type: found 'array'"),
+    "a reference": (of(a={"$ref": "#/$defs/A"}), r"a: \$ref: found '#/\$defs/A'; expected a place in this schema"),
+    "any of two": (of(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}), "a: anyOf: found .*; expected none"),
     "two types": (of(a={"type": ["string", "integer"]}), r"a: type: found \['string', 'integer'\]; expected one type"),
     "another key": (of(a={"type": "integer", "multipleOf": 3}), r"a: found 'multipleOf'; expected none but type, min"),
     "a key of lists": (of(a={"type": "array", "items": {"type": "null"}, "uniqueItems": True}), r"a: found 'uniqueIt"),
     "definitions": ({**of(a={"type": "null"}), "$defs": 5}, r"^schema: \$defs: found 5; expected an object of sch"),
     "a format": (of(a={"type": "string", "format": "ipv6"}), r"a: format: found 'ipv6'; expected one of date, time"),
     "look-ahead": (of(a={"type": "string", "pattern": "a(?=b)"}), r"a: pattern: found 'a\(\?=b\)' with '\(\?' at cha"),
-    "a backreference": (
-        of(a={"type": "string", "pattern": r"(a)\1"}),
-        r"a: pattern: found .* at character 4; expected",
-    ),
-    "a boundary": (
-        of(a={"type": "string", "pattern": r"\bred"}),
-        r"a: pattern: found .*; expected a regular expression",
-    ),
+    "a backreference": (of(a={"type": "string", "pattern": r"(a)\1"}), "a: pattern: found .* at character 4; exp"),
+    "a boundary": (of(a={"type": "string", "pattern": r"\bred"}), "a: pattern: found .*; expected a regular exp"),
     "an open group": (of(a={"type": "string", "pattern": "(a"}), r"'\(' without '\)' at character 2"),
     "an open set": (of(a={"type": "string", "pattern": "[a"}), r"its end at character 2"),
     "a wrong range": (of(a={"type": "string", "pattern": "[z-a]"}), r"a range of no characters"),
     "an anchor within": (of(a={"type": "string", "pattern": "a$b"}), r"'\$' before its end"),
-    "no text": (
-        of(a={"type": "string", "pattern": "^ab$", "maxLength": 1}),
-        r"a: found no text that this tokenizer can",
-    ),
+    "no text": (of(a={"type": "string", "pattern": "^ab$", "maxLength": 1}), "a: found no text that this tokenizer"),
     "no number": (of(a={"type": "integer", "minimum": 3, "maximum": 2.5}), r"a: found no whole number from 3 to 2"),
     "a bound of numbers": (of(a={"type": "number", "minimum": 3}), r"a: minimum: found 3; expected 0 or none"),
     "lengths": (of(a={"type": "string", "minLength": 3, "maxLength": 2}), r"a: maxLength: found 2; expected at least"),
     "a length": (of(a={"type": "string", "maxLength": "2"}), r"a: maxLength: found '2'; expected a whole number"),
-    "too long": (
-        of(a={"type": "string", "minLength": 10**6}),
-        r"a: minLength: found 1000000; expected at most \d+, as",
-    ),
+    "too long": (of(a={"type": "string", "minLength": 10**6}), r"a: minLength: found 1000000; expected at most \d"),
     "an enum of none": (of(a={"enum": []}), r"a: enum: found \[\]; expected a list of values"),
     "an enum of lists": (of(a={"enum": [[]]}), r"a: enum: found \[\]; expected values of type"),
     "an enum of others": (of(a={"type": "string", "enum": [5]}), r"a: enum: found 5; expected values of type string"),
     "a space first": (of(a={"enum": [" a"]}), r"a: enum: found ' a'; expected no space at its beginning"),
     "commas": (of(a={"type": "array", "items": {"enum": ["a,b"]}}), r"a: items: found 'a,b'; expected texts without"),
     "an empty name": (of(**{" ": {"type": "null"}}), r"properties: found 'an empty name'"),
-    "rows that begin alike": (
-        of(ß={"type": "null"}, ñ={"type": "null"}),
-        r"properties: found rows of ß and ñ that begin with the same",
-    ),
+    "rows that begin alike": (of(ß={"type": "null"}, ñ={"type": "null"}), "found rows of ß and ñ that begin with the"),
     "too many": (
         of(**{f"n{i}": {"type": "null"} for i in range(5)}),
-        r"^schema: properties: found 5; expected at most 4, the rows",
+        "^schema: properties: found 5; expected at most 4",
     ),
 }
 
@@ -340,51 +330,13 @@ def test_schemas_that_rows_cannot_follow(case: str, made: Any) -> None:
     assert "\n" not in str(told.value)
 
 
-SHAPES: list[Any] = [
-    5,
-    True,
-    None,
-    2.5,
-    "x",
-    "a\n\x1b[31mb",
-    [],
-    ["a"],
-    [5],
-    [[]],
-    {},
-    {"a": 1},
-    {"type": "string"},
-    "#/x",
-    -1,
-    10**30,
-]
+SHAPES: list[Any] = [5, True, None, 2.5, "x", "a\n\x1b[31mb", [], ["a"], [5], [[]], {}, {"a": 1}, {"type": "string"}]
+SHAPES += ["#/x", -1, 10**30]
 KEYS = [
-    *(
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "$schema",
-        "$id",
-        "$defs",
-        "definitions",
-        "$ref",
-        "allOf",
-    ),
-    *(
-        "anyOf",
-        "enum",
-        "const",
-        "items",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-    ),
-    *("maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "nullable", "title", "default", "oneOf", "not"),
+    *("type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions", "$ref"),
+    *("allOf", "anyOf", "enum", "const", "items", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
+    *("format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "nullable", "title"),
+    *("default", "oneOf", "not"),
 ]
 SEEDS = [*PROPERTIES.values(), {"$ref": "#/$defs/C"}, {"allOf": [{"$ref": "#/$defs/C"}]}, of(a={"type": "null"})]
 
@@ -512,10 +464,7 @@ def test_references_mean_the_schema_that_they_name(case: str, made: Any) -> None
         ({"$ref": "#/$defs/Color/title"}, r"a: \$ref: found 'Color'; expected a schema there"),
         ({"$ref": ["#/$defs/Color"]}, "expected a place in this schema"),
         ({"$ref": "#/$defs/Short", "maxLength": 2}, r"a: maxLength: found 2; expected 3, as in \$ref"),
-        (
-            {"allOf": [{"$ref": "#/$defs/Color"}, {"type": "string"}]},
-            "a: allOf: found .*; expected a list of one schema",
-        ),
+        ({"allOf": [{"$ref": "#/$defs/Color"}, {"type": "string"}]}, "a: allOf: found .*; expected a list of one"),
     ],
 )
 def test_references_that_cannot_be_followed(reference: Any, words: str, made: Any) -> None:
@@ -612,10 +561,7 @@ def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
     with pytest.raises(UserError, match=r"^schema: found one of more than 500 states, of"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "^(a|b)*a(a|b){12}$"}))
     monkeypatch.setattr("pipejax.inference.schema.ENTRIES", 500)
-    with pytest.raises(
-        UserError,
-        match=r"of a table of more than 500 entries, of groups in",
-    ):
+    with pytest.raises(UserError, match="of a table of more than 500 entries"):
         made.decode(["a"], schema=schema("code", "date"))
     with pytest.raises(UserError, match=r"of groups in too many others, or"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "(" * 5000}))
@@ -623,8 +569,7 @@ def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
 
 def test_settings_that_go_against_a_schema(made: Any) -> None:
     asked = schema("yes")
-    line = r"^schema: found one with sequential decoding, which does not begin .*; expected strategy pipelined$"
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError, match=r"^schema: found one with sequential .*; expected strategy pipelined$"):
         made.decode(["a"], schema=asked, strategy="sequential")
     with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
         made.decode(["a"], schema=asked, limit="source")
@@ -634,9 +579,7 @@ def test_settings_that_go_against_a_schema(made: Any) -> None:
         made.decode(["a"], schema=asked, delay=1, stop="literal")
     with pytest.raises(UserError, match=r"^source 0: found row_prefixes or max_rows; expected neither"):
         made.decode([{"source": "a", "row_prefixes": ["yes:"]}], schema=asked)
-    with pytest.raises(
-        UserError, match=r"^absent\.json: cannot be read \(No such file or directory\); expected a JSON"
-    ):
+    with pytest.raises(UserError, match=r"^absent\.json: cannot be read"):
         made.decode(["a"], schema="absent.json")
 
 
@@ -669,14 +612,11 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
             assert spelled(one, ids) == one.decode(ids)
     assert spelled(Tokenizer(TokenizerFile(fallback, {}, False, {})), [3, 5 + 0xC3, 5 + 0xA9, 4]) == "aé b"
     assert spelled(Tokenizer(TokenizerFile(byte_level, {}, False, {})), [0, 1, 2, 3, 4]) == "a bé"
-    assert spelled(Tokenizer(transformers.ByT5Tokenizer()), [*range(3, 131), 0xC3 + 3, 0xA9 + 3, 300, 1]).endswith(
-        "~\x7fé"
-    )
+    ids = [*range(3, 131), 0xC3 + 3, 0xA9 + 3, 300, 1]
+    assert spelled(Tokenizer(transformers.ByT5Tokenizer()), ids).endswith("~\x7fé")
     word_piece = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     word_piece.decoder = decoders.WordPiece()
-    with pytest.raises(
-        UserError, match=r"^tokenizer: found one of \('WordPiece',\); expected one of pieces or of bytes"
-    ):
+    with pytest.raises(UserError, match=r"^tokenizer: found one of \('WordPiece',\)"):
         token_bytes(Tokenizer(TokenizerFile(word_piece, {}, False, {})), 2)
 
 
@@ -685,71 +625,6 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
 
 def posted(client: Any, **body: Any) -> Any:
     return client.post("/v1/completions", json={"prompt": SOURCES[0], **body})
-
-
-def test_a_server_follows_response_format() -> None:
-    own = generator(row_names=(*schemas.NAMES[:4],))
-    engine = Engine(own, places=2, queue=8)
-    limits = app.Limits(body=10_000, seconds=60.0, answers=4)
-    service = app.Service(own, engine, name="tiny", limits=limits)
-    asked = schema("short", "range", "yes")
-    (wanted,) = own.decode(SOURCES[:1], schema=asked)
-    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": asked}}
-    try:
-        with TestClient(app.make(service), raise_server_exceptions=False) as client:
-            (choice,) = posted(client, response_format=form).json()["choices"]
-            assert (choice["text"], choice["finish_reason"]) == (wanted["text"], "stop")
-            events = posted(client, response_format=form, stream=True).text.split("\n\n")
-            chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted["text"]
-            assert len(chunks) == 4  # a property each, and the end
-            least = 3 * 10  # tokens: "short:", "range:" and a digit have ten at the most
-            (choice,) = posted(client, response_format=form, max_tokens=least).json()["choices"]
-            check([{"text": choice["text"], "truncated": None}], asked)
-            assert choice["finish_reason"] == "stop"
-            plain = posted(client, response_format={"type": "text"}).json()["choices"][0]["text"]
-            assert plain == posted(client).json()["choices"][0]["text"] != wanted["text"]
-            turns = [{"role": "user", "content": SOURCES[0]}]
-            reply = client.post("/v1/chat/completions", json={"messages": turns, "response_format": form})
-            assert reply.json()["choices"][0]["message"]["content"] == wanted["text"]
-            named = {"format": {"type": "json_schema", "name": "x", "schema": asked}}
-            reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": named})
-            assert reply.json()["output"][0]["content"][0]["text"] == wanted["text"]
-            assert reply.json()["text"] == named
-            odd = b'{"input": "a", "text": {"format": {"type": "text", "x": 1e999}}}'
-            reply = client.post("/v1/responses", content=odd, headers={"Content-Type": "application/json"})
-            assert reply.json()["text"] == {"format": {"type": "text"}}
-            text: object
-            for text, words in (
-                ("plain", "text: found 'plain'; expected an object such as"),
-                ({"format": {"type": "json_schema", "json_schema": {}}}, "text.format json_schema: found .*; expected"),
-            ):
-                reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": text})
-                assert reply.status_code == 400 and re.match(words, reply.json()["error"]["message"])
-            for body, words in (
-                ({"response_format": form, "max_tokens": 9}, r"max_tokens: found 9 for 3 rows \(schema: properties\.s"),
-                ({"response_format": form, "stop": ";"}, r"stop: found ';'; expected none with a schema"),
-                ({"response_format": form, "logprobs": 1}, r"logprobs: found 1; expected none with a schema"),
-                (
-                    {"response_format": form, "rows": True, "stream": True},
-                    r"rows: found True; expected none with a",
-                ),
-                (
-                    {"response_format": {"type": "json_objects"}},
-                    r"response_format: found .*; expected an object whose ty",
-                ),
-                ({"response_format": {"type": "json_schema"}}, r"response_format json_schema: found None; expected an"),
-                (
-                    {"response_format": {"type": "json_schema", "json_schema": {"schema": of(a=of())}}},
-                    r"response_format: schema: properties\.a: type: found 'object'; expected one of string",
-                ),
-            ):
-                reply = posted(client, **body)
-                error = reply.json()["error"]
-                assert reply.status_code == 400 and re.match(words, error["message"]), error
-                assert error["param"] in body and "\n" not in error["message"]
-    finally:
-        engine.close(drain=False, seconds=10)
 
 
 @contextlib.contextmanager
@@ -769,19 +644,66 @@ def form_of(asked: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": asked}}
 
 
+def test_a_server_follows_response_format() -> None:
+    own, asked = generator(row_names=(*schemas.NAMES[:4],)), schema("short", "range", "yes")
+    (wanted,) = own.decode(SOURCES[:1], schema=asked)
+    form = form_of(asked)
+    with serving(own) as client:
+        (choice,) = posted(client, response_format=form).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (wanted["text"], "stop")
+        events = posted(client, response_format=form, stream=True).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted["text"]
+        assert len(chunks) == 4  # a property each, and the end
+        least = 3 * 10  # tokens: "short:", "range:" and a digit have ten at the most
+        (choice,) = posted(client, response_format=form, max_tokens=least).json()["choices"]
+        check([{"text": choice["text"], "truncated": None}], asked)
+        assert choice["finish_reason"] == "stop"
+        plain = posted(client, response_format={"type": "text"}).json()["choices"][0]["text"]
+        assert plain == posted(client).json()["choices"][0]["text"] != wanted["text"]
+        turns = [{"role": "user", "content": SOURCES[0]}]
+        reply = client.post("/v1/chat/completions", json={"messages": turns, "response_format": form})
+        assert reply.json()["choices"][0]["message"]["content"] == wanted["text"]
+        named = {"format": {"type": "json_schema", "name": "x", "schema": asked}}
+        reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": named})
+        assert reply.json()["output"][0]["content"][0]["text"] == wanted["text"]
+        assert reply.json()["text"] == named
+        odd = b'{"input": "a", "text": {"format": {"type": "text", "x": 1e999}}}'
+        reply = client.post("/v1/responses", content=odd, headers={"Content-Type": "application/json"})
+        assert reply.json()["text"] == {"format": {"type": "text"}}
+        text: object
+        for text, words in (
+            ("plain", "text: found 'plain'; expected an object such as"),
+            ({"format": {"type": "json_schema", "json_schema": {}}}, "text.format json_schema: found .*; expected"),
+        ):
+            reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": text})
+            assert reply.status_code == 400 and re.match(words, reply.json()["error"]["message"])
+        for body, words in (
+            ({"response_format": form, "max_tokens": 9}, r"max_tokens: found 9 for 3 rows \(schema: properties\.s"),
+            ({"response_format": form, "stop": ";"}, r"stop: found ';'; expected none with a schema"),
+            ({"response_format": form, "logprobs": 1}, r"logprobs: found 1; expected none with a schema"),
+            ({"response_format": form, "rows": True, "stream": True}, "rows: found True; expected none with a"),
+            ({"response_format": {"type": "json_objects"}}, "response_format: found .*; expected an object whose ty"),
+            ({"response_format": {"type": "json_schema"}}, r"response_format json_schema: found None; expected an"),
+            ({"response_format": form_of(of(a=of()))}, r"response_format: schema: properties\.a: type: found 'object'"),
+        ):
+            reply = posted(client, **body)
+            error = reply.json()["error"]
+            assert reply.status_code == 400 and re.match(words, error["message"]), error
+            assert error["param"] in body and "\n" not in error["message"]
+
+
 def test_a_json_object_has_the_rows_that_the_model_names() -> None:
     with serving(generator(row_names=("short:", "yes - "))) as client:
         reply = posted(client, response_format={"type": "json_object"}).json()
         found = json.loads(reply["choices"][0]["text"])
         assert [*found] == ["short", "yes"] and all(isinstance(value, str) for value in found.values())
         asked = of(short={"type": "string"}, yes={"type": "string"})
-        assert (
-            reply["choices"][0]["text"] == posted(client, response_format=form_of(asked)).json()["choices"][0]["text"]
-        )
+        same = posted(client, response_format=form_of(asked)).json()
+        assert reply["choices"][0]["text"] == same["choices"][0]["text"]
         turns = [{"role": "user", "content": SOURCES[0]}]
-        reply = client.post(
-            "/v1/chat/completions", json={"messages": turns, "response_format": {"type": "json_object"}}
-        )
+        form = {"type": "json_object"}
+        reply = client.post("/v1/chat/completions", json={"messages": turns, "response_format": form})
         assert json.loads(reply.json()["choices"][0]["message"]["content"]) == found
         reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": {"format": {"type": "json_object"}}})
         assert json.loads(reply.json()["output"][0]["content"][0]["text"]) == found
@@ -793,10 +715,7 @@ def test_a_json_object_of_rows_without_names_is_refused(made: Any) -> None:
         said = posted(client, response_format={"type": "json_object"}).json()["error"]["message"]
         assert said.startswith('response_format: found \'json_object\'; expected {"type": "json_schema", ...} with')
         reply = client.post("/v1/responses", json={"input": "a", "text": {"format": {"type": "json_object"}}})
-        assert re.match(
-            r"text\.format: found 'json_object'; expected .* this model names no rows",
-            reply.json()["error"]["message"],
-        )
+        assert re.match("text.format: found 'json_object'; .* names no rows", reply.json()["error"]["message"])
 
 
 def test_schemas_can_be_switched_off() -> None:
@@ -804,9 +723,7 @@ def test_schemas_can_be_switched_off() -> None:
         for given in (form_of(schema("yes")), form_of([]), {"type": "json_object"}):
             reply = posted(client, response_format=given)
             assert reply.status_code == 400
-            assert reply.json()["error"]["message"].endswith(
-                'expected none or {"type": "text"}, as this server follows no schemas'
-            )
+            assert reply.json()["error"]["message"].endswith("as this server follows no schemas")
         named = {"format": {"type": "json_schema", "name": "x", "schema": schema("yes")}}
         assert client.post("/v1/responses", json={"input": "a", "text": named}).status_code == 400
         assert posted(client, response_format={"type": "text"}).status_code == 200

@@ -24,6 +24,8 @@ from pipejax.training import start
 from pipejax.training.loop import fit
 from support import oracle, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=400)
 PARAMS = oracle.random_params(MODEL, np.random.default_rng(0))
 WORDS = [f"word{i}" for i in range(20)]
@@ -88,11 +90,7 @@ CONTRADICTIONS: dict[str, tuple[Make, int, tuple[str, ...]]] = {
         1,
         ("found 1, which is 'the' in", "'</s>' = 2 ends a text"),
     ),
-    "sentencepiece as it is by itself": (
-        lambda d: spiece(d),
-        1,
-        ("found 1, which is '<s>' in", "'</s>' = 2 ends a text"),
-    ),
+    "sentencepiece as it is by itself": (spiece, 1, ("found 1, which is '<s>' in", "'</s>' = 2 ends a text")),
     "T5's beside another model's eos": (
         lambda d: spiece(d, pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
         2,

@@ -38,11 +38,7 @@ ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "delay, time_max, sub_max, literal, batch, queries, slots",
-    [
-        (1, 20, 9, False, 5, (3, 11), (4, 16, 30)),
-        (2, 17, 20, False, 1, (2,), ()),
-        (3, 19, 4, True, 6, (), (10,)),
-    ],
+    [(1, 20, 9, False, 5, (3, 11), (4, 16, 30)), (2, 17, 20, False, 1, (2,), ()), (3, 19, 4, True, 6, (), (10,))],
 )
 def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, batch, queries, slots):
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)

@@ -23,6 +23,8 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import require_own
 from support import oracle, tiny
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 PARAMS = oracle.random_params(tiny.MODEL, np.random.default_rng(5))
 GIB = 2**30
 INDEX = "model.safetensors.index.json"

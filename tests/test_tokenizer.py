@@ -343,15 +343,11 @@ def test_vocabularies_of_other_classes(files: dict[str, str], kind: str, tmp_pat
     write_hf(dataclasses.replace(tiny.MODEL, vocab_size=128, eos_token_id=2), PARAMS, source, None)
     for name, text in files.items():
         (source / name).write_text(text)
-    with pytest.raises(
-        UserError, match=rf"^{source}: found {names}, but nothing that says their class; expected one of"
-    ):
+    with pytest.raises(UserError, match=rf"^{source}: found {names}, but nothing that says their class"):
         Tokenizer.load(source)
     settings = source / "tokenizer_config.json"
     settings.write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
-    with pytest.raises(
-        UserError, match=rf"^{source}: found {names}, which its T5Tokenizer does not read; expected spiece"
-    ):
+    with pytest.raises(UserError, match=rf"^{source}: found {names}, which its T5Tokenizer does not read; exp"):
         Tokenizer.load(source)
     end = {"eos_token": "</s>" if files is PAIRS else "[CLS]"}
     settings.write_text(json.dumps({"tokenizer_class": kind, **end}))

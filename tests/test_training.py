@@ -105,11 +105,9 @@ def test_no_row_ends_in_its_middle(tokenizer, objective):
 
 
 def test_an_over_long_source_is_cut_and_keeps_its_eos(tokenizer):
-    encoded = encode(
-        Example("x", "deliver red apples .", ("red apples",)), tokenizer, change(CONFIG, data={"max_source": 3}), MODEL
-    )
-    assert encoded.source.tolist() == [*tokenizer.encode("deliver red"), 1]
-    assert encoded.source_was_cut
+    example, short = Example("x", "deliver red apples .", ("red apples",)), change(CONFIG, data={"max_source": 3})
+    encoded = encode(example, tokenizer, short, MODEL)
+    assert encoded.source.tolist() == [*tokenizer.encode("deliver red"), 1] and encoded.source_was_cut
 
 
 def test_batches_are_a_function_of_their_number(tokenizer):
@@ -252,18 +250,16 @@ def test_runs_side_by_side(finished, tmp_path, capsys):
 @pytest.mark.slow
 def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatch, capsys, said):
     """Nothing is learned at such a rate: the first evaluation stays the best. Off the main thread, without signals."""
-    config = change(
-        ON_ONE, train={"steps": 9, "evaluate_every": 1, "patience": 2, "learning_rate": 1e-30, "dropout": 0.0}
-    )
+    still = {"learning_rate": 1e-30, "dropout": 0.0}
+    config = change(ON_ONE, train={"steps": 9, "evaluate_every": 1, "patience": 2, **still})
     codes = []
     thread = threading.Thread(target=lambda: codes.append(fit(config, tmp_path)))
     thread.start()
     thread.join()
     assert codes == [0] and said[-2] == "no better evaluation in train.patience = 2: training ends before train.steps"
     lines = metrics(tmp_path)
-    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [1, 2, 3] and lines[-1][
-        "event"
-    ] == "end"
+    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [1, 2, 3]
+    assert lines[-1]["event"] == "end"
     assert "training: compiling for sources of" in capsys.readouterr().err
     # What was chosen for the run is kept with it, and the same command ends where it did.
     monkeypatch.setattr(loop, "choose_shapes", None)
@@ -357,17 +353,15 @@ def test_no_step_counts_that_is_farther_than_an_interval_from_a_committed_one(tm
 @pytest.mark.slow
 def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer")
-    lines = [
-        json.dumps({"id": e.id, "source": e.source, "targets": e.targets}) for e in demo.examples("train")[: 3 * 8]
-    ]
+    examples = demo.examples("train")[: 3 * 8]
+    lines = [json.dumps({"id": e.id, "source": e.source, "targets": e.targets}) for e in examples]
     data = {"task": "jsonl", "train": str(tmp_path / "train.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
     config = change(CONFIG, data=data, train={"steps": 2})
     Path(data["train"]).write_text("\n".join(lines))
     assert fit(config, tmp_path / "run") == 0
     further = change(config, train={"steps": 3})
-    Path(data["train"]).write_text(
-        "\n".join([*lines[:9], lines[9].replace('"source": "', '"source": "the '), *lines[10:]])
-    )
+    other = lines[9].replace('"source": "', '"source": "the ')
+    Path(data["train"]).write_text("\n".join([*lines[:9], other, *lines[10:]]))
     before = metrics(tmp_path / "run")
     with pytest.raises(UserError, match=r"data\.train: found other examples"):
         fit(further, tmp_path / "run")
@@ -512,18 +506,8 @@ def converted(tmp_path_factory):
     """A Hugging Face model with a tokenizer, and the checkpoint made of it."""
     root = tmp_path_factory.mktemp("converted")
     torch.manual_seed(5)
-    model = T5ForConditionalGeneration(
-        HfConfig(
-            vocab_size=64,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-        )
-    )
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(HfConfig(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
     model.save_pretrained(root / "hf")
     demo.build_tokenizer(root / "hf")
     huggingface.from_hf(root / "hf", root / "ours")
@@ -534,21 +518,10 @@ def converted(tmp_path_factory):
 def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
     """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
     model, ours = converted
-    config = Config(
-        name="fine",
-        data=DataConfig(task="demo"),
-        decode=DecodeConfig(max_length=8),
-        mesh=MeshConfig(data=1),
-        train=dataclasses.replace(
-            CONFIG.train,
-            objective="sequential",
-            dropout=0.0,
-            steps=30,
-            evaluate_every=30,
-            checkpoint_every=30,
-            init_from=str(ours),
-        ),
-    )
+    every = dict.fromkeys(("steps", "evaluate_every", "checkpoint_every"), 30)
+    train = dataclasses.replace(CONFIG.train, objective="sequential", dropout=0.0, init_from=str(ours), **every)
+    own = {"data": DataConfig(task="demo"), "decode": DecodeConfig(max_length=8), "mesh": MeshConfig(data=1)}
+    config = Config(name="fine", train=train, **own)
     assert fit(config, tmp_path / "run") == 0
     assert said[0] == f"starting from {ours} (its step 0)"
     losses = [line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
@@ -590,24 +563,9 @@ def test_a_config_that_contradicts_its_starting_checkpoint(converted, tmp_path):
     ],
 )
 def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
-    command = [
-        sys.executable,
-        ROOT / "train.py",
-        "--config",
-        runs.prepare(tmp_path / "tiny"),
-        "--workdir",
-        tmp_path / "run",
-        *(
-            f"--set={x}"
-            for x in (
-                "train.steps=100000",
-                "train.batch_size=4",
-                "train.log_every=1",
-                "train.checkpoint_every=100000",
-                "train.evaluate_every=100000",
-            )
-        ),
-    ]
+    settings = {"steps": 10**5, "batch_size": 4, "log_every": 1, "checkpoint_every": 10**5, "evaluate_every": 10**5}
+    command = [sys.executable, ROOT / "train.py", "--config", runs.prepare(tmp_path / "tiny")]
+    command += ["--workdir", tmp_path / "run", *(f"--set=train.{key}={value}" for key, value in settings.items())]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run/metrics.jsonl"
     for _ in range(600):

@@ -34,7 +34,6 @@ class Sums:
     config = FEW_WORDS
 
     def apply(self, variables: Any, *given: Any, method: str, **options: Any) -> Any:
-        """What the method of that name gives."""
         return getattr(self, method)(variables["params"], *given, **options)
 
     def hidden(self, params, source, source_mask, inputs, mask, position, sees_source, *, deterministic, rngs):
@@ -126,13 +125,7 @@ def test_an_update_is_along_the_mean_over_the_tokens_of_the_whole_batch(accumula
     for clip_norm in (10 * norm, norm / 10):
         step = jax.jit(
             lambda state, clip_norm=clip_norm: train_step(
-                Sums(),
-                SGD,
-                state,
-                batch_of(given, 1),
-                jax.random.key(0),
-                accumulate=accumulate,
-                clip_norm=clip_norm,
+                Sums(), SGD, state, batch_of(given, 1), jax.random.key(0), accumulate=accumulate, clip_norm=clip_norm
             )
         )
         new, told = step(TrainState(params, SGD.init(params)))

@@ -17,11 +17,7 @@ from pipejax.system.errors import UserError
 
 FILLER = "So it was as it is, and so it will be. "
 OWLS = "The barn owl hunts at night. A vole hides from the barn owl. The vole is small. "
-DOCUMENTS = [
-    OWLS + FILLER * 3,
-    "The snow is white. The milk is white. It is so. " + FILLER * 2,
-    *[FILLER * 4] * 3,
-]
+DOCUMENTS = [OWLS + FILLER * 3, "The snow is white. The milk is white. It is so. " + FILLER * 2, *[FILLER * 4] * 3]
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +111,7 @@ def test_the_command(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [
-        ("", "found no lines"),
-        ('{"source": "a"}\n{"text": "b"}\n', ':2: found no "source"'),
-        (None, "No such file"),
-    ],
+    [("", "found no lines"), ('{"source": "a"}\n{"text": "b"}\n', ':2: found no "source"'), (None, "No such file")],
 )
 def test_what_cannot_be_read_is_one_line(content, says, tmp_path):
     if content is not None:

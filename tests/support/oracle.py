@@ -16,12 +16,7 @@ Distances = Callable[[Sequence[tuple[int, int]]], list[list[int]]]  # of (row, t
 
 
 def random_params(
-    config: Any,
-    rng: np.random.Generator,
-    *,
-    scale: float = 1.0,
-    bias_scale: float = 4.0,
-    eos_scale: float = 1.5,
+    config: Any, rng: np.random.Generator, *, scale: float = 1.0, bias_scale: float = 4.0, eos_scale: float = 1.5
 ) -> Params:
     """Parameters of a tiny T5 whose greedy generations vary: nested dict of float32 arrays.
 
@@ -213,7 +208,6 @@ def decoder_logits(
 
 
 def head(x: np.ndarray, params: Params, config: Any) -> np.ndarray:
-    """The logits."""
     if config.scale_head:
         x = x * config.d_model**-0.5
     return linear(x, {"kernel": params["shared"]["embedding"].T} if config.tied_head else params["lm_head"])
@@ -423,11 +417,7 @@ def grid_next_tokens(
 def sequential(
     params: Params, config: Any, encoded: np.ndarray, max_length: int, *, margins: list[float] | None = None
 ) -> SequentialResult:
-    """Ordinary greedy decoding with causal visibility and the distance |q - k|; at most `max_length` tokens.
-
-    Args:
-      margins: as in `grid_next_tokens`.
-    """
+    """Ordinary greedy decoding with causal visibility and the distance |q - k|; at most `max_length` tokens."""
     tokens = [config.decoder_start_token_id]
     while len(tokens) - 1 < max_length:
         positions = range(len(tokens))
@@ -443,7 +433,6 @@ def sequential(
 
 
 def margin(logits: np.ndarray) -> float:
-    """The best logit less the second."""
     second, best = np.sort(logits)[-2:]
     return float(best - second)
 

@@ -32,24 +32,19 @@ class Scripted(Plain):
 
     @property
     def most_queries(self) -> int:
-        """As many as the inner strategy has."""
         return self.inner.most_queries
 
     @property
     def slots(self) -> int:
-        """As many as the inner strategy has."""
         return self.inner.slots
 
     def begun(self, source: SourceIds, script: Array) -> State:
-        """The state before the first call."""
         return State(self.inner.init(len(script), source), script)
 
     def init(self, batch: int, source: SourceIds | None = None) -> State:
-        """Not without a script; see `begun`."""
         raise NotImplementedError
 
     def query(self, state: State) -> tuple[State, Query]:
-        """That of the inner strategy."""
         inner, query = self.inner.query(state.inner)
         return State(inner, state.script), query
 
@@ -62,19 +57,15 @@ class Scripted(Plain):
         return State(self.inner.advance(state.inner, says.reshape(answers.shape)), state.script)
 
     def kept(self, state: State) -> Array:
-        """That of the inner strategy."""
         return self.inner.kept(state.inner)
 
     def done(self, state: State) -> Array:
-        """That of the inner strategy."""
         return self.inner.done(state.inner)
 
     def result(self, state: State) -> Decoded:
-        """That of the inner strategy."""
         return self.inner.result(state.inner)
 
     def calls(self, decoded: Decoded) -> Any:
-        """That of the inner strategy."""
         return self.inner.calls(decoded)
 
 
@@ -82,15 +73,12 @@ class NoModel:
     """Computes nothing."""
 
     def cache(self, slots: int, old: Array | None) -> Array:
-        """Nothing."""
         return jnp.zeros(0)
 
     def __call__(self, step: Step, cache: Array) -> tuple[Array, Array]:
-        """Zeros."""
         return jnp.zeros((2, len(step.tokens))), cache
 
     def greedy(self, step: Step, cache: Array) -> tuple[Array, Array]:
-        """Zeros."""
         return jnp.zeros(len(step.tokens), jnp.int32), cache
 
 
@@ -102,14 +90,9 @@ def decode(
     length: int = 1,
     width: int = 1,
 ) -> Decoded:
-    """What the strategy makes of a batch of sources if the model answers with these rows.
+    """What the strategy makes of a batch if the model answers with these rows of ids, which have no eos.
 
-    Args:
-      strategy: with its drafter.
-      sources: ids of each.
-      answers: rows of ids of each, without eos.
-      length: of the padded sources, at least.
-      width: of the padded rows with their eos, at least.
+    `length`, `width`: of the padded sources, and of the padded rows with their eos, at least.
     """
     longest = max(length, *map(len, sources))
     ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)

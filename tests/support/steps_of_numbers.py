@@ -33,7 +33,6 @@ class Failing:
         self.number = number
 
     def result(self, timeout: float | None = None) -> None:
-        """Raises it."""
         raise OSError(self.number, os.strerror(self.number))
 
 
