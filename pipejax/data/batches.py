@@ -119,7 +119,7 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
         if characters > CHARACTERS:
             break
     train = config.train
-    sizes = {"size": train.batch_size, "group": train.length_group, "pack": pack_size(train)}
+    sizes = {"size": train.batch_size, "group": train.length_group, "pack": pack_size(train), "steps": train.steps}
     return choose(_lengths(sample), **sizes, most=train.shapes, limit=longest(config))
 
 

@@ -6,8 +6,8 @@ differently, so each has a function of its own.
 A run has few shapes because each one is compiled. A shape is a pair of lengths: source tokens, and slots of a row.
 Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch has
 little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
-those that save the most padding. A run begins with the most useful pairs and adds one every few steps, so that a short
-run compiles few.
+those that save the most padding, as long as another saves more in the run's steps than its compiling costs. A run
+begins with the most useful pairs and adds one every few steps.
 
 Shapes: B batch, G rows of slots.
 """
@@ -24,6 +24,7 @@ Pair = tuple[int, int]  # source tokens, slots of a row
 TRIED, EXAMPLES = 640, 2**17  # batches that `choose` draws, and examples in them, at the most
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
+COMPILING = 2**15  # tokens of padding that a pair has to save in a run: about its compiling, small models on few cores
 LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
 
 
@@ -116,8 +117,13 @@ class Shapes:
         return cls(rising, pairs, (source, slots), means)
 
 
-def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair) -> Shapes:
-    """Chooses at most `most` pairs for batches, by the lengths i64 [n, 2] of a sample: source tokens and slots."""
+def choose(
+    lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair, steps: int = LONGEST
+) -> Shapes:
+    """Chooses at most `most` pairs for batches, by the lengths i64 [n, 2] of a sample: source tokens and slots.
+
+    Fewer are chosen if another would save less padding in `steps` batches than its compiling costs.
+    """
     rng, together = np.random.default_rng(0), group * size
     draws = max(min(TRIED // group, EXAMPLES // together), 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
@@ -126,11 +132,14 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
     longest = np.sort(drawn[..., 0], axis=1)[:, size - 1 :: size].ravel()
     means = float(lengths[:, 0].mean()), float(pack * lengths[:, 1].mean())
     rounded = [round_up(int(n)) for n in (*longest, lengths[:, 0].max())]
+    price = (
+        (SOURCE + 1) * COMPILING / (steps * size * lengths.mean(0).sum())
+    )  # a batch without padding costs SOURCE + 1
     best, least = None, math.inf
     for count in sorted({max(most * n // 12, 1) for n in (3, 4, 6, 8, 12)}):
         shapes = Shapes(tuple(levels(rounded, count)), (), limit, means)
         needs, counts = np.unique(_needs(drawn, shapes, size, pack), axis=0, return_counts=True)
-        pairs, cost = _select(needs, counts, most, shapes)
+        pairs, cost = _select(needs, counts / counts.sum(), most, shapes, price)
         if cost < least:
             best, least = dataclasses.replace(shapes, pairs=tuple(pairs)), cost
     assert best is not None
@@ -188,25 +197,26 @@ def levels(lengths: Sequence[int], most: int) -> list[int]:
     return found[::-1]
 
 
-def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) -> tuple[list[Pair], float]:
-    """Chooses pairs such that every need fits into one, and returns them with their total cost.
+def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, price: float) -> tuple[list[Pair], float]:
+    """Chooses pairs such that every need fits into one, and returns them with the mean cost of a batch and of them.
 
-    Greedy: the pair of the greatest lengths first, then always the pair that saves the most. Then single pairs are
-    exchanged for better ones until no exchange saves padding, because early choices did not know the later ones.
+    Greedy: the pair of the greatest lengths first, then always the pair that saves the most, while it saves more than
+    its `price`. Then single pairs are exchanged for better ones until no exchange saves padding, because early choices
+    did not know the later ones.
     """
     every = np.stack(np.meshgrid(*(np.unique(axis) for axis in needs.T)), -1).reshape(-1, 2)
     holds = (every >= needs[:, None]).all(2)
     cost = np.where(holds, shapes.cost(every), np.inf)
-    weight = counts.astype(float)
 
     def totals(others: list[int]) -> np.ndarray:
         """The total cost for each candidate if it were used beside `others`."""
         return np.asarray(weight @ np.minimum(cost, cost[:, others].min(1)[:, None]))
 
     chosen = [int((every == every.max(0)).all(1).argmax())]
-    while len(chosen) < min(most, len(every)):
-        chosen.append(int(totals(chosen).argmin()))
-    best, again = float(weight @ cost[:, chosen].min(1)), True
+    best, again = float(weight @ cost[:, chosen[0]]), True
+    while len(chosen) < most and (found := totals(chosen)).min() < best - price:
+        chosen.append(int(found.argmin()))
+        best = float(found.min())
     while again:
         again = False
         for place in range(1, len(chosen)):
@@ -214,4 +224,4 @@ def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) ->
             if found.min() < best * (1 - 1e-9):
                 best, again = float(found.min()), True
                 chosen[place] = int(found.argmin())
-    return [(int(every[i, 0]), int(every[i, 1])) for i in dict.fromkeys(chosen)], best
+    return [(int(every[i, 0]), int(every[i, 1])) for i in chosen], best + price * len(chosen)

@@ -335,8 +335,10 @@ class Run:
         found = f"{examples or 'streamed'} training examples"
         logger.info(f"{size:.1f} M parameters{trains}, {found}, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
+        few = f"; a further one is not worth its compiling in {train.steps} steps" if self.step == 0 else ""
         logger.info(
             f"batches are padded to one of {most} shapes ({first} at first); each is compiled once, when it first comes"
+            + (few if len(self.shapes.pairs) < train.shapes else "")
         )
 
 
