@@ -40,19 +40,21 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
     except Damaged:
         raise
     except Exception as error:
-        _raise_unless_damage(error, path)
-        raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_short_message(error)})") from error
+        what, causes = f"{type(error).__name__}: {_short_message(error)}", _chain(error)
+        is_damage = any(isinstance(cause, MISSING) or _is_of_content(cause) for cause in causes)
+        if not is_damage or any(_is_passing(cause, path) for cause in causes):
+            raise UserError(f"{path}: cannot be read now ({what})") from error
+        _read_all(path)
+        raise Damaged(f"{path.name}: unreadable ({what})") from error
 
 
-def _raise_unless_damage(error: Exception, path: Path) -> None:
-    """Raises a UserError unless the error is of the files' content, or of their absence, and all files can be read."""
-    said = f"{path}: cannot be read now ({type(error).__name__}: {_short_message(error)})"
-    if not any(isinstance(cause, MISSING) or _is_of_content(cause) for cause in _chain(error)):
-        raise UserError(said) from error
-    for cause in _chain(error):
-        other_os_error = isinstance(cause, OSError) and not isinstance(cause, MISSING)
-        if PASSING.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or other_os_error:
-            raise UserError(said) from error
+def _is_passing(error: BaseException, path: Path) -> bool:
+    other_os_error = isinstance(error, OSError) and not isinstance(error, MISSING)
+    return bool(PASSING.search(str(error).replace(str(path), ""))) or out_of_memory(error) or other_os_error
+
+
+def _read_all(path: Path) -> None:
+    """Raises a UserError if a file cannot be read."""
     try:  # the disk may have failed in a way that TensorStore's message does not show
         for file in path.rglob("*"):
             if file.is_file():
@@ -60,7 +62,7 @@ def _raise_unless_damage(error: Exception, path: Path) -> None:
                     while content.read(1 << 24):
                         pass
     except OSError as trouble:
-        raise UserError(f"{path}: cannot be read now ({trouble.strerror or trouble})") from error
+        raise UserError(f"{path}: cannot be read now ({trouble.strerror or trouble})") from trouble
 
 
 def _is_of_content(error: BaseException) -> bool:

@@ -95,13 +95,8 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
         arrays[name] = pad([np.concatenate([getattr(e.target, name) for e in group]) for group in groups], width)
     numbers = [np.repeat(np.arange(len(g), dtype=np.int32), [len(e.target.inputs) for e in g]) for g in groups]
     arrays |= {"example": pad(numbers, width), "slots": slots}
-    return Batch(
-        arrays,
-        [e.id for e in examples],
-        _lengths(examples),
-        sum(e.source_was_cut for e in examples),
-        sum(e.target_was_cut for e in examples),
-    )
+    cut = sum(e.source_was_cut for e in examples), sum(e.target_was_cut for e in examples)
+    return Batch(arrays, [e.id for e in examples], _lengths(examples), *cut)
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:

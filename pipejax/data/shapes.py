@@ -1,11 +1,9 @@
 """Padded lengths, and the choice of a few padded shapes for training batches from the lengths of the examples.
 
 Every length costs a compilation, and every padding token costs time. Training, encoding and decoding weigh these costs
-differently, so each has a function of its own.
-
-A run has few shapes because each one is compiled. A shape is a pair of lengths: source tokens, and slots of a row.
-Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch has
-little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
+differently, so each has a function of its own. A shape of a run is a pair of lengths: source tokens, and slots of a
+row. Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch
+has little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
 those that save the most padding, as long as another saves more in the run's steps than its compiling costs. A run
 begins with the most useful pairs and adds one every few steps.
 
@@ -66,11 +64,8 @@ class Shapes:
     means: tuple[float, float]  # source tokens, and slots of a row, without padding
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
-        """Indices that sort examples i64 [n, 2] (source tokens, slots) so that neighbours have similar lengths.
-
-        They are sorted by level, then by slots: rising in every other level and falling between, so that slots stay
-        similar where a level ends.
-        """
+        """Indices that sort examples i64 [n, 2] (source tokens, slots) so that neighbours have similar lengths."""
+        # Slots rise in every other level and fall between, so that they stay similar where a level ends.
         level = np.searchsorted(self.levels, lengths[:, 0])
         return np.lexsort((np.where(level % 2, -1, 1) * lengths[:, 1], level))
 
@@ -120,10 +115,7 @@ class Shapes:
 def choose(
     lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair, steps: int = LONGEST
 ) -> Shapes:
-    """Chooses at most `most` pairs for batches, by the lengths i64 [n, 2] of a sample: source tokens and slots.
-
-    Fewer are chosen if another would save less padding in `steps` batches than its compiling costs.
-    """
+    """At most `most` pairs for so many steps, by the lengths i64 [n, 2] of a sample: source tokens and slots."""
     rng, together = np.random.default_rng(0), group * size
     draws = max(min(TRIED // group, EXAMPLES // together), 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
@@ -147,10 +139,7 @@ def choose(
 
 
 def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
-    """The shape that each batch needs, i64 [n, 2]: the level of its longest source, the slots of its longest row.
-
-    `drawn`, i64 [draws, group * B, 2], has the lengths of the examples that are drawn together.
-    """
+    """The shape that each batch of drawn examples [draws, group * B, 2] needs, i64 [n, 2]: level and slots."""
     batches = np.concatenate([draw[shapes.order(draw)] for draw in drawn]).reshape(-1, size, 2)
     packed = np.stack([batch[deal(batch[:, 1].tolist(), pack), 1] for batch in batches])
     widths = packed.reshape(len(batches), -1, pack).sum(2).max(1)
@@ -198,12 +187,7 @@ def levels(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, price: float) -> tuple[list[Pair], float]:
-    """Chooses pairs such that every need fits into one, and returns them with the mean cost of a batch and of them.
-
-    Greedy: the pair of the greatest lengths first, then always the pair that saves the most, while it saves more than
-    its `price`. Then single pairs are exchanged for better ones until no exchange saves padding, because early choices
-    did not know the later ones.
-    """
+    """Pairs of which one fits each need, the longest first, and the mean cost of a batch and of the pairs together."""
     every = np.stack(np.meshgrid(*(np.unique(axis) for axis in needs.T)), -1).reshape(-1, 2)
     holds = (every >= needs[:, None]).all(2)
     cost = np.where(holds, shapes.cost(every), np.inf)
@@ -214,6 +198,7 @@ def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, pr
 
     chosen = [int((every == every.max(0)).all(1).argmax())]
     best, again = float(weight @ cost[:, chosen[0]]), True
+    # Greedy, while another saves more than its price; then exchanges, as early choices did not know the later ones.
     while len(chosen) < most and (found := totals(chosen)).min() < best - price:
         chosen.append(int(found.argmin()))
         best = float(found.min())

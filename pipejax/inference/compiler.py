@@ -42,9 +42,9 @@ class Compiler:
     def _run(self) -> None:
         while (asked := self._asked.get())[0] != END:
             self._meet(*asked)
-            del asked
+            del asked  # and what it would make
 
-    def _meet(self, order: int, number: int, key: Hashable, make: Callable[[], object]) -> None:
+    def _meet(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
         error = None
         if key not in self.compiled:
             try:

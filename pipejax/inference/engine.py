@@ -323,10 +323,8 @@ class Engine:
         with self._change:
             others = any(one.kind == kind and not one.cancelled for one in self._waiting if one is not answer)
         beside = others or self._running_with(kind) > 0
-        length, logits = (
-            len(answer.generator.ids_of(request.source)),
-            request.log_probs or request.sampling.temperature > 0,
-        )
+        length = len(answer.generator.ids_of(request.source))
+        logits = request.log_probs or request.sampling.temperature > 0
         found = list[tuple[_Lane, Needs]]()
         for places in dict.fromkeys([self.places] if beside or self._beside else [1, self.places]):
             lane = _Lane(kind, places, request.source.schema)

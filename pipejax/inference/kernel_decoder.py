@@ -160,14 +160,7 @@ def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
 
 
 def encode(
-    config: T5Config,
-    encoder: Encoder,
-    source: Array,
-    length: Array,
-    *,
-    slots: int,
-    weights: str,
-    level: kernels.Level,
+    config: T5Config, encoder: Encoder, source: Array, length: Array, *, slots: int, weights: str, level: kernels.Level
 ) -> Memory:
     """The memory of sources i32 [B, L] with `length` i32 [B] real tokens each."""
     batch, longest = source.shape
