@@ -13,7 +13,7 @@ import pytest
 
 import pipejax
 from pipejax.convert import converted, from_hf
-from pipejax.convert.huggingface import write_hf
+from pipejax.convert.huggingface import locate, write_hf
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -126,7 +126,7 @@ def test_one_bit_of_any_file_makes_another_conversion(part: str, there: Path) ->
 
 
 def place_of(directory: Path, name: str = "name") -> Path:
-    return converted._place(Path("cache"), name, str(directory), converted.locate)
+    return converted._place(Path("cache"), name, str(directory), locate)
 
 
 def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 @contextlib.contextmanager
 def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """A block that reads the item at `path`; its errors become Damaged, or UserError if the files may be good.
-
-    `files` are the digests of the item's small files; old steps have none.
-    """
+    """A block that reads an item, whose small files have these digests; errors become Damaged, or UserError."""
     try:
         for name, word in files.items():
             if _digest(path / name) != word:

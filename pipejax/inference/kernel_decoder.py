@@ -104,9 +104,8 @@ class KernelDecoder:
         given = fields.arrays("STEP_FIELDS", of_step)
         aliases: dict[int, int] = {}  # the caches, a layer's last, are written in place
         for i, layer in enumerate(w.layers):
-            keys = memory.keys[i]
-            of_memory = {"memory_keys": Matrix(keys.rows, keys.scale), "memory_values": memory.values[i]}
-            of_memory |= {"memory_balance": keys.balance}
+            keys, of_memory = memory.keys[i], {"memory_values": memory.values[i]}
+            of_memory |= {"memory_keys": Matrix(keys.rows, keys.scale), "memory_balance": keys.balance}
             of_cache = {"cache_keys": cache.keys[i], "cache_values": cache.values[i]}
             given += fields.arrays("DECODER_LAYER_FIELDS", vars(layer) | of_memory | of_cache)
             aliases |= {len(given) - 2: 1 + 2 * i, len(given) - 1: 2 + 2 * i}
