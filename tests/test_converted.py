@@ -1,6 +1,7 @@
 """Opening a Hugging Face model by its place or name: converted once, as `pipejax convert from-hf` does."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 
 import pipejax
 from pipejax.convert import converted, from_hf
-from pipejax.convert.huggingface import write_hf
+from pipejax.convert.huggingface import locate, write_hf
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -127,7 +128,7 @@ def test_one_bit_of_any_file_makes_another_conversion(part: str, there: Path) ->
 
 
 def place_of(directory: Path, name: str = "name") -> Path:
-    return converted._place(Path("cache"), name, directory)
+    return converted._place(Path("cache"), name, str(directory), locate)
 
 
 def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +221,46 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
         calls.append(source)
         out.mkdir()
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **given: str(part))
+    monkeypatch.setattr(converted, "_downloaded", lambda source: part)
     monkeypatch.setattr(converted, "locate", locate)
     monkeypatch.setattr(converted, "from_hf", convert)
     converted.find("some/t5")
     assert calls == ["some/t5", "some/t5"]
+
+
+@pytest.mark.parametrize("of_hub", [True, False])
+def test_the_base_of_an_adapter_is_asked_for_no_more_than_a_model(
+    there: Path, monkeypatch: pytest.MonkeyPatch, of_hub: bool
+) -> None:
+    """Not at all if what was downloaded last is converted; and once if it is another by now."""
+    base = adapter(there).parent
+    (there / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    at, asked = {"some/base": base, "some/adapter": there}, list[str]()
+
+    def download(name: str, *, allow_patterns: Any = None, local_files_only: bool = False) -> str:
+        if not local_files_only:
+            asked.append(name)
+        return str(at[name])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(converted, "from_hf", lambda source, out: out.mkdir())
+    source = "some/adapter" if of_hub else str(there)
+    names = ["some/adapter", "some/base"] if of_hub else ["some/base"]
+    first = converted.find(source)
+    assert asked == names
+    assert converted.find(source) == first and asked == names
+    flip(base / "model.safetensors")
+    assert converted.find(source) != first and asked == 2 * names
+
+
+def test_a_model_is_named_as_it_was_asked_for(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the link's own name, as a cache and a server name it; by the target's only where the system goes there."""
+    (tmp_path / "latest").symlink_to(there)
+    (there / "in").mkdir()
+    (tmp_path / "deep").symlink_to(there / "in")
+    monkeypatch.chdir(tmp_path)
+    for spelling, name in (("latest", "latest"), ("deep/..", "some-t5"), ("./some-t5/.", "some-t5")):
+        run = tmp_path / f"run of {name}{len(spelling)}"
+        from_hf(spelling, run)
+        assert json.loads((run / "config.json").read_text())["name"] == name
+        assert converted.find(spelling).parent.name.rpartition("-")[0] == name

@@ -16,6 +16,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Best, Store, save_params
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint.__main__ import main
+from pipejax.checkpoint.manifest import Damaged
 from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError
 from pipejax.system.files import new_directory, sync_output, write_text
@@ -170,6 +171,9 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
         OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)),
         MemoryError(),
         ValueError("UNAVAILABLE: try again"),
+        ValueError('Error parsing object member "base": Invalid file path: "/runs/../x/"'),
+        ValueError("zip() argument 2 is shorter than argument 1"),
+        KeyError("params"),
         ValueError('Error reading "a": [OS error 5: EIO Input/output error]'),
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:40],
@@ -190,6 +194,31 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, caps
     assert [line.split()[:2] for line in told.out.splitlines()] == [[f"checkpoints/{i}", "refused"] for i in (4, 8)]
     assert told.out.count("cannot be read now") == 2 and "2 steps, 0 damaged, 2 refused" in told.err
     assert store.steps() == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda item: (item / "manifest.ocdbt").write_bytes(bytes(40)), "DATA_LOSS: Error decoding local file"),
+        (lambda item: flip(item), "ValueError: .*Error (reading|decoding)"),
+        (lambda item: [file.unlink() for file in item.glob("d/*")], "NOT_FOUND: Error reading"),
+        (
+            lambda item: [file.write_bytes(file.read_bytes()[:9]) for file in item.rglob("d/*")],
+            "OUT_OF_RANGE|Error (reading|decoding)",
+        ),
+        (lambda item: (item / "_METADATA").unlink(), r"_METADATA"),
+        (lambda item: (item.parent / "manifest/metadata").write_text("{"), "JSONDecodeError"),
+        (lambda item: (item.parent / "manifest/metadata").write_bytes(b'{"\xff": 1}'), "UnicodeDecodeError"),
+        (lambda item: (item.parent / "manifest/metadata").unlink(), "FileNotFoundError"),
+    ],
+    ids=["header", "bits", "absent", "cut", "whole file", "no JSON", "no text", "manifest"],
+)
+def test_what_is_said_of_the_content_is_damage(tmp_path, spoil, says):
+    save(tmp_path / "checkpoints", 4)
+    spoil(tmp_path / "checkpoints/4/params")
+    with pytest.raises(Damaged, match=f"unreadable .*({says})") as found:
+        Store(tmp_path / "checkpoints").restore(4)
+    assert "tensorstore_spec" not in str(found.value)
 
 
 def test_files_that_nobody_may_read_are_not_damaged(tmp_path, monkeypatch):

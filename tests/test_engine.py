@@ -1,8 +1,10 @@
 """The engine: whatever else it answers, each answer is what decoding that source alone gives."""
 
 import dataclasses
+import gc
 import threading
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -105,6 +107,7 @@ def test_samples_are_those_of_the_seed(generator):
     assert greedy["row_ids"] == generator.decode([ids])[0]["row_ids"]
 
 
+@pytest.mark.slow
 def test_answers_to_a_source_that_was_just_encoded(generator):
     """Those that decoding gives, of sources in turn and together; the encoder reads each of them once."""
     given = [[5, 6, 7, 1], [8, 9, 1], [2, 3, 4, 5, 6, 1]]
@@ -120,6 +123,7 @@ def test_answers_to_a_source_that_was_just_encoded(generator):
     assert counts == [(0, 1), (1, 1), (1, 2), (2, 2), (3, 3), (3, 4)]
 
 
+@pytest.mark.slow
 def test_our_kernel_leaves_an_encoding_as_it_was(fast):
     engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
     engine.warm_up(4)
@@ -549,6 +553,60 @@ def test_a_compilation_that_fails_is_told_to_those_who_wait_for_it(generator, mo
             list(answer.events())
     assert (engine.failed, engine.waiting, bool(other.awaits)) == (2, 1, True)
     engine.close(drain=False, seconds=0)
+
+
+@pytest.mark.parametrize("error", [MemoryError("little"), RuntimeError("RESOURCE_EXHAUSTED: little"), ValueError("no")])
+def test_what_nobody_uses_is_given_up_where_a_compilation_lacked_memory(fake, monkeypatch, error):
+    cleared = []
+    monkeypatch.setattr(fake.encodings, "clear", lambda: cleared.append(True))
+    record_in(fake.submit(plain(2)))
+    kept, held = [*fake._batches.values()], Held(fake)
+    lost = fake.submit(plain(9))
+    wait_until(lambda: held.kept)
+
+    def fail():
+        raise error
+
+    held.ask({next(iter(held.kept[0])): fail})
+    with pytest.raises(type(error), match=str(error)):
+        list(lost.events())
+    held.let_go()
+    record_in(fake.submit(plain(2)))
+    lacked = not isinstance(error, ValueError)
+    assert cleared == [True] * lacked and all((batch in fake._batches.values()) != lacked for batch in kept)
+
+
+@pytest.mark.parametrize("how", ["by itself", "on the way", "for another reason"])
+def test_nothing_of_a_failed_compilation_stays(how):
+    """Neither in the thread that waits for the next, nor by the error that others were told."""
+
+    class Array:
+        pass
+
+    left, told = [], []
+
+    def deeper(array):
+        raise MemoryError("little")
+
+    def fail():
+        array = Array()
+        left.append(weakref.ref(array))
+        try:
+            deeper(array)
+        except MemoryError as error:
+            if how == "by itself":
+                raise
+            raise RuntimeError("no program") from (error if how == "on the way" else None)
+
+    compiler = Compiler(lambda key, error: told.append(error))
+    gc.disable()
+    try:
+        compiler.ask({"bad": fail})
+        wait_until(lambda: told and not left[0]())
+    finally:
+        gc.enable()
+        compiler.close()
+    assert str(told[0]) in ("little", "no program")
 
 
 def test_the_compiler_takes_what_is_waited_for_first():

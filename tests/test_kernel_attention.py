@@ -1,6 +1,6 @@
-"""The encoder's attention in int8, on heads made by hand, equals softmax; its C++ runs as with VNNI.
+"""Attention in int8, the encoder's and that to a source, equals softmax on heads made by hand.
 
-Where this processor has no VNNI, `support/vnni/immintrin.h` computes its instructions.
+Its C++ runs as with VNNI. Where this processor has no VNNI, `support/vnni/immintrin.h` computes its instructions.
 """
 
 import ctypes
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def attend(kernel_cache: Path) -> Callable[..., np.ndarray]:
-    """Of queries, keys, values [N, K] and a bias [2 N - 1] it gives [N, K]."""
+def library(kernel_cache: Path) -> ctypes.CDLL:
     files = [*kernels.SOURCES, *sorted(SUPPORT.iterdir())]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + FLAGS.encode()).hexdigest()[:16]
     library = kernel_cache / f"attention-{digest}.so"
@@ -47,7 +46,13 @@ def attend(kernel_cache: Path) -> Callable[..., np.ndarray]:
         ]
         subprocess.run(command, check=True, timeout=300)
         made.replace(library)
-    function = ctypes.CDLL(str(library)).attend
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def attend(library: ctypes.CDLL) -> Callable[..., np.ndarray]:
+    """Of queries, keys, values [N, K] and a bias [2 N - 1] it gives [N, K]."""
+    function = library.attend
     numbers, size = np.ctypeslib.ndpointer(np.float32, flags="C"), ctypes.c_int64
     function.argtypes, function.restype = [numbers, numbers, numbers, size, size, numbers, numbers], None
 
@@ -60,9 +65,24 @@ def attend(kernel_cache: Path) -> Callable[..., np.ndarray]:
     return run
 
 
+@pytest.fixture(scope="module")
+def look(library: ctypes.CDLL) -> Callable[..., np.ndarray]:
+    """Of queries [M, K], keys and values [N, K], as a decoder step looks into a source, it gives [M, K]."""
+    numbers, size = np.ctypeslib.ndpointer(np.float32, flags="C"), ctypes.c_int64
+    library.look.argtypes, library.look.restype = [numbers, numbers, numbers, size, size, size, numbers, numbers], None
+
+    def run(*head: np.ndarray) -> np.ndarray:
+        queries, keys, values = (np.ascontiguousarray(x, np.float32) for x in head)
+        found = np.zeros_like(queries)
+        library.look(queries, keys, values, len(queries), *keys.shape, np.zeros_like(queries), found)
+        return found
+
+    return run
+
+
 def softmax(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    n = len(queries)
-    scores = queries @ keys.T + bias[np.arange(n) - np.arange(n)[:, None] + n - 1]
+    n, m = len(queries), len(keys)
+    scores = queries @ keys.T + bias[np.arange(m) - np.arange(n)[:, None] + n - 1]
     powers = np.exp(scores - scores.max(axis=1, keepdims=True))
     return powers @ values / powers.sum(axis=1, keepdims=True)
 
@@ -119,7 +139,7 @@ def spoil(head: Head, which: int, rows: Any, channels: Any, factor: float, add: 
     head[which][rows, channels] = head[which][rows, channels] * factor + add
 
 
-@pytest.mark.parametrize(
+UNEVEN = pytest.mark.parametrize(
     "changes",
     [
         pytest.param([], id="random"),
@@ -132,6 +152,9 @@ def spoil(head: Head, which: int, rows: Any, channels: Any, factor: float, add: 
         pytest.param([(1, 5, 100.0, 0.0), (0, 5, 0.0, 0.0)], id="keys that meet no queries"),
     ],
 )
+
+
+@UNEVEN
 def test_a_channel_may_be_a_hundred_times_the_others(
     attend: Callable[..., np.ndarray], changes: list[tuple[int, Any, float, float]]
 ) -> None:
@@ -140,6 +163,36 @@ def test_a_channel_may_be_a_hundred_times_the_others(
         spoil(head, which, slice(None), channel, factor, add)
     off = (attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0)
     assert np.sqrt((off**2).mean()) < UNLIKE[0] and np.abs(off).max() < UNLIKE[1]
+
+
+@UNEVEN
+@pytest.mark.parametrize("count", [1, 7, 60])
+def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
+    look: Callable[..., np.ndarray], changes: list[tuple[int, Any, float, float]], count: int
+) -> None:
+    """Whatever the queries are: they come when the keys are laid out already."""
+    head = random()
+    for which, channel, factor, add in changes:
+        spoil(head, which, slice(None), channel, factor, add)
+    queries, keys, values = head[0][:count], *head[1:3]
+    off = look(queries, keys, values) - softmax(queries, keys, values, np.zeros(count + len(keys) - 1))
+    off /= np.abs(values).max(axis=0)
+    assert np.sqrt((off**2).mean()) < UNLIKE[0] / 2 and np.abs(off).max() < UNLIKE[1] / 2
+
+
+def test_a_token_of_a_source_may_be_a_hundred_times_the_others(look: Callable[..., np.ndarray]) -> None:
+    queries, keys, values, _ = head = random()
+    spoil(head, 1, 7, 3, 100.0)
+    off = (look(queries, keys, values) - softmax(*head[:3], np.zeros(299))) / np.abs(values).max(axis=0)
+    assert np.sqrt((off[np.abs(queries[:, 3]) < 0.05] ** 2).mean()) < UNLIKE[0]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("trouble", [np.nan, np.inf])
+def test_what_is_not_finite_in_a_source_shows(look: Callable[..., np.ndarray], which: int, trouble: float) -> None:
+    head = random(40)[:3]
+    head[which][11, 3] = trouble
+    assert not np.isfinite(look(*head)[11, 3])
 
 
 def test_a_token_may_be_a_hundred_times_the_others(attend: Callable[..., np.ndarray]) -> None:

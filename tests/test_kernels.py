@@ -173,7 +173,8 @@ def check_encoder(level, shape, weights, lengths=(70, 1, 33, 64)):
             x = x.swapaxes(1, 2).reshape(len(length), slots, -1)
             assert np.isfinite(x).all()
             for b, n in enumerate(length):
-                error = np.abs(x[b, :n] - wanted[b][i, j]).max()
+                mean = wanted[b][i, j].mean(axis=0) if j == 0 and weights == "int8" else 0
+                error = np.abs(x[b, :n] - (wanted[b][i, j] - mean)).max()
                 assert error <= (3e-5 if weights == "auto" else KEYS[in_one_digit(weights, level)]) * most
 
 

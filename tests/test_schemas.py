@@ -667,7 +667,9 @@ def test_a_server_follows_response_format() -> None:
         named = {"format": {"type": "json_schema", "name": "x", "schema": asked}}
         reply = client.post("/v1/responses", json={"input": SOURCES[0], "text": named})
         assert reply.json()["output"][0]["content"][0]["text"] == wanted["text"]
-        assert reply.json()["text"] == named
+        assert reply.json()["text"] == named and reply.json()["max_output_tokens"] is None
+        asks = {"input": SOURCES[0], "text": named, "max_output_tokens": least}
+        assert client.post("/v1/responses", json=asks).json()["max_output_tokens"] == least
         odd = b'{"input": "a", "text": {"format": {"type": "text", "x": 1e999}}}'
         reply = client.post("/v1/responses", content=odd, headers={"Content-Type": "application/json"})
         assert reply.json()["text"] == {"format": {"type": "text"}}

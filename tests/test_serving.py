@@ -986,6 +986,22 @@ def test_a_response_says_what_was_asked(client: TestClient) -> None:
         assert {name: told[name] for name in asks} == asks
 
 
+def test_a_bound_under_a_schema_is_echoed_too(
+    client: TestClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it bounds each row, and the answer as a whole elsewhere: the response says what the client asked."""
+    from pipejax.apps.serving import response_format
+
+    monkeypatch.setattr(response_format, "read", lambda given, generator, strategy, **options: generator)
+    for each, whole in ((3, None), (None, 9)):
+        monkeypatch.setattr(response_format, "row_tokens", lambda *given, each=each: each)
+        schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+        body = {"input": TEXT, "max_output_tokens": 9, "text": {"format": schema}}
+        found = client.post("/v1/responses", json=body).json()
+        assert (found["max_output_tokens"], found["text"]) == (9, {"format": schema})
+        assert (engine.requests[-1].row_tokens, engine.requests[-1].max_tokens) == (each, whole)
+
+
 def test_a_method_that_cannot_stream_is_refused_in_one_line(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,29 @@ def test_the_choice_is_the_best_for_lengths_of_two_kinds():
     assert set(used) == set(kinds) and (sums[:, :2].sum(0) == sums[:, 2:].sum(0)).all()
 
 
+@pytest.mark.parametrize("steps, most", [(100, 3), (340, 5), (1000, 6)])
+def test_few_short_examples_have_few_shapes(steps, most):
+    """406 of them, by default: a further shape would save so little padding that its compiling is never made good."""
+    rng = np.random.default_rng(1)
+    lengths = np.stack([lognormal(rng, 30, 60, 120, 406), lognormal(rng, 12, 24, 60, 406)], axis=1)
+    sizes = {"size": 24, "group": 16, "pack": 3, "most": TrainConfig().shapes, "limit": LIMIT}
+    shapes = choose(lengths, **sizes, steps=steps)
+    everything = choose(lengths, **sizes)
+    (used, sums), (_, least) = (trained(lengths, chosen, steps=steps) for chosen in (shapes, everything))
+    assert 1 < len(set(used)) <= len(shapes.pairs) <= most and len(everything.pairs) == 22
+    # All others together would have saved less than their compilations cost.
+    assert 0 < (sums - least)[:, :2].sum() < (22 - len(shapes.pairs)) * 2**15
+    assert choose(lengths, **sizes, steps=steps) == shapes  # as another process would
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_long_runs_have_as_many_shapes_as_are_asked_for(name):
+    """Of the paper's runs the shortest has 1,907 steps."""
+    sizes = {"size": 24, "group": 16, "pack": 3, "limit": LIMIT}
+    shapes = choose(like(name), **sizes, most=22, steps=1907)
+    assert shapes == choose(like(name), **sizes, most=22) and len(shapes.pairs) == 22
+
+
 def test_what_exceeds_every_shape_gets_a_doubling_of_the_largest():
     shapes = Shapes((96,), ((96, 40), (32, 16)), (1000, 64), (50.0, 10.0))
     assert shapes.fit((30, 16)) == (32, 16) and shapes.fit((30, 17)) == (96, 40)

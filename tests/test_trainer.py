@@ -164,6 +164,16 @@ def test_fixed_batches_hold_everything_once(tokenizer):
     assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
 
 
+def test_fewer_steps_have_fewer_shapes(tokenizer):
+    """Those of a config, from the lengths of its examples."""
+    examples = demo.examples("train")[:406]
+    few, many = (
+        choose_shapes(examples, tokenizer, change(CONFIG, train={"steps": steps, "shapes": 22}), MODEL).pairs
+        for steps in (200, 10**6)
+    )
+    assert len(few) <= 4 < len(many)
+
+
 def test_padded_lengths_are_few_and_tight():
     sizes = sorted({bucket(n) for n in range(1, 2049)})
     assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from pipejax.data import batches, demo
 from pipejax.data.batches import Share, TrainingBatches, pack_size, prefetch
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
+from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.training import compare, examiner, loop
@@ -267,6 +269,34 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     assert untimed(metrics(tmp_path)) == untimed(lines)
     assert fit(change(config, train={"patience": 0, "steps": 4, "shapes": 3}), tmp_path) == 0
     assert metrics(tmp_path)[-1]["step"] == 4
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
+    """More steps would be worth more shapes, and other ones would change what was learned."""
+    config = change(ON_ONE, train={"steps": 1, "shapes": 9, "evaluate_examples": 8})
+    assert fit(config, tmp_path) == 0
+    line = "batches are padded to one of 1 shapes (1 at first); each is compiled once, when it first comes"
+    assert f"{line}; a further one is not worth its compiling in 1 steps" in said
+    said.clear()
+    assert fit(change(config, train={"steps": 2}), tmp_path) == 0
+    assert line in said
+    kept = [checkpoint.Store(tmp_path / "checkpoints").describe(step).metadata["shapes"] for step in (1, 2)]
+    assert kept[0] == kept[1] and len(kept[0]["pairs"]) == 1
+
+
+@pytest.mark.parametrize("step, count, told", [(0, 2, True), (0, 9, False), (4, 2, False)])
+def test_the_number_of_shapes_is_told_and_why_there_are_no_more(said, step, count, told):
+    """After a pause not why: they are those of the run, whatever it was asked for then."""
+    run = mock.MagicMock(step=step, config=change(CONFIG, train={"shapes": 9, "steps": 30}))
+    run.state.params, run.trainer.trained.return_value = {}, {}
+    run.shapes = Shapes((8,), ((8, 8),) * count, (8, 8), (8.0, 8.0))
+    loop.Run._say_what_is_trained(run, 406)
+    line = (
+        f"batches are padded to one of {min(count, 7)} shapes ({min(count, 4)} at first); each is compiled once, when"
+    )
+    why = "; a further one is not worth its compiling in 30 steps" if told else ""
+    assert said[-1] == f"{line} it first comes{why}"
 
 
 def test_evaluations_are_bounded_by_their_targets(tokenizer):

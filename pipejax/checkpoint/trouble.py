@@ -15,11 +15,8 @@ from types import MappingProxyType, TracebackType
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
 
-# The errors that damaged files cause: files are missing or of another kind, their bytes are invalid (ValueError), or
-# their JSON is not what the parsing code expects.
-MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-DAMAGE = (ValueError, *MISSING)
-PARSER_ERRORS = (LookupError, TypeError, AttributeError)
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # a damaged step lacks files
+CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")  # TensorStore of a file; else of the call, as of a path
 PASSING = re.compile(  # in messages of TensorStore and XLA: the file may be good
     "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|UNKNOWN|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|UNIMPLEMENTED"
     "|OS error (?!2:|20:|21:)"
@@ -31,11 +28,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 @contextlib.contextmanager
 def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """A block that reads the item at `path`; its errors become Damaged, or UserError if the files may be good.
-
-    `files` are the digests of the item's small files, which Orbax parses; old steps have none. If they match, an error
-    in the parsing code is not taken for damage.
-    """
+    """A block that reads an item, whose small files have these digests; errors become Damaged, or UserError."""
     try:
         for name, word in files.items():
             if _digest(path / name) != word:
@@ -44,19 +37,21 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
     except Damaged:
         raise
     except Exception as error:
-        _raise_unless_damage(error, path, DAMAGE if files else (*DAMAGE, *PARSER_ERRORS))
-        raise Damaged(f"{path.name}: unreadable ({type(error).__name__}: {_short_message(error)})") from error
+        what, causes = f"{type(error).__name__}: {_short_message(error)}", _chain(error)
+        is_damage = any(isinstance(cause, MISSING) or _is_of_content(cause) for cause in causes)
+        if not is_damage or any(_is_passing(cause, path) for cause in causes):
+            raise UserError(f"{path}: cannot be read now ({what})") from error
+        _read_all(path)
+        raise Damaged(f"{path.name}: unreadable ({what})") from error
 
 
-def _raise_unless_damage(error: Exception, path: Path, damage: tuple[type[Exception], ...]) -> None:
-    """Raises a UserError unless the error means damage: it is of a `damage` type, and all files can be read."""
-    said = f"{path}: cannot be read now ({type(error).__name__}: {_short_message(error)})"
-    if not any(isinstance(cause, damage) for cause in _chain(error)):  # Orbax wraps some errors in a bare Exception
-        raise UserError(said) from error
-    for cause in _chain(error):
-        other_os_error = isinstance(cause, OSError) and not isinstance(cause, MISSING)
-        if PASSING.search(str(cause).replace(str(path), "")) or out_of_memory(cause) or other_os_error:
-            raise UserError(said) from error
+def _is_passing(error: BaseException, path: Path) -> bool:
+    other_os_error = isinstance(error, OSError) and not isinstance(error, MISSING)
+    return bool(PASSING.search(str(error).replace(str(path), ""))) or out_of_memory(error) or other_os_error
+
+
+def _read_all(path: Path) -> None:
+    """Raises a UserError if a file cannot be read."""
     try:  # the disk may have failed in a way that TensorStore's message does not show
         for file in path.rglob("*"):
             if file.is_file():
@@ -64,7 +59,12 @@ def _raise_unless_damage(error: Exception, path: Path, damage: tuple[type[Except
                     while content.read(1 << 24):
                         pass
     except OSError as trouble:
-        raise UserError(f"{path}: cannot be read now ({trouble.strerror or trouble})") from error
+        raise UserError(f"{path}: cannot be read now ({trouble.strerror or trouble})") from trouble
+
+
+def _is_of_content(error: BaseException) -> bool:
+    """JSON and texts that cannot be read have a type of their own; of bare ValueErrors the message tells."""
+    return isinstance(error, ValueError) and (type(error) is not ValueError or bool(CONTENT.search(str(error))))
 
 
 def metadata_digests(item: Path) -> dict[str, str]:
@@ -124,4 +124,4 @@ def hush_stragglers() -> None:
 
 def _short_message(error: BaseException) -> str:
     """The message in one line of at most 160 characters, without TensorStore's details."""
-    return " ".join(str(error).partition(" See full TensorStore")[0].split())[:160]
+    return " ".join(re.split(r" See full TensorStore| \[tensorstore_spec=", str(error))[0].split())[:160]

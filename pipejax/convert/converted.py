@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def find(source: str | Path) -> Path:
 
     A directory's conversion is known by the content of its files, and by the version of pipejax: if either changes, it
     is converted anew.
-    The hub is not asked for a name whose newest download was converted already.
+    The hub is not asked for a name, or for an adapter's base, whose newest download was converted already.
     """
     path = Path(source)
     is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()
@@ -38,25 +39,17 @@ def find(source: str | Path) -> Path:
     if not (is_hugging_face or of_hub):
         return path
     cache = compile_cache.safe_directory()
-    directory: Path | None = None if of_hub else path
-    if of_hub:
-        from huggingface_hub import snapshot_download
-
-        with contextlib.suppress(Exception):  # of many kinds; `locate` says in one line if there is no such model
-            name, at = of_hub  # the version that was asked for last, if it is here already
-            directory = Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=True, **at))
-    is_kept = False
-    if cache and of_hub and directory:
-        with contextlib.suppress(UserError):  # a part of it may not be here yet
-            is_kept = look(_place(cache, absolute(path).name, directory)) == "directory"
-    if directory is None or (of_hub and not is_kept):
-        directory = locate(str(source))
     if cache is None:
         raise UserError(
             f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
             f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
         )
-    target = _place(cache, absolute(path).name, directory)
+    target, name = None, absolute(path).name
+    if of_hub or adapters.is_adapter(path):
+        with contextlib.suppress(UserError):  # a part of it may not be here yet
+            target = _place(cache, name, str(source), _downloaded)
+    if target is None or look(target) != "directory":
+        target = _place(cache, name, str(source), locate)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -64,9 +57,22 @@ def find(source: str | Path) -> Path:
     return target / "checkpoint"
 
 
-def _place(cache: Path, name: str, directory: Path) -> Path:
-    """Where the conversion of a directory is kept: by the content of all files that it is made of."""
-    places = [(directory, WHOLE)]
+def _downloaded(source: str) -> Path:
+    """As `locate`; of a hub's model the files that are here already, of the version that was asked for last."""
+    if look(source) or (of_hub := hub.parted(source)) is None:
+        return locate(source)
+    name, at = of_hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=True, **at))
+    except Exception as error:  # the hub client raises many kinds
+        raise UserError(f"{source}: found no download") from error
+
+
+def _place(cache: Path, name: str, source: str, locate: Callable[[str], Path]) -> Path:
+    """Where the conversion of a source is kept: by the content of all files that it is made of."""
+    places = [(directory := locate(source), WHOLE)]
     if adapters.is_adapter(directory):
         places = [(directory, ADAPTER), (locate(adapters.base_of(directory)), WHOLE)]
     facts: list[object] = [VERSION]

@@ -165,8 +165,8 @@ def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Co
         factors = adapters.read(given, model) if is_adapter else {}
         model, params = _read_params(directory, model)
         params = unflatten_dict(flatten_dict(params, sep="/") | factors, sep="/")
-        name = source if look(source) else str(source).partition("@")[0]
-        config = dataclasses.replace(_settings(directory, model, given), name=Path(name).resolve().name)
+        name = absolute(source if look(source) else str(source).partition("@")[0]).name
+        config = dataclasses.replace(_settings(directory, model, given), name=name)
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too

@@ -92,13 +92,8 @@ def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) 
         arrays[name] = pad([np.concatenate([getattr(e.target, name) for e in group]) for group in groups], width)
     numbers = [np.repeat(np.arange(len(g), dtype=np.int32), [len(e.target.inputs) for e in g]) for g in groups]
     arrays |= {"example": pad(numbers, width), "slots": slots}
-    return Batch(
-        arrays,
-        [e.id for e in examples],
-        _lengths(examples),
-        sum(e.source_was_cut for e in examples),
-        sum(e.target_was_cut for e in examples),
-    )
+    cut = sum(e.source_was_cut for e in examples), sum(e.target_was_cut for e in examples)
+    return Batch(arrays, [e.id for e in examples], _lengths(examples), *cut)
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
@@ -115,7 +110,7 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
         if characters > CHARACTERS:
             break
     train = config.train
-    sizes = {"size": train.batch_size, "group": train.length_group, "pack": pack_size(train)}
+    sizes = {"size": train.batch_size, "group": train.length_group, "pack": pack_size(train), "steps": train.steps}
     return choose(_lengths(sample), **sizes, most=train.shapes, limit=longest(config))
 
 

@@ -1,13 +1,11 @@
 """Padded lengths, and the choice of a few padded shapes for training batches from the lengths of the examples.
 
 Every length costs a compilation, and every padding token costs time. Training, encoding and decoding weigh these costs
-differently, so each has a function of its own.
-
-A run has few shapes because each one is compiled. A shape is a pair of lengths: source tokens, and slots of a row.
-Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch has
-little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
-those that save the most padding. A run begins with the most useful pairs and adds one every few steps, so that a short
-run compiles few.
+differently, so each has a function of its own. A shape of a run is a pair of lengths: source tokens, and slots of a
+row. Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch
+has little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
+those that save the most padding, as long as another saves more in the run's steps than its compiling costs. A run
+begins with the most useful pairs and adds one every few steps.
 
 Shapes: B batch, G rows of slots.
 """
@@ -24,6 +22,7 @@ Pair = tuple[int, int]  # source tokens, slots of a row
 TRIED, EXAMPLES = 640, 2**17  # batches that `choose` draws, and examples in them, at the most
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
+COMPILING = 2**15  # tokens of padding that a pair has to save in a run: about its compiling, small models on few cores
 LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
 
 
@@ -65,11 +64,8 @@ class Shapes:
     means: tuple[float, float]  # source tokens, and slots of a row, without padding
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
-        """Indices that sort examples i64 [n, 2] (source tokens, slots) so that neighbours have similar lengths.
-
-        They are sorted by level, then by slots: rising in every other level and falling between, so that slots stay
-        similar where a level ends.
-        """
+        """Indices that sort examples i64 [n, 2] (source tokens, slots) so that neighbours have similar lengths."""
+        # Slots rise in every other level and fall between, so that they stay similar where a level ends.
         level = np.searchsorted(self.levels, lengths[:, 0])
         return np.lexsort((np.where(level % 2, -1, 1) * lengths[:, 1], level))
 
@@ -116,8 +112,10 @@ class Shapes:
         return cls(rising, pairs, (source, slots), means)
 
 
-def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair) -> Shapes:
-    """Chooses at most `most` pairs for batches, by the lengths i64 [n, 2] of a sample: source tokens and slots."""
+def choose(
+    lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair, steps: int = LONGEST
+) -> Shapes:
+    """At most `most` pairs for so many steps, by the lengths i64 [n, 2] of a sample: source tokens and slots."""
     rng, together = np.random.default_rng(0), group * size
     draws = max(min(TRIED // group, EXAMPLES // together), 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
@@ -126,11 +124,14 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
     longest = np.sort(drawn[..., 0], axis=1)[:, size - 1 :: size].ravel()
     means = float(lengths[:, 0].mean()), float(pack * lengths[:, 1].mean())
     rounded = [round_up(int(n)) for n in (*longest, lengths[:, 0].max())]
+    price = (
+        (SOURCE + 1) * COMPILING / (steps * size * lengths.mean(0).sum())
+    )  # a batch without padding costs SOURCE + 1
     best, least = None, math.inf
     for count in sorted({max(most * n // 12, 1) for n in (3, 4, 6, 8, 12)}):
         shapes = Shapes(tuple(levels(rounded, count)), (), limit, means)
         needs, counts = np.unique(_needs(drawn, shapes, size, pack), axis=0, return_counts=True)
-        pairs, cost = _select(needs, counts, most, shapes)
+        pairs, cost = _select(needs, counts / counts.sum(), most, shapes, price)
         if cost < least:
             best, least = dataclasses.replace(shapes, pairs=tuple(pairs)), cost
     assert best is not None
@@ -138,10 +139,7 @@ def choose(lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, 
 
 
 def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
-    """The shape that each batch needs, i64 [n, 2]: the level of its longest source, the slots of its longest row.
-
-    `drawn`, i64 [draws, group * B, 2], has the lengths of the examples that are drawn together.
-    """
+    """The shape that each batch of drawn examples [draws, group * B, 2] needs, i64 [n, 2]: level and slots."""
     batches = np.concatenate([draw[shapes.order(draw)] for draw in drawn]).reshape(-1, size, 2)
     packed = np.stack([batch[deal(batch[:, 1].tolist(), pack), 1] for batch in batches])
     widths = packed.reshape(len(batches), -1, pack).sum(2).max(1)
@@ -188,25 +186,22 @@ def levels(lengths: Sequence[int], most: int) -> list[int]:
     return found[::-1]
 
 
-def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) -> tuple[list[Pair], float]:
-    """Chooses pairs such that every need fits into one, and returns them with their total cost.
-
-    Greedy: the pair of the greatest lengths first, then always the pair that saves the most. Then single pairs are
-    exchanged for better ones until no exchange saves padding, because early choices did not know the later ones.
-    """
+def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, price: float) -> tuple[list[Pair], float]:
+    """Pairs of which one fits each need, the longest first, and the mean cost of a batch and of the pairs together."""
     every = np.stack(np.meshgrid(*(np.unique(axis) for axis in needs.T)), -1).reshape(-1, 2)
     holds = (every >= needs[:, None]).all(2)
     cost = np.where(holds, shapes.cost(every), np.inf)
-    weight = counts.astype(float)
 
     def totals(others: list[int]) -> np.ndarray:
         """The total cost for each candidate if it were used beside `others`."""
         return np.asarray(weight @ np.minimum(cost, cost[:, others].min(1)[:, None]))
 
     chosen = [int((every == every.max(0)).all(1).argmax())]
-    while len(chosen) < min(most, len(every)):
-        chosen.append(int(totals(chosen).argmin()))
-    best, again = float(weight @ cost[:, chosen].min(1)), True
+    best, again = float(weight @ cost[:, chosen[0]]), True
+    # Greedy, while another saves more than its price; then exchanges, as early choices did not know the later ones.
+    while len(chosen) < most and (found := totals(chosen)).min() < best - price:
+        chosen.append(int(found.argmin()))
+        best = float(found.min())
     while again:
         again = False
         for place in range(1, len(chosen)):
@@ -214,4 +209,4 @@ def _select(needs: np.ndarray, counts: np.ndarray, most: int, shapes: Shapes) ->
             if found.min() < best * (1 - 1e-9):
                 best, again = float(found.min()), True
                 chosen[place] = int(found.argmin())
-    return [(int(every[i, 0]), int(every[i, 1])) for i in dict.fromkeys(chosen)], best
+    return [(int(every[i, 0]), int(every[i, 1])) for i in chosen], best + price * len(chosen)

@@ -41,15 +41,19 @@ class Compiler:
 
     def _run(self) -> None:
         while (asked := self._asked.get())[0] != END:
-            order, _, key, make = asked
-            error = None
-            if key not in self.compiled:
-                try:
-                    with cli.unneeded():
-                        make()
-                    self.compiled[key] = True
-                except Exception as failed:  # of memory, of a device: whoever waits must hear of it
-                    logger.error(f"compiling failed: {failed}")
-                    error = failed
-            self._tell(key, error)
-            self.prepared += order == PLANNED and error is None
+            self._meet(*asked)
+            del asked  # and what it would make
+
+    def _meet(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
+        error = None
+        if key not in self.compiled:
+            try:
+                with cli.unneeded():
+                    make()
+                self.compiled[key] = True
+            except Exception as failed:  # of memory, of a device: whoever waits must hear of it
+                logger.error(f"compiling failed: {failed}")
+                error = failed
+                error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold what was made
+        self._tell(key, error)
+        self.prepared += order == PLANNED and error is None

@@ -27,7 +27,7 @@ from pipejax.inference.running_batch import NO_END, Encodings, RunningBatch, Swi
 from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source
 from pipejax.methods import Method
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Engine:
         self._running: dict[_Lane, dict[int, _Running]] = {}
         self._beside = False  # whether somebody was there when the last request got its place: so it may be again
         self._change, self._switch = threading.Condition(), Switch()
-        self._open, self._stops = True, False
+        self._open, self._stops, self._lacks = True, False, False
         self._told_of = set[Hashable]()  # needs that the log knows of
         self.compiler = Compiler(self._met)
         self._kinds = {self._kind(one, one.default_strategy): one for one in (generator, *generator.adapters.values())}
@@ -223,6 +223,7 @@ class Engine:
                 if error:
                     self._waiting.remove(answer)
         if error:
+            self._lacks |= out_of_memory(error)
             self.failed += len(waiting)
             for answer in waiting:
                 answer.give(error)
@@ -251,6 +252,8 @@ class Engine:
                 if self._stops or not (self._open or self._waiting or self.running):
                     break
             try:
+                if self._lacks:
+                    self._free()
                 self._admit()
                 for lane in [lane for lane, running in self._running.items() if running]:
                     self._advance(lane)
@@ -272,6 +275,13 @@ class Engine:
         self._batches.clear()
         self._running.clear()
         self.encodings.clear()  # which may have taken the memory that lacked
+
+    def _free(self) -> None:
+        """Gives up what nobody uses now: it may be the memory that a compilation lacked."""
+        self._lacks = False
+        self.encodings.clear()
+        for lane in [lane for lane, running in self._running.items() if not running]:
+            del self._batches[lane], self._running[lane]
 
     def _admit(self) -> None:
         """Gives free places to those who wait longest."""
@@ -313,10 +323,8 @@ class Engine:
         with self._change:
             others = any(one.kind == kind and not one.cancelled for one in self._waiting if one is not answer)
         beside = others or self._running_with(kind) > 0
-        length, logits = (
-            len(answer.generator.ids_of(request.source)),
-            request.log_probs or request.sampling.temperature > 0,
-        )
+        length = len(answer.generator.ids_of(request.source))
+        logits = request.log_probs or request.sampling.temperature > 0
         found = list[tuple[_Lane, Needs]]()
         for places in dict.fromkeys([self.places] if beside or self._beside else [1, self.places]):
             lane = _Lane(kind, places, request.source.schema)

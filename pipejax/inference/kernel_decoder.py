@@ -55,10 +55,17 @@ def widen(memory: Memory, slots: int) -> Memory:
 
     more = slots - memory.mask.shape[1]
     return Memory(
-        keys=tuple(Matrix(longer(x.rows, 2), longer(x.scale, 2)) for x in memory.keys),
+        keys=tuple(x.replace(rows=longer(x.rows, 2), scale=longer(x.scale, 2)) for x in memory.keys),
         values=tuple(Matrix(longer(x.rows, 3), x.scale) for x in memory.values),
         mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
     )
+
+
+@flax.struct.dataclass
+class Keys(Matrix):
+    """A source's keys; int8 ones lack each channel's mean, and are divided by a power of two near its size."""
+
+    balance: Array  # f32 [B, H, K]: these powers, which queries are multiplied with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +104,8 @@ class KernelDecoder:
         given = fields.arrays("STEP_FIELDS", of_step)
         aliases: dict[int, int] = {}  # the caches, a layer's last, are written in place
         for i, layer in enumerate(w.layers):
-            of_memory = {"memory_keys": memory.keys[i], "memory_values": memory.values[i]}
+            keys, of_memory = memory.keys[i], {"memory_values": memory.values[i]}
+            of_memory |= {"memory_keys": Matrix(keys.rows, keys.scale), "memory_balance": keys.balance}
             of_cache = {"cache_keys": cache.keys[i], "cache_values": cache.values[i]}
             given += fields.arrays("DECODER_LAYER_FIELDS", vars(layer) | of_memory | of_cache)
             aliases |= {len(given) - 2: 1 + 2 * i, len(given) - 1: 2 + 2 * i}
@@ -151,14 +159,7 @@ def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
 
 
 def encode(
-    config: T5Config,
-    encoder: Encoder,
-    source: Array,
-    length: Array,
-    *,
-    slots: int,
-    weights: str,
-    level: kernels.Level,
+    config: T5Config, encoder: Encoder, source: Array, length: Array, *, slots: int, weights: str, level: kernels.Level
 ) -> Memory:
     """The memory of sources i32 [B, L] with `length` i32 [B] real tokens each."""
     batch, longest = source.shape
@@ -180,14 +181,15 @@ def encode(
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, *panels), dtype))
         scales = outputs if dtype == jnp.int8 else 0
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, scales), jnp.float32))
+    results.insert(2, jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv), jnp.float32))
     sizes = {"B": batch, "L": longest, "M": slots, "layers": len(encoder.layers), "memories": len(encoder.memories)}
     found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results * len(encoder.memories))(
         *given,
         numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),
         epsilon=np.float32(config.layer_norm_epsilon),
     )
-    keys, values = (tuple(map(Matrix, found[i::4], found[i + 1 :: 4])) for i in (0, 2))
-    return Memory(keys, values, jnp.arange(slots) < length[:, None])
+    keys, values = map(Keys, *(found[i::5] for i in range(3))), map(Matrix, found[3::5], found[4::5])
+    return Memory(tuple(keys), tuple(values), jnp.arange(slots) < length[:, None])
 
 
 def listen(count: Array, switch: Array, *, level: kernels.Level) -> Array:

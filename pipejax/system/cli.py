@@ -171,8 +171,9 @@ def check_output(flag: str, target: str | None) -> None:
     if found == "directory":
         raise UserError(f"{flag} {target}: found a directory; expected a file")
     directory = Path(os.path.realpath(wanted)).parent  # of a link's target
-    if look(directory, flag) != "directory":
-        raise UserError(f"{flag} {target}: found no directory {directory}; expected one that exists")
+    for place in (wanted.parent, directory):  # the system enters what precedes a "..", which the real path leaves out
+        if look(place, flag) != "directory":
+            raise UserError(f"{flag} {target}: found no directory {place}; expected one that exists")
     place = wanted if found else directory
     if not os.access(place, os.W_OK):
         number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES

@@ -64,26 +64,15 @@ def fit(
     stop = Stop()
     try:
         with RunDirectory(workdir) as directory:
-            store = Store(
-                directory.path / "checkpoints",
-                keep=config.train.keep_checkpoints,
-                keep_every=config.train.keep_every,
-                writable=True,
-            )
+            place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
+            store = Store(place, keep=keep, keep_every=every, writable=True)
             start = begin(config, directory, store, examples.fingerprints)
             if start.step:
                 store.retire(start.step)
             # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
             # in it the log lacks it.
-            owed = (
-                start.step > 0
-                and len(examples.dev) > 0
-                and any(
-                    _evaluated(start.step, c) and not directory.has("evaluation", start.step)
-                    for c in (start.trainer.config, start.before)
-                    if c
-                )
-            )
+            configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
+            owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
             if start.step >= config.train.steps and not owed:
                 store.close()
                 directory.finish(_last_line("end", start.step, start.state.params, {}))
@@ -335,8 +324,10 @@ class Run:
         found = f"{examples or 'streamed'} training examples"
         logger.info(f"{size:.1f} M parameters{trains}, {found}, {trainer.model.dtype} on {where}")
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
+        few = f"; a further one is not worth its compiling in {train.steps} steps" if self.step == 0 else ""
         logger.info(
             f"batches are padded to one of {most} shapes ({first} at first); each is compiled once, when it first comes"
+            + (few if len(self.shapes.pairs) < train.shapes else "")
         )
 
 

@@ -54,9 +54,11 @@ def made(shape, weights, level):
 def laid_out(memory, weights):
     """Keys [B, H, L, K] and values [B, H, K, L] in panels, as the kernel holds them beside such weights.
 
-    In int8 each key has a scale, and so has each output of the values; numbers past a source may be any.
+    In int8 each key has a scale, and so has each output of the values; numbers past a source may be any. Other keys
+    are divided by what queries are multiplied with, another power of two for each channel.
     """
     dtype = kernel_decoder.memory_dtype(weights)
+    whole = dtype == jnp.int8  # as NumPy's are rounded, which are not balanced
 
     def held(x):
         x = x.swapaxes(2, 3)
@@ -65,12 +67,17 @@ def laid_out(memory, weights):
         scale = jnp.nan_to_num(jnp.abs(x)).max(axis=3) / 127
         return Matrix(kernels.panels(jnp.nan_to_num(jnp.round(x / scale[..., None])).astype(dtype)), scale)
 
-    keys, values = (tuple(map(held, y)) for y in (memory.keys, memory.values))
-    return t5.Memory(keys, values, memory.mask)
+    def balanced(x):
+        balance = jnp.broadcast_to(2.0 ** (0 if whole else jnp.arange(x.shape[2]) % 5 - 2), x.shape[:3])
+        return kernel_decoder.Keys(**vars(held(x / balance[..., None])), balance=balance)
+
+    return t5.Memory(tuple(map(balanced, memory.keys)), tuple(map(held, memory.values)), memory.mask)
 
 
 def in_rows(matrix):
-    """[.., O / 16, I / depth, 16, depth] and scales [.., O] -> f32 [.., O, I]."""
+    """[.., O / 16, I / depth, 16, depth] and scales [.., O] -> f32 [.., O, I]; a source's keys as queries meet them."""
     *batch, o, i, lanes, depth = matrix.rows.shape
     rows = np.asarray(matrix.rows.swapaxes(-2, -3).astype(jnp.float32)).reshape(*batch, o * lanes, i * depth)
-    return rows * np.asarray(matrix.scale)[..., None] if matrix.scale.size else rows
+    rows = rows * np.asarray(matrix.scale)[..., None] if matrix.scale.size else rows
+    with np.errstate(invalid="ignore"):  # of a source that is not finite
+        return rows * np.asarray(matrix.balance)[..., None, :] if hasattr(matrix, "balance") else rows

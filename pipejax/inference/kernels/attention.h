@@ -178,6 +178,16 @@ struct Int8 {
   }
 };
 
+inline Lanes Size(Lanes x) { return x < 0.0f ? -x : x; }
+
+// Of so many numbers of each channel, number(l) ...
+template <typename Number>
+Lanes Average(int64_t length, Number number) {
+  Lanes sum = {};
+  for (int64_t l = 0; l < length; ++l) sum += number(l);
+  return sum / static_cast<float>(std::max<int64_t>(length, 1));
+}
+
 // Lays a head's keys [length, width], key(l, k) ..., in panels of int8, each with a scale of its own; of what comes past them
 // zeros.
 template <typename Key>
@@ -194,6 +204,26 @@ void PackKeysInInt8(Key key, int64_t length, int64_t whole, int64_t width, int32
     scales[l] = 0.0f;
     for (int64_t group = 0; group < width / 4; group += kLanes / 4) put(group, Bytes{});
   }
+}
+
+// As PackKeysInInt8, of keys without a channel's mean, which adds as much to all scores of a query, and divided by a power of
+// two near a channel's size on average, which a single token hardly changes: a large channel would make all others coarse.
+// `of_queries` [width] are these powers, for the queries.
+inline void PackBalancedKeys(const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels,
+                             float* scales, float* of_queries) {
+  thread_local Floats32 kept;
+  kept.resize(2 * width);
+  float *mean = kept.data(), *by = mean + width;
+  for (int64_t k = 0; k < width; k += kLanes) {
+    const Lanes middle = Average(length, [&](int64_t l) { return Load(keys + l * stride + k); });
+    const Lanes size = Average(length, [&](int64_t l) { return Size(Load(keys + l * stride + k) - middle); });
+    const Lanes power = Floats(Bits(size) & 0x7f800000);
+    Store(mean + k, middle);
+    Store(of_queries + k, size < kLeast ? Lanes{} : power);
+    Store(by + k, size < kLeast ? Lanes{} : 1.0f / power);
+  }
+  auto key = [&](int64_t l, int64_t k) { return (Load(keys + l * stride + k) - Load(mean + k)) * Load(by + k); };
+  PackKeysInInt8(key, length, whole, width, panels, scales);
 }
 
 // Lays the values [length, width] of a head in panels [width, whole] of int8, each output with a scale of its own.

@@ -35,15 +35,9 @@ struct Balance {
   void Set(const float* queries, const float* keys, int64_t stride, int64_t length, int64_t width) {
     for (auto* x : {&mean, &of_keys, &of_queries}) x->resize(width);
     for (int64_t k = 0; k < width; k += kLanes) {
-      auto average = [&](auto number) {
-        Lanes sum = {};
-        for (int64_t l = k; l < length * stride; l += stride) sum += number(l);
-        return sum / static_cast<float>(length);
-      };
-      auto size = [](Lanes x) { return (Lanes)_mm512_abs_ps((__m512)x); };
-      const Lanes middle = average([&](int64_t at) { return Load(keys + at); });
-      const Lanes key = average([&](int64_t at) { return size(Load(keys + at) - middle); });
-      const Lanes query = average([&](int64_t at) { return size(Load(queries + at)); });
+      const Lanes middle = Average(length, [&](int64_t l) { return Load(keys + l * stride + k); });
+      const Lanes key = Average(length, [&](int64_t l) { return Size(Load(keys + l * stride + k) - middle); });
+      const Lanes query = Average(length, [&](int64_t l) { return Size(Load(queries + l * stride + k)); });
       const Lanes root = (Lanes)_mm512_sqrt_ps((__m512)key), other = (Lanes)_mm512_sqrt_ps((__m512)query);
       Store(mean.data() + k, middle);
       Store(of_keys.data() + k, key < kLeast ? Lanes{} : other / root);

@@ -49,6 +49,7 @@
   MATRIX(cross_query, H * K, D)                                                                   \
   MATRIX(cross_outwards, D, H * K)                                                                \
   PANELS(memory_keys, B, H, L, K)                                                                 \
+  ARRAY(memory_balance, f32, B, H, K) /* what queries are multiplied with */                      \
   PANELS(memory_values, B, H, K, L)                                                               \
   FEED_FORWARD_FIELDS(ARRAY, MATRIX)                                                              \
   ARRAY(cache_keys, f32, B * H, K, S) /* these two are the results as well, in place */           \

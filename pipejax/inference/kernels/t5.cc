@@ -198,6 +198,9 @@ struct DecoderStep : StepNumbers, StepFields {
       for (int64_t l = 0; l < length; ++l) scores[l] += seen[l] ? 0.0f : -1e9f;
     };
     const int64_t at = from * inner + h * K;
+    const float* balance = layer.memory_balance + i * K;
+    for (float* query = rooms.projected.data() + at; query < rooms.projected.data() + rooms.examples[b + 1] * inner; query += inner)
+      for (int64_t k = 0; k < K; k += kLanes) Store(query + k, Load(query + k) * Load(balance + k));
     AttendPanels(WithOutputs(After(layer.memory_keys, i), length), WithInputs(After(layer.memory_values, i), length),
                  rooms.projected.data() + at, inner,
                  rooms.examples[b + 1] - from, length, add, rooms.found.data() + at, inner);
@@ -261,8 +264,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   return ffi::Error::Success();
 }
 
-// The encoder, of fields.h. The results: a layer of the decoder each keys [B, H, M, K], their scales, values [B, H, K, M] and
-// their scales, as PANELS there, zeros past a source's length. The encoder's own attention is in float32 where they are, else
+// The encoder, of fields.h. The results: a layer of the decoder each keys [B, H, M, K], their scales, what queries are
+// multiplied with [B, H, K], values [B, H, K, M] and their scales, as PANELS there, zeros past a source's length. The encoder's own attention is in float32 where they are, else
 // in bfloat16, or in int8 where columns of int8 weights have one digit.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                   float epsilon) {
@@ -273,17 +276,17 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const auto layers = Layers<EncoderLayer>(arguments, numbers, numbers.layers);
   const auto memories = Layers<MemoryLayer>(arguments, numbers, numbers.memories);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("encode: " + wrong);
-  if (results.size() != 4 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
+  if (results.size() != 5 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
   const auto type = (*results.get<ffi::AnyBuffer>(0).value()).element_type();
   const Kind kind = type == ffi::F32 ? kFloat32 : kBfloat16;
   const bool in_int8 = type == ffi::S8;
   const int64_t whole = batch * inner * memory, scales = in_int8 ? batch : 0;
-  const int64_t sizes[] = {whole, scales * heads * memory, whole, scales * inner};
+  const int64_t sizes[] = {whole, scales * heads * memory, batch * inner, whole, scales * inner};
   for (size_t i = 0; i < results.size(); ++i) {
     const ffi::AnyBuffer found = *results.get<ffi::AnyBuffer>(i).value();
-    if (static_cast<int64_t>(found.element_count()) != sizes[i % 4] || found.element_type() != (i % 2 ? ffi::F32 : type))
+    if (static_cast<int64_t>(found.element_count()) != sizes[i % 5] || found.element_type() != (i % 5 % 3 ? ffi::F32 : type))
       return Wrong("encode: a memory of another size");
   }
   if (memory < length || memory % kPanel) return Wrong("encode: a memory of another size");
@@ -322,17 +325,18 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   for (size_t layer = 0; layer < memories.size(); ++layer) {
     projected.resize(count * 2 * inner);
     stack.OfNormed(fields.norm, memories[layer].projection, {projected.data(), 2 * inner});
-    int32_t *keys = ResultAt<int32_t>(results, 4 * layer), *values = ResultAt<int32_t>(results, 4 * layer + 2);
-    float *key_scales = ResultAt<float>(results, 4 * layer + 1), *value_scales = ResultAt<float>(results, 4 * layer + 3);
+    int32_t *keys = ResultAt<int32_t>(results, 5 * layer), *values = ResultAt<int32_t>(results, 5 * layer + 3);
+    float *key_scales = ResultAt<float>(results, 5 * layer + 1), *value_scales = ResultAt<float>(results, 5 * layer + 4);
+    float* balance = ResultAt<float>(results, 5 * layer + 2);
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
       const float* at = projected.data() + first[b] * 2 * inner + h * width;
       int32_t *own_keys = keys + i * memory * width / depth, *own_values = values + i * memory * width / depth;
       if (in_int8) {
-        auto key = [&](int64_t l, int64_t k) { return Load(at + l * 2 * inner + k); };
-        PackKeysInInt8(key, real, memory, width, own_keys, key_scales + i * memory);
+        PackBalancedKeys(at, 2 * inner, real, memory, width, own_keys, key_scales + i * memory, balance + i * width);
         PackValuesInInt8(at + inner, 2 * inner, real, memory, width, own_values, value_scales + i * width);
       } else {
+        std::fill_n(balance + i * width, width, 1.0f);
         PackKeys(kind, at, 2 * inner, real, memory, width, own_keys);
         PackValues(kind, at + inner, 2 * inner, real, memory, width, own_values);
       }
