@@ -188,9 +188,9 @@ def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
     ranges = _ranges(facts["queries"], facts["keys"], sizes, nearer=_longest(facts))
     grid = grid[0] * groups, *grid[1:]
     within = _call(partial(_backward_buckets, sizes=sizes), grid, shape, sizes)(facts, *ranges, *given)
-    d_table = (
-        within.sum(axis=(0, 3)).T[:buckets].at[distances.bucket[jnp.asarray([0, -1])]].add(beyond.sum(axis=(0, 3)).T)
-    )
+    of_ends = jnp.arange(buckets)[:, None, None] == distances.bucket[jnp.asarray([0, -1])][:, None]
+    ends = jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
+    d_table = within.sum(axis=(0, 3)).T[:buckets] + ends
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
     return d_queries, d_keys, d_values, seen.replace(queries=None, keys=None, distances=of_distances), None

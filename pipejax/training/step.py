@@ -183,8 +183,9 @@ class Trainer:
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
-        if blocks := choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh)):
-            make = partial(make, blocks=blocks)
+        self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
+        if self.blocks:  # a module that does not take them is not told
+            make = partial(make, blocks=self.blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
