@@ -58,26 +58,31 @@ class Sizes(NamedTuple):
         return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate, interpret)
 
 
-def misfit(width: int) -> str:
-    """The reason for which heads of that width cannot be attended for; "": they can."""
+def misfit(width: int, *, trains: bool) -> str:
+    """The reason for which heads of that width cannot be attended for; "": they can. `trains`: gradients are needed."""
     if not 16 <= width <= 128 or width & (width - 1):
         return f"heads of {width} are no power of two from 16 to 128"
-    return trial(width) if jax.default_backend() == "gpu" else ""  # for a device that is not here, nothing can be tried
+    return (
+        trial(width, trains) if jax.default_backend() == "gpu" else ""
+    )  # for a device that is not here, nothing can be tried
 
 
 @functools.cache
-def trial(width: int) -> str:
+def trial(width: int, trains: bool) -> str:
     """The reason for which this process cannot use the kernels on its GPU; "": they find what `attend` finds."""
     try:
-        apart = float(difference(width))
+        apart = float(difference(width, trains=trains))
     # The compiler's errors are of many kinds, and none of them may keep anyone from training.
     except Exception as error:
         return str(error).partition("\n")[0][:200]
     return "" if apart < TOLERANCE else f"on this GPU the kernels' results are wrong by {apart:.2g}"
 
 
-def difference(width: int, *, interpret: bool = False) -> Array:
-    """The largest difference from `attend`, relative to the largest number: of results and gradients, f32 scalar."""
+def difference(width: int, *, trains: bool = True, interpret: bool = False) -> Array:
+    """The largest difference from `attend`, relative to the largest number: of results and gradients, f32 scalar.
+
+    Without gradients if nothing `trains`, as they take the compiler the longest.
+    """
     batch, heads, length = 2, 2, 200
     rng = np.random.default_rng(0)
     given = [
@@ -102,6 +107,8 @@ def difference(width: int, *, interpret: bool = False) -> Array:
         return jnp.where(real, attend(queries, keys, values, bias, seed, rate).astype(jnp.float32), 0.0)
 
     def computed(function: Any) -> Any:
+        if not trains:
+            return function(*given, table)
         found, back = jax.vjp(function, *given, table)
         return found, back(jnp.where(real, jnp.sin(jnp.arange(found.size)).reshape(found.shape), 0.0))
 

@@ -135,7 +135,7 @@ class Backbone:
 def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | None" = None) -> "Blocks | None":
     """The way in which attention runs in blocks on such devices; None: it does not, which is said if it is a GPU.
 
-    `split`: of batches over a mesh.
+    `split`: of batches over the mesh on which it trains; None: it only decodes.
     """
     if device.platform not in ("gpu", "cuda"):
         return None
@@ -147,7 +147,7 @@ def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | 
     elif split and (tensor := split.mesh.shape["tensor"]) > 1:
         why = f"mesh.tensor={tensor} splits heads"
     else:
-        why = block_attention.misfit(width)
+        why = block_attention.misfit(width, trains=split is not None)
     if not why:
         return Blocks(split)
     _warn(f"attention keeps arrays of queries by keys, which is slow: {why}")

@@ -113,6 +113,10 @@ def estimate(
     # The two stacks are at work one after the other.
     smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
     del terms[smaller]
+    work = [name for name in terms if "at work" in name or "kept of" in name]
+    if blocks and train.remat != "none":  # the gradient of stacked layers is taken apart when all their work is done
+        for name in work if sum(terms[name] for name in work) < gradients else ["gradient"]:
+            del terms[name]
     return terms
 
 
