@@ -12,6 +12,7 @@ that sees no key finds zeros here, and an average there; nobody reads either.
 Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the distance from which on there is one bucket.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -142,7 +143,8 @@ def attend_in_blocks(queries: Array, keys: Array, values: Array, seen: Seen, see
         return _attend_alone(queries, keys, values, seen, seed, rate)
 
     each, everywhere = split.spec, jax.sharding.PartitionSpec()
-    specs = each, each, each, seen.replace(queries=each, keys=each, distances=everywhere), everywhere
+    of_seen = dataclasses.replace(seen, queries=each, keys=each, distances=everywhere)
+    specs = each, each, each, of_seen, everywhere
     shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
     found: Array = shared(queries, keys, values, seen, seed)
     return found
@@ -200,7 +202,8 @@ def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
     d_table = within.sum(axis=(0, 3)).T[:buckets] + ends
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
-    return d_queries, d_keys, d_values, seen.replace(queries=None, keys=None, distances=of_distances), None
+    of_seen = dataclasses.replace(seen, queries=None, keys=None, distances=of_distances)
+    return d_queries, d_keys, d_values, of_seen, None
 
 
 _attend_alone.defvjp(_forward, _backward)

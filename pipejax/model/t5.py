@@ -222,11 +222,12 @@ class Decoder(Stack):
         deterministic: bool,
     ) -> Array:
         """Teacher-forced; `memory_mask` is bool [B, 1|N, L], or the slots of the keys."""
+        bias: Any
+        memory_bias: Any
         if isinstance(mask, Slots):
             bias, memory_bias = self.seen(mask, mask, self.distances()), self.seen(Slots(mask.group), memory_mask)
         else:
-            bias = self.bias(mask, position, position)
-            memory_bias: Any = jnp.where(memory_mask[:, None], 0.0, MASKED)
+            bias, memory_bias = self.bias(mask, position, position), jnp.where(memory_mask[:, None], 0.0, MASKED)
         return self.run(x, None, bias, encoded, memory_bias, deterministic=deterministic)
 
     def step(
