@@ -248,9 +248,9 @@ def test_several_devices_attend_for_their_own_examples() -> None:
     table, seed = jnp.asarray(rng.standard_normal((32, 2)), jnp.float32), jnp.asarray([5, 7], jnp.uint32)
 
     def computed(blocks: Blocks) -> Any:
-        def attended(*given: Array) -> Array:
-            seen = Seen(slots, slots, Distances(given[3], bucket), blocks)
-            return attend_in_blocks(*given[:3], seen, seed, 0.5)
+        def attended(q: Array, k: Array, v: Array, table: Array) -> Array:
+            seen = Seen(slots, slots, Distances(table, bucket), blocks)
+            return attend_in_blocks(q, k, v, seen, seed, 0.5)
 
         found, back = jax.vjp(attended, *given, table)
         return found, back(jnp.sin(jnp.arange(found.size, dtype=jnp.float32)).reshape(found.shape))
@@ -327,8 +327,13 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 def test_decoding_and_training_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the device and the mesh on which they run."""
     asked: list[Any] = []
+
+    def choose(*given: Any) -> Blocks:
+        asked.append(given)
+        return Blocks()
+
     for room in (programs, step):
-        monkeypatch.setattr(room, "choose_blocks", lambda *given: asked.append(given) or Blocks())
+        monkeypatch.setattr(room, "choose_blocks", choose)
     config, device = T5Config(100, 32, 16, 64, 2, 1, 1), jax.devices()[1]
     assert programs.Programs(config, jnp.dtype(jnp.float32), devices=[device]).model.blocks == Blocks()
     whole = Config(model=config, train=TrainConfig(batch_size=8), mesh=MeshConfig(data=2))
@@ -342,7 +347,7 @@ def test_a_source_is_encoded_as_it_is_with_arrays() -> None:
     params = jax.tree.map(
         lambda x: 0.3 * rng.standard_normal(x.shape, np.float32), jax.eval_shape(config.init_params, jax.random.key(0))
     )
-    source, length = rng.integers(2, 100, (2, 70)).astype(np.int32), jnp.asarray([70, 31])
+    source, length = jnp.asarray(rng.integers(2, 100, (2, 70)), jnp.int32), jnp.asarray([70, 31])
     found = [
         programs.encode_batch(
             config.module(blocks=blocks), XLA.prepare(config.module(), params).encoding, source, length

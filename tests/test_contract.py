@@ -648,7 +648,7 @@ class Louder(t5.Decoder):
         return jnp.where(mask[:, None], 2 * self.relative_bias(query, key), t5.MASKED)
 
     def distances(self) -> Any:
-        told = super().distances()
+        told: Any = super().distances()
         return dataclasses.replace(told, table=2 * told.table)
 
 

@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         sharding = jax.sharding.SingleDeviceSharding(device)
         backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
         config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
-        programs_of = [
+        programs_of: list[tuple[str, Any, dict[str, float]]] = [
             (case.name, partial(_lowered, case, sharding), {"least_bytes": case.least} if case.least else {})
             for case in cases(config, dtype, [b for b in batches if b], flags.source, sharding, backend)
         ]
@@ -165,6 +165,7 @@ def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = Fa
 
 def squares(text: str, whole: Config) -> list[str]:
     """The shapes of buffers of all heads and two lengths."""
+    assert isinstance(whole.model, T5Config)
     batch, heads = longest_batch(whole), whole.model.num_heads
     (sources, length), (groups, slots) = batch["source"], batch["inputs"]
     memory = sources // groups * length

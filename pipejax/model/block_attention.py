@@ -143,7 +143,8 @@ def attend_in_blocks(queries: Array, keys: Array, values: Array, seen: Seen, see
         return _attend_alone(queries, keys, values, seen, seed, rate)
 
     each, everywhere = split.spec, jax.sharding.PartitionSpec()
-    of_seen = dataclasses.replace(seen, queries=each, keys=each, distances=everywhere)
+    places: Any = seen
+    of_seen = dataclasses.replace(places, queries=each, keys=each, distances=everywhere)
     specs = each, each, each, of_seen, everywhere
     shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
     found: Array = shared(queries, keys, values, seen, seed)
