@@ -143,6 +143,10 @@ def compared(
 def test_a_packed_grid_with_dropout_is_as_attend_has_it() -> None:
     rng = np.random.default_rng(0)
     assert max(apart(rng, decoder(rng, 1, 70), rate=0.1, heads=1)) < 1e-5
+    # The same program for places far from each other: whole blocks of pairs have one of the two outermost buckets.
+    none = np.zeros((1, 70), np.int64)
+    far = Slots(none, none, none, 200 * np.arange(70)[None])
+    assert max(apart(rng, (far, far, bidirectional()), rate=0.1, heads=1)) < 1e-5
 
 
 @pytest.mark.slow
