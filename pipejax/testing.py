@@ -27,6 +27,7 @@ from pipejax.methods import Ids, Method
 from pipejax.model.interface import Backbone
 from pipejax.model.parameters import check_paths
 from pipejax.model.sharding import make_mesh, param_shardings
+from pipejax.model.slots import Blocks, Slots
 from pipejax.system import Tree
 
 MOST, LONGEST = 64, 12  # tokens of a target, and of a source
@@ -120,6 +121,13 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     contract.expect(config, "module: logits", apply("logits", hidden), "float32", found.shape)
     contract.expect(config, "module: encode: mask", memory.mask, "bool", real.shape)
     contract.check_state(config, cache, stepped[1])
+    if width := config.head_width():
+        contract.expect(
+            config, "module: encode: keys", memory.keys[0], "bfloat16", (1, memory.keys[0].shape[1], width, 9)
+        )
+        slots = Slots(np.zeros((1, size), np.int32), flat.row[None], flat.time[None], given[4])
+        in_blocks = config.module(blocks=Blocks(interpret=True))
+        _check_near(config, "attention in blocks", _logits(in_blocks, params, *given[:3], slots, given[4]), found)
     order, unseen = rng.permutation(size), ~mask[0, :, last]
     turned = given[2][:, order], mask[:, order][:, :, order], given[4][:, order]
     other = np.where(np.arange(size) == last, ids.eos, given[2])
@@ -129,9 +137,14 @@ def _check_passes(config: Backbone, params: Tree) -> None:
         ("the order of slots", (*given[:2], *turned), np.arange(size), order),
         ("a slot that nobody sees", (*given[:2], other, *given[3:]), unseen, unseen),
     ):
-        apart = abs(np.asarray(_logits(config.module(), params, *others))[:, places] - found[:, kept]).max()
-        if not apart < NEAR * abs(found).max():
-            contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
+        changed = np.asarray(_logits(config.module(), params, *others))
+        _check_near(config, what, changed[:, places], found[:, kept])
+
+
+def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
+    apart = abs(np.asarray(changed) - found).max()
+    if not apart < NEAR * abs(found).max():
+        contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
 
     @jax.jit
     def after_steps(params: Tree) -> tuple[Any, Any]:

@@ -618,6 +618,36 @@ def test_a_step_that_cannot_be_taken_back_is_one_line() -> None:
         testing._check_passes(config, params)
 
 
+class Louder(t5.Decoder):
+    """Its bias is twice as large; attention in blocks is told so."""
+
+    def bias(self, mask: Any, query: Any, key: Any) -> Any:
+        return jnp.where(mask[:, None], 2 * self.relative_bias(query, key), t5.MASKED)
+
+    def distances(self) -> Any:
+        told: Any = super().distances()
+        return dataclasses.replace(told, table=2 * told.table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("says", [True, False])
+def test_a_backbone_whose_attention_in_blocks_is_another_is_one_line(says: bool) -> None:
+    decoder = Louder if says else type("Decoder", (Louder,), {"distances": t5.Decoder.distances})
+    config = backbone(decoder, head_width=lambda self: self.d_kv)
+    params = testing.random_params(config, 1)
+    if says:
+        testing._check_passes(config, params)
+    else:
+        with refused("Own.module: attention in blocks: found logits that change by "):
+            testing._check_passes(config, params)
+
+
+def test_a_width_that_is_not_that_of_the_heads_is_one_line() -> None:
+    config = backbone(head_width=lambda self: 16)
+    with refused("Own.module: encode: keys: found bfloat16[1, 2, 8, 9]; expected bfloat16[1, 2, 16, 9]"):
+        testing._check_passes(config, testing.random_params(config, 1))
+
+
 @pytest.mark.slow
 def test_a_step_that_training_does_not_take_is_one_line() -> None:
     decoder = type("Decoder", (t5.Decoder,), {"layer": Forgetful})

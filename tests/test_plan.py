@@ -52,6 +52,24 @@ def test_the_estimate_is_near_what_the_compiler_sets_aside(source, mesh, train):
     assert 0.75 * compiled < sum(terms.values()) < 1.35 * compiled
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "layers"])
+def test_attention_in_blocks_grows_with_the_length(remat):
+    """Twice the length: twice the memory of what is counted by tokens, and nothing by pairs of them."""
+    chosen = config(512, {"data": 1}, remat=remat)
+
+    def terms(length, blocks):
+        shapes = {"source": (8, length), "inputs": (2, length // 2)}
+        return plan.estimate(chosen, shapes, state=0, gradients=0, layers=0, blocks=blocks)
+
+    for name, size in terms(4096, True).items():
+        assert terms(8192, True)[name] <= 2 * size, name
+        assert not name.startswith(("kept", "one ", "encoded")) or terms(8192, True)[name] == 2 * size, name
+    assert ("gradient" in terms(4096, True)) == (remat == "none")  # elsewhere a layer at work needs more
+    named = "position biases and their gradient"
+    assert terms(8192, False)[named] > 3 * terms(4096, False)[named] and named not in terms(4096, True)
+    assert sum(terms(4096, False).values()) > 3 * sum(terms(4096, True).values())
+
+
 @pytest.mark.slow
 def test_the_state_is_counted_exactly():
     chosen = shallow(config(64, {"data": 1, "fsdp": 2, "tensor": 2}))

@@ -121,6 +121,23 @@ class Program:
                 total += self._read(one, inside, sizes) + self._written(one, inside)
         return total
 
+    def moved(self, computation: str = "") -> int:
+        """Bytes of a whole run of a computation ("": the program), its loops by the turns that the compiler knows."""
+        total = self.bytes(computation := computation or self.entry)
+        for one in self.computations[computation]:
+            if one.kind in ("while", "conditional", "call"):
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.text)
+                total += int(turns[1] if turns else 1) * max(self.moved(name) for name in one.calls)
+        return total
+
+    def buffers(self, computation: str = "") -> Iterator[str]:
+        """The shapes of all that lies in memory, as text: what a fusion makes inside itself does not."""
+        for one in self.computations[computation or self.entry]:
+            yield one.shape
+            if one.kind in ("while", "conditional", "call"):
+                for name in one.calls:
+                    yield from self.buffers(name)
+
     def _read(self, one: Instruction, inside: list[Instruction], sizes: dict[str, int]) -> int:
         if one.kind in PREFETCHES:
             return _fetched(one)[0]
@@ -177,6 +194,12 @@ def _used(name: str, inside: list[Instruction]) -> int:
         elif user.kind != "dynamic-update-slice" or user.operands[0] != name:
             return 1 << 62
     return total
+
+
+def dimensions(shape: str) -> Iterator[tuple[int, ...]]:
+    """Those of each array of a shape."""
+    for _, dims, _ in _SHAPE.findall(shape):
+        yield tuple(int(n) for n in dims.split(",") if n)
 
 
 def elements(shape: str) -> int:

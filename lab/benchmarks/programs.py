@@ -3,12 +3,19 @@
     make venv-programs
     python -m lab.benchmarks.programs --targets h100,rtx4090,v5e --model base --json OUT [--dump DIR]
 
-Compiles the encoder and both decoders for each target, batch by batch, with --train a training step too, and counts
+Compiles the encoder and both decoders for each target, batch by batch, with --train training steps too, and counts
 what the compiled text holds. A decoder has a program for each size that its cache grows to. It proves no numbers and no
 speed: kernels are started one after the other, and what a start costs only the device can tell.
+
+    python -m lab.benchmarks.programs --targets h100,rtx4090 --batches 0 --train paper,long,large,lora
+
+are the steps that have to fit a GPU, without an array of queries by keys; --arrays compiles them with such arrays.
 """
 
+import contextlib
+import dataclasses
 import itertools
+import math
 import sys
 import time
 from collections import Counter
@@ -16,27 +23,58 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lab.benchmarks.hlo import COLLECTIVES, Program
+from lab.benchmarks.hlo import COLLECTIVES, Program, dimensions
 from lab.benchmarks.systems import SIZES, names_of, save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA, Backend, Gpu
+from pipejax.model.slots import Blocks
 from pipejax.model.t5 import T5
 from pipejax.system import cli, targets
 from pipejax.system.errors import UserError
+from pipejax.training import step
 from pipejax.training.plan import longest_batch
-from pipejax.training.step import Trainer
 
 DTYPES = ("float32", "bfloat16")
-BATCH = 24  # of a training step
 MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large
 COPIED = 50_000  # elements from which on a copy in a step is one of a cache
+
+
+class Training(NamedTuple):
+    """A training step, and the bytes that it may take on a GPU."""
+
+    model: T5Config | None = None  # None: that of --model
+    source: int = 2048
+    target: int = 512
+    batch: int = 24
+    accumulate: int = 4
+    lora_rank: int = 0
+    most: float = 80e9  # of all
+    most_temporary: float = 80e9
+
+    @property
+    def config(self) -> Config:
+        """With the other settings of configs/jsonl.py."""
+        train = TrainConfig(batch_size=self.batch, accumulate=self.accumulate, remat="layers", lora_rank=self.lora_rank)
+        data = DataConfig(max_source=self.source, max_target=self.target)
+        return Config(model=self.model, data=data, train=train, mesh=MeshConfig(data=1))
+
+
+LARGE = SIZES["large"]
+TRAININGS = {
+    "paper": Training(most_temporary=4 * 2**30),
+    # 512 tokens are 768 slots, as many as the width of T5-Base: what has both could not be told from attention.
+    "long": Training(SIZES["base"], source=16384, target=640, batch=1, accumulate=1, most=24e9),
+    "large": Training(LARGE, source=4096),
+    "lora": Training(dataclasses.replace(LARGE, d_kv=128, d_ff=16384, num_heads=32), lora_rank=16),  # T5-3B
+}
 
 
 class Case(NamedTuple):
@@ -54,40 +92,54 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--targets", default="h100", metavar="NAME,...", help=f"of {', '.join(targets.TARGETS)} (h100)")
     parser.add_argument("--model", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
-    parser.add_argument("--batches", default="1,8", metavar="B,...", help="examples decoded together (1,8)")
+    parser.add_argument("--batches", default="1,8", metavar="B,...", help="examples decoded together (1,8); 0: none")
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME,...", help=f"of {', '.join(DTYPES)} (bfloat16)")
-    parser.add_argument("--train", action="store_true", help="a training step as well, of configs/jsonl.py's lengths")
+    parser.add_argument(
+        "--train",
+        nargs="?",
+        const="paper",
+        metavar="NAME,...",
+        help=f"training steps of {', '.join(TRAININGS)} (paper)",
+    )
+    parser.add_argument("--arrays", action="store_true", help="attention keeps its arrays of queries by keys")
     parser.add_argument("--xla", action="store_true", help="without our own kernels for GPUs")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     parser.add_argument("--dump", metavar="DIR", help="write the text of each program there")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
-    batches = [int(b) for b in flags.batches.split(",") if b.isdigit() and int(b)]
-    if not batches or len(batches) != len(flags.batches.split(",")):
+    batches = [int(b) for b in flags.batches.split(",") if b.isdigit()]
+    if len(batches) != len(flags.batches.split(",")):
         raise UserError(f"--batches: found {flags.batches!r}; expected whole numbers with commas")
     kinds = {name: targets.find(name, "--targets") for name in flags.targets.split(",")}
     if flags.dump:
         Path(flags.dump).mkdir(parents=True, exist_ok=True)
     models, dtypes = names_of("--model", flags.model, SIZES), names_of("--dtype", flags.dtype, DTYPES)
+    trainings = names_of("--train", flags.train, TRAININGS) if flags.train else []
     results = []
     for (target, kind), name_of_model, name_of_dtype in itertools.product(kinds.items(), models, dtypes):
         device = kind.devices(1)[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
         backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
         config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
-        programs_of = [
-            (case.name, partial(_lowered, case, sharding), case.least)
-            for case in cases(config, dtype, batches, flags.source, sharding, backend)
+        programs_of: list[tuple[str, Any, dict[str, float]]] = [
+            (case.name, partial(_lowered, case, sharding), {"least_bytes": case.least} if case.least else {})
+            for case in cases(config, dtype, [b for b in batches if b], flags.source, sharding, backend)
         ]
-        if flags.train:
-            programs_of.append((f"train, batch {BATCH}", partial(training, config, name_of_dtype, device), 0))
-        for name, lower, least in programs_of:
+        for name in trainings:
+            own = TRAININGS[name]._replace(model=TRAININGS[name].model or config)
+            limits = {"most": own.most, "most_temporary": own.most_temporary} if isinstance(kind, targets.Gpu) else {}
+            lower = partial(training, own, name_of_dtype, device, arrays=flags.arrays)
+            programs_of.append((f"train, {name}{', arrays' * flags.arrays}", lower, limits))
+        for name, lower, more in programs_of:
             begun = time.perf_counter()
             compiled = lower().compile()
             text = compiled.as_text() or ""
             result = {"target": target, "model": name_of_model, "dtype": name_of_dtype, "program": name}
             result["compile_s"] = time.perf_counter() - begun
-            result |= report(text, compiled.memory_analysis()) | ({"least_bytes": least} if least else {})
+            result |= report(text, compiled.memory_analysis()) | more
+            if name.startswith("train"):
+                whole = TRAININGS[name.split(", ")[1]]
+                result["squares"] = squares(text, whole._replace(model=whole.model or config).config)
             results.append(result)
             print("\n".join(lines(result)), flush=True)
             if flags.dump:
@@ -103,12 +155,27 @@ def _lowered(case: Case, sharding: jax.sharding.Sharding) -> Any:
     return jax.jit(case.function, out_shardings=sharding).lower(*case.arguments)
 
 
-def training(config: T5Config, dtype: str, device: jax.Device) -> Any:
-    """A training step for the longest batch of configs/jsonl.py, lowered for that device."""
-    data = DataConfig(max_source=2048, max_target=512)
-    train = TrainConfig(batch_size=BATCH, accumulate=4, remat="layers", dtype=dtype)
-    whole = Config(model=config, data=data, train=train, mesh=MeshConfig(data=1))
-    return Trainer(whole, [device]).lower(longest_batch(whole))
+def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = False) -> Any:
+    """A training step for the longest batch, lowered for that device; `arrays`: attention as it is without kernels."""
+    whole = own.config
+    whole = dataclasses.replace(whole, train=dataclasses.replace(whole.train, dtype=dtype))
+    with mock.patch.object(step, "choose_blocks", return_value=None) if arrays else contextlib.nullcontext():
+        return step.Trainer(whole, [device]).lower(longest_batch(whole))
+
+
+def squares(text: str, whole: Config) -> list[str]:
+    """The shapes of buffers of all heads and two lengths."""
+    assert isinstance(whole.model, T5Config)
+    batch, heads = longest_batch(whole), whole.model.num_heads
+    (sources, length), (groups, slots) = batch["source"], batch["inputs"]
+    memory = sources // groups * length
+    pairs = {tuple(sorted(pair)) for pair in ((length, length), (slots, slots), (slots, memory))}
+    found = set()
+    for shape in Program(text).buffers():
+        for dims in dimensions(shape):
+            if tuple(sorted(dims[-2:])) in pairs and math.prod(dims) >= heads * math.prod(dims[-2:]):
+                found.add(str([*dims]))
+    return sorted(found)
 
 
 def cases(
@@ -135,7 +202,8 @@ def cases(
 
     device: Any = next(iter(sharding.device_set))
     platform = "accelerator" if device.platform == "cpu" else device.platform  # a CPU goes through more sizes
-    model, grid = T5(config, dtype=dtype), GridConfig()
+    blocks = Blocks() if isinstance(backend, Gpu) else None
+    model, grid = T5(config, dtype=dtype, blocks=blocks), GridConfig()
     params = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
     ready = on_device(jax.eval_shape(partial(backend.prepare, model), params))
     strategies = Sequential(512), Pipelined(grid.delay, grid.time_max, grid.sub_max)
@@ -164,6 +232,7 @@ def report(text: str, memory: Any) -> dict[str, Any]:
     return {
         "per_step": bool(program.loops()),
         "loops": [{"kernels": dict(program.kernels(body)), "bytes": program.bytes(body)} for body in bodies],
+        "moved": program.moved(),
         "memory": {
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         },
@@ -184,7 +253,16 @@ def troubles(result: dict[str, Any]) -> list[str]:
     for kind, least in large.items():
         if (most := result[f"largest_{kind}"]) >= least:
             found.append(f"a {kind} of {most / 1e6:.2f} M elements")
+    found += [f"an array of queries by keys, {shape}" for shape in result.get("squares", ())]
+    for name, bytes_ in (("most", in_all(result["memory"])), ("most_temporary", result["memory"]["temp"])):
+        if bytes_ > result.get(name, bytes_):
+            found.append(f"{bytes_ / 1e9:.1f} GB, over {name.replace('_', ' ')} {result[name] / 1e9:.1f}")
     return found
+
+
+def in_all(memory: dict[str, int]) -> int:
+    """Bytes that the compiler sets aside."""
+    return memory["argument"] + memory["output"] + memory["temp"] - memory["alias"]
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -200,6 +278,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     memory, trouble = result["memory"], troubles(result)
     said.append(
         f"{'':<41} arguments {memory['argument'] / 2**20:.0f} MiB, temporary {memory['temp'] / 2**20:.0f} MiB, "
+        f"in all {in_all(memory) / 2**20:.0f} MiB, moved in a run {result['moved'] / 1e9:.1f} GB, "
         f"compiled in {result['compile_s']:.0f} s{'; ' if trouble else ''}{', '.join(trouble)}"
     )
     return said

@@ -11,6 +11,7 @@ from lab.benchmarks.hlo import Program, elements, size
 from lab.benchmarks.programs import cases, report, troubles
 from lab.benchmarks.systems import SIZES
 from pipejax.system.targets import TARGETS, Gpu
+from pipejax.training.plan import longest_batch
 
 # A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
 BY_HAND = """\
@@ -147,6 +148,38 @@ def test_bytes_of_what_moves() -> None:
 def test_trouble_is_found() -> None:
     program = Program(BY_HAND)
     assert (program.largest("sort"), program.largest("scatter"), program.host_transfers()) == (32, 0, 1)
+
+
+def test_turns_are_counted_and_what_a_fusion_makes_is_no_buffer() -> None:
+    step = Program(BY_HAND).bytes("first_step")
+    second = Program(BY_HAND).bytes("second_step")
+    assert Program(BY_HAND).moved() == step + second  # as if each loop made a turn
+    often = BY_HAND.replace("body=%outer", 'body=%outer, backend_config={"known_trip_count":{"n":"12"}}')
+    assert Program(often).moved() == 12 * step + second
+    shapes = set(Program(BY_HAND).buffers())
+    assert "bf16[1,4]{1,0}" in shapes and "f32[1,4]{1,0}" in shapes and "bf16[100,4]{1,0}" in shapes
+    assert "s32[]" in shapes and not [one for one in shapes if one == "f32[9,9]{1,0}"]
+
+
+def test_an_array_of_queries_by_keys_is_trouble() -> None:
+    whole = programs.TRAININGS["paper"]._replace(model=SIZES["base"]).config
+    (_, length), (_, slots) = (longest_batch(whole)[name] for name in ("source", "inputs"))
+    made = {
+        name: BY_HAND.replace("f32[8,4]", f"f32[{name}]") for name in (f"12,{slots},{3 * length}", f"6,{length},768")
+    }
+    assert [programs.squares(text, whole) for text in made.values()] == [[f"[12, {slots}, {3 * length}]"], []]
+    assert programs.squares(BY_HAND.replace("f32[8,4]", f"bf16[2,12,{length},{length}]"), whole)
+
+
+def test_a_step_that_takes_more_than_it_may_is_trouble() -> None:
+    sizes = {"argument": 5, "output": 5, "temp": 4, "alias": 5}
+    memory = SimpleNamespace(**{f"{kind}_size_in_bytes": int(x * 1e9) for kind, x in sizes.items()})
+    result = {"program": "train, paper"} | report(ON_CHIP, memory)
+    assert not troubles(result | {"most": 9e9, "most_temporary": 4e9})
+    assert troubles(result | {"most": 8.9e9, "most_temporary": 3.9e9}) == [
+        "9.0 GB, over most 8.9",
+        "4.0 GB, over most temporary 3.9",
+    ]
 
 
 @pytest.mark.parametrize(("name", "copies"), [("pipelined, batch 1, 9 slots", True), ("train, batch 24", False)])

@@ -22,7 +22,7 @@ from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
 from pipejax.model import lora
-from pipejax.model.interface import Backbone, Module
+from pipejax.model.interface import Backbone, Module, choose_blocks
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 from pipejax.system import Tree
@@ -120,7 +120,9 @@ class Programs:
         self, config: Backbone, dtype: jnp.dtype, *, devices: Sequence[jax.Device], backend: Backend = XLA
     ) -> None:
         """Nothing compiles yet."""
-        self.config, self.model, self.devices = config, config.module(dtype=dtype), list(devices)
+        self.config, self.devices = config, list(devices)
+        blocks = choose_blocks(config, self.devices[0])  # for the encoder
+        self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
         self.small: Programs | None = None  # of the model that drafts
         self._compiled: dict[tuple[Any, ...], Any] = {}

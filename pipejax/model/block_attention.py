@@ -12,8 +12,9 @@ that sees no key finds zeros here, and an average there; nobody reads either.
 Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the distance from which on there is one bucket.
 """
 
+import dataclasses
 import functools
-import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,10 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pipejax.model.attention import attend
-from pipejax.model.slots import Distances, Slots
+from pipejax.model.slots import Blocks, Distances, Seen, Slots
 from pipejax.system.hashing import GOLDEN, mix
-
-logger = logging.getLogger(__name__)
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
@@ -60,31 +59,31 @@ class Sizes(NamedTuple):
         return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate, interpret)
 
 
-def choose(width: int, devices: int) -> str:
-    """The kind of `Seen` for heads of that width on a GPU; "": none, since a kernel does not fit or was not right."""
+def misfit(width: int, *, trains: bool) -> str:
+    """The reason for which heads of that width cannot be attended for; "": they can. `trains`: gradients are needed."""
     if not 16 <= width <= 128 or width & (width - 1):
-        why = f"heads of {width} are no power of two from 16 to 128"
-    elif devices > 1:
-        why = f"the kernels run on one device, not on {devices}"
-    elif jax.default_backend() != "gpu" or not (why := trial(width)):
-        return "gpu"  # for a device that is not here, nothing can be tried
-    logger.warning(f"attention keeps arrays of queries by keys, which is slow: {why}")
-    return ""
+        return f"heads of {width} are no power of two from 16 to 128"
+    return (
+        trial(width, trains) if jax.default_backend() == "gpu" else ""
+    )  # for a device that is not here, nothing can be tried
 
 
 @functools.cache
-def trial(width: int) -> str:
+def trial(width: int, trains: bool) -> str:
     """The reason for which this process cannot use the kernels on its GPU; "": they find what `attend` finds."""
     try:
-        apart = float(difference(width))
+        apart = float(difference(width, trains=trains))
     # The compiler's errors are of many kinds, and none of them may keep anyone from training.
     except Exception as error:
         return str(error).partition("\n")[0][:200]
     return "" if apart < TOLERANCE else f"on this GPU the kernels' results are wrong by {apart:.2g}"
 
 
-def difference(width: int, *, interpret: bool = False) -> Array:
-    """The largest difference from `attend`, relative to the largest number: of results and gradients, f32 scalar."""
+def difference(width: int, *, trains: bool = True, interpret: bool = False) -> Array:
+    """The largest difference from `attend`, relative to the largest number: of results and gradients, f32 scalar.
+
+    Without gradients if nothing `trains`, as they take the compiler the longest.
+    """
     batch, heads, length = 2, 2, 200
     rng = np.random.default_rng(0)
     given = [
@@ -100,9 +99,8 @@ def difference(width: int, *, interpret: bool = False) -> Array:
     real = (group >= 0)[:, None, :, None]
 
     def ours(queries: Array, keys: Array, values: Array, table: Array) -> Array:
-        return attend_in_blocks(
-            queries, keys, values, Distances(table, bucket), slots, slots, seed, rate, interpret
-        ).astype(jnp.float32)
+        there = Seen(slots, slots, Distances(table, bucket), Blocks(interpret=interpret))
+        return attend_in_blocks(queries, keys, values, there, seed, rate).astype(jnp.float32)
 
     def others(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         apart = jnp.clip(slots.position[:, :, None] - slots.position[:, None] + 128, 0, 256)
@@ -110,6 +108,8 @@ def difference(width: int, *, interpret: bool = False) -> Array:
         return jnp.where(real, attend(queries, keys, values, bias, seed, rate).astype(jnp.float32), 0.0)
 
     def computed(function: Any) -> Any:
+        if not trains:
+            return function(*given, table)
         found, back = jax.vjp(function, *given, table)
         return found, back(jnp.where(real, jnp.sin(jnp.arange(found.size)).reshape(found.shape), 0.0))
 
@@ -121,61 +121,61 @@ def difference(width: int, *, interpret: bool = False) -> Array:
     return jnp.stack(jax.tree.leaves(pairs)).max()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def attend_in_blocks(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    distances: Distances | None,
-    of_queries: Slots,
-    of_keys: Slots,
-    seed: Array | None,
-    rate: float,
-    interpret: bool = False,
-) -> Array:
+def attend_in_blocks(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float) -> Array:
     """softmax(queries keys^T + bias) values, [B, H, Q, K]; sums in float32.
 
     Args:
       queries: [B, H, Q, K], not divided by sqrt(K): T5's are not.
       keys: [B, H, C, K].
       values: [B, H, C, K].
-      distances: the bias; None: without.
-      of_queries: where the queries stand.
-      of_keys: where the keys stand.
+      seen: where queries and keys stand, the bias, and the way.
       seed: u32 [2], of dropout on the weights; None: without.
       rate: of dropout.
-      interpret: whether the kernels run as ordinary computations, on any device.
     """
-    return _forward(queries, keys, values, distances, of_queries, of_keys, seed, rate, interpret)[0]
+    split = seen.blocks.split
+    if split is None or split.mesh.size == 1:
+        return _attend_alone(queries, keys, values, seen, seed, rate)
+
+    def own(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None) -> Array:
+        if seed is not None:  # a device's places of dropout go on where those of the one before it end
+            before = jax.lax.axis_index(split.spec[0]) * math.prod(queries.shape[:3])
+            seed = seed.at[0].add(before.astype(jnp.uint32))
+        return _attend_alone(queries, keys, values, seen, seed, rate)
+
+    each, everywhere = split.spec, jax.sharding.PartitionSpec()
+    places: Any = seen
+    of_seen = dataclasses.replace(places, queries=each, keys=each, distances=everywhere)
+    specs = each, each, each, of_seen, everywhere
+    shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
+    found: Array = shared(queries, keys, values, seen, seed)
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float) -> Array:
+    """`attend_in_blocks` on one device."""
+    return _forward(queries, keys, values, seen, seed, rate)[0]
 
 
 def _forward(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    distances: Distances | None,
-    of_queries: Slots,
-    of_keys: Slots,
-    seed: Array | None,
-    rate: float,
-    interpret: bool,
+    queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float
 ) -> tuple[Array, Any]:
-    sizes = Sizes.of(queries, keys, 0.0 if seed is None else rate, interpret)
-    facts = _facts(distances, of_queries, of_keys, seed, sizes)
+    sizes = Sizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret)
+    facts = _facts(seen, seed, sizes)
     found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
     sums = jax.ShapeDtypeStruct(queries.shape[:3], jnp.float32)
     first, last = _ranges(facts["queries"], facts["keys"], sizes)
     kernel = partial(_attend, sizes=sizes)
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
     found, sums = _call(kernel, grid, (found, sums), sizes)(facts, first, last, queries, keys, values)
-    return found, (queries, keys, values, distances, of_queries, of_keys, seed, found, sums)
+    return found, (queries, keys, values, seen, seed, found, sums)
 
 
-def _backward(rate: float, interpret: bool, kept: Any, gradient: Array) -> tuple[Any, ...]:
-    queries, keys, values, distances, of_queries, of_keys, seed, found, sums = kept
-    sizes = Sizes.of(queries, keys, 0.0 if seed is None else rate, interpret)
+def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
+    queries, keys, values, seen, seed, found, sums = kept
+    sizes, distances = Sizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret), seen.distances
     sizes = sizes._replace(other=BLOCK // 2)  # more would not fit into an Ada's registers
-    facts = _facts(distances, of_queries, of_keys, seed, sizes)
+    facts = _facts(seen, seed, sizes)
     gradient = gradient.astype(values.dtype)
     # What softmax's gradient takes off each row of scores.
     rows = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1)
@@ -192,25 +192,25 @@ def _backward(rate: float, interpret: bool, kept: Any, gradient: Array) -> tuple
         facts, *across, *given
     )
     if distances is None:
-        return d_queries, d_keys, d_values, None, None, None, None
+        return d_queries, d_keys, d_values, None, None
     buckets, groups = distances.table.shape[0], pl.cdiv(distances.table.shape[0], GROUP)
     shape = jax.ShapeDtypeStruct((*queries.shape[:2], groups * GROUP, grid[0] * sizes.own), jnp.float32)
     ranges = _ranges(facts["queries"], facts["keys"], sizes, nearer=_longest(facts))
     grid = grid[0] * groups, *grid[1:]
     within = _call(partial(_backward_buckets, sizes=sizes), grid, shape, sizes)(facts, *ranges, *given)
-    d_table = (
-        within.sum(axis=(0, 3)).T[:buckets].at[distances.bucket[jnp.asarray([0, -1])]].add(beyond.sum(axis=(0, 3)).T)
-    )
+    of_ends = jnp.arange(buckets)[:, None, None] == distances.bucket[jnp.asarray([0, -1])][:, None]
+    ends = jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
+    d_table = within.sum(axis=(0, 3)).T[:buckets] + ends
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
-    return d_queries, d_keys, d_values, Distances(d_table.astype(distances.table.dtype), none), None, None, None
+    of_distances = Distances(d_table.astype(distances.table.dtype), none)
+    of_seen = dataclasses.replace(seen, queries=None, keys=None, distances=of_distances)
+    return d_queries, d_keys, d_values, of_seen, None
 
 
-attend_in_blocks.defvjp(_forward, _backward)
+_attend_alone.defvjp(_forward, _backward)
 
 
-def _facts(
-    distances: Distances | None, of_queries: Slots, of_keys: Slots, seed: Array | None, sizes: Sizes
-) -> dict[str, Any]:
+def _facts(seen: Seen, seed: Array | None, sizes: Sizes) -> dict[str, Any]:
     """The vectors that a kernel reads, places filled up to whole blocks with such as see and show nothing."""
 
     def filled(slots: Slots, count: int) -> Slots:
@@ -222,10 +222,10 @@ def _facts(
         return Slots(group, slots.row, slots.time, slots.position)
 
     facts: dict[str, Any] = {
-        "queries": filled(of_queries, sizes.queries),
-        "keys": filled(of_keys, sizes.keys),
+        "queries": filled(seen.queries, sizes.queries),
+        "keys": filled(seen.keys, sizes.keys),
     }
-    if distances is not None:
+    if (distances := seen.distances) is not None:
         facts["lines"] = distances.table[distances.bucket].T.astype(jnp.float32)  # [H, 2 W + 1]
         facts["bucket"] = distances.bucket
     if seed is not None:

@@ -10,6 +10,8 @@ A backbone of your own is a frozen dataclass in a file of your own: see docs/bac
 not import JAX: configs are read without it.
 """
 
+import functools
+import logging
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -19,7 +21,12 @@ from pipejax.system.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
-    from jax import Array
+    from jax import Array, Device
+    from jax.sharding import NamedSharding
+
+    from pipejax.model.slots import Blocks
+
+logger = logging.getLogger(__name__)
 
 Module = Any  # a Flax module that has the fields and methods of `pipejax.model.t5.T5`
 Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
@@ -58,7 +65,8 @@ class Backbone:
         """The Flax module, with the fields and methods of `pipejax.model.t5.T5`.
 
         Args:
-          options: any of T5's fields: `dtype` of the computation, `dropout`, `remat`, `pin`, `shards`.
+          options: any of T5's fields: `dtype` of the computation, `dropout`, `remat`, `pin`, `shards`; and `blocks`,
+            if `head_width` is not 0.
         """
         raise NotImplementedError(f"{type(self).__name__}.module")
 
@@ -69,6 +77,13 @@ class Backbone:
     def sizes(self) -> dict[str, tuple[str, int]]:
         """The letter of each axis -> the key of the config, for messages, and the size."""
         raise NotImplementedError(f"{type(self).__name__}.sizes")
+
+    def head_width(self) -> int:
+        """The width of attention's heads, if the module takes `blocks` as T5 does; 0: it does not.
+
+        Then its attention, given `Slots` in the place of masks, is `block_attention.attend_in_blocks`.
+        """
+        return 0
 
     def training_flops(self, lengths: "np.ndarray") -> float:
         """Operations of a training step for lengths [B, 2], of sources and targets; 0: unknown, none is reported."""
@@ -115,6 +130,34 @@ class Backbone:
     def init_params(self, rng: "Array") -> Tree:
         """Fresh float32 parameters; jit-able."""
         return self.module().init(rng, *smallest_batch())["params"]
+
+
+def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | None" = None) -> "Blocks | None":
+    """The way in which attention runs in blocks on such devices; None: it does not, which is said if it is a GPU.
+
+    `split`: of batches over the mesh on which it trains; None: it only decodes.
+    """
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    from pipejax.model import block_attention  # importing Pallas takes time, and elsewhere nobody needs it
+    from pipejax.model.slots import Blocks
+
+    if not (width := backbone.head_width()):
+        why = f"{type(backbone).__name__} names no head_width, or a part of it was changed"
+    elif split and (tensor := split.mesh.shape["tensor"]) > 1:
+        why = f"mesh.tensor={tensor} splits heads"
+    else:
+        why = block_attention.misfit(width, trains=split is not None)
+    if not why:
+        return Blocks(split)
+    _warn(f"attention keeps arrays of queries by keys, which is slow: {why}")
+    return None
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Once, however many programs it concerns."""
+    logger.warning(line)
 
 
 def smallest_batch() -> "tuple[Array, ...]":

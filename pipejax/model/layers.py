@@ -224,8 +224,7 @@ class Attention(nn.Module):
             # Imported here: on a CPU nobody waits for Pallas.
             from pipejax.model.block_attention import attend_in_blocks
 
-            seen = bias.distances, bias.queries, bias.keys
-            found = attend_in_blocks(queries, keys, values, *seen, seed, self.dropout, bias.kind == "interpreted")
+            found = attend_in_blocks(queries, keys, values, bias, seed, self.dropout)
         else:
             found = attend(queries, keys, values, bias, seed, self.dropout)
         found = found.swapaxes(1, 2)

@@ -3,12 +3,22 @@
 Shapes: B batch, N slots, H heads, T buckets, W the distance from which on there is one bucket.
 """
 
+import dataclasses
 from typing import Any
 
 import flax.struct
 import jax
+from jax.sharding import NamedSharding
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The way in which attention runs in blocks. Static under jit."""
+
+    split: NamedSharding | None = None  # of a batch over devices, each of which attends for its own examples
+    interpret: bool = False  # as ordinary computations, on any device, slowly
 
 
 @flax.struct.dataclass
@@ -40,4 +50,4 @@ class Seen:
     queries: Slots
     keys: Slots
     distances: Distances | None = None
-    kind: str = flax.struct.field(pytree_node=False, default="gpu")  # "interpreted": on any device, slowly
+    blocks: Blocks = flax.struct.field(pytree_node=False, default=Blocks())

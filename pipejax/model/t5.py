@@ -20,7 +20,7 @@ from pipejax.model import attention, embedding, relative_bias, stack, stock
 from pipejax.model import layers as parts
 from pipejax.model.embedding import look_up
 from pipejax.model.layers import Attention, Dropout, FeedForward, Head, RelativeBias, RMSNorm, logits_of
-from pipejax.model.slots import Seen, Slots
+from pipejax.model.slots import Blocks, Distances, Seen, Slots
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 
@@ -138,7 +138,7 @@ class Stack(nn.Module):
     dropout: float
     remat: str = "none"
     pin: Callable[[Array], Array] = unpinned
-    blocks: str = ""
+    blocks: Blocks | None = None
     layer: ClassVar[type[nn.Module]]
     depth: ClassVar[str]  # the key of the config that counts the layers
     bidirectional: ClassVar[bool]  # whether a query sees what comes after it
@@ -151,8 +151,17 @@ class Stack(nn.Module):
         self.set_up_bias()
 
     def set_up_bias(self) -> None:
-        """Makes what `bias` needs."""
+        """Makes what `bias` and `distances` need."""
         self.relative_bias = RelativeBias(self.config, bidirectional=self.bidirectional)
+
+    def distances(self) -> Distances | None:
+        """`bias` by distance, for attention in blocks; None: the layers have none in common."""
+        return self.relative_bias.distances()
+
+    def seen(self, queries: Slots, keys: Slots, distances: Distances | None = None) -> Seen:
+        """For attention in blocks, in the place of a bias."""
+        assert self.blocks is not None
+        return Seen(queries, keys, distances, self.blocks)
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
         """All of it, [B, Q, D] to the same; `seen`: as the layers are given it."""
@@ -178,14 +187,13 @@ class Encoder(Stack):
         # save memory, and had better keep the sum.
         return jnp.broadcast_to(bias, (batch, *bias.shape[1:]))
 
-    def seen(self, mask: Array) -> Seen:
-        """The same for attention in blocks."""
-        position = jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
-        slots = Slots(jnp.where(mask, 0, -1), position=position)
-        return Seen(slots, slots, self.relative_bias.distances(), kind=self.blocks)
-
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
-        bias = self.seen(mask) if self.blocks else self.bias(*x.shape[:2])
+        if self.blocks:
+            position = jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
+            slots = Slots(jnp.where(mask, 0, -1), position=position)
+            bias: Any = self.seen(slots, slots, self.distances())
+        else:
+            bias = self.bias(*x.shape[:2])
         return self.run(x, bias, jnp.where(mask[:, None, None, :], 0.0, MASKED), deterministic=deterministic)
 
 
@@ -214,9 +222,10 @@ class Decoder(Stack):
         deterministic: bool,
     ) -> Array:
         """Teacher-forced; `memory_mask` is bool [B, 1|N, L], or the slots of the keys."""
+        bias: Any
+        memory_bias: Any
         if isinstance(mask, Slots):
-            bias = Seen(mask, mask, self.relative_bias.distances(), kind=self.blocks)
-            memory_bias: Any = Seen(Slots(mask.group), memory_mask, kind=self.blocks)
+            bias, memory_bias = self.seen(mask, mask, self.distances()), self.seen(Slots(mask.group), memory_mask)
         else:
             bias, memory_bias = self.bias(mask, position, position), jnp.where(memory_mask[:, None], 0.0, MASKED)
         return self.run(x, None, bias, encoded, memory_bias, deterministic=deterministic)
@@ -242,7 +251,7 @@ class T5(nn.Module):
     remat: str = "none"  # the trade of time for memory in teacher-forced calls: see `apply_layers`
     pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
     shards: int = 1  # on how many devices a batch lies when it trains
-    blocks: str = ""  # how attention runs in blocks, where it does: see `pipejax.model.block_attention.choose`
+    blocks: Blocks | None = None  # the way in which attention runs in blocks, where it does
     encoder_stack: ClassVar[type[nn.Module]] = Encoder
     decoder_stack: ClassVar[type[nn.Module]] = Decoder
 

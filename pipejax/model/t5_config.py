@@ -73,6 +73,12 @@ class T5Config(Backbone):
 
         return T5(self, **options)
 
+    def head_width(self) -> int:
+        """See `Backbone`. A subclass says it for itself: its attention may be another one."""
+        from pipejax.model.t5 import is_stock
+
+        return self.d_kv if is_stock(self.module()) else 0
+
     def tensors(self) -> dict[str, tuple[str, str]]:
         """See `Backbone`."""
         table = {"shared/embedding": (SHARED[0], "VD")}

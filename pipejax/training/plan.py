@@ -35,11 +35,12 @@ GIB = 2**30
 
 
 def estimate(
-    config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int
+    config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int, blocks: bool
 ) -> dict[str, float]:
     """Bytes on each device by term, from those of parameters with moments and of gradients, float32.
 
     `shapes` are one device's share of one part of a batch: [B, L] of "source" and [G, N] of "inputs" are looked at.
+    `blocks`: whether attention runs in blocks.
     """
     model, train = config.model, config.train
     assert isinstance(model, T5Config), "`_resolve` checks it"
@@ -52,8 +53,16 @@ def estimate(
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
         scores = rows * heads * queries * keys
+        dots = rows * queries * (inner + model.d_model) * wide
+        if blocks:  # all but dots are in float32 for each query, or gradients of what the kernels read
+            by_bucket = 4 * (2 + model.relative_attention_num_buckets)
+            return {
+                "dots": dots,
+                "rest": rows * queries * (inner * wide + heads * 4),
+                "passing": rows * (2 * (queries + keys) * inner * wide + queries * heads * by_bucket),
+            }
         return {
-            "dots": rows * queries * (inner + model.d_model) * wide,
+            "dots": dots,
             "rest": scores * wide,
             "passing": scores * (4 - wide + dropped),  # the gradient of the scores is float32
         }
@@ -93,7 +102,8 @@ def estimate(
         terms[f"one {name} layer at work"] = dots + rest - kept + gradient
     # Without a scan the gradient of the encoder's is held for each example.
     copies = 1 + (batch if train.remat == "none" else 1)
-    terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
+    if not blocks:
+        terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
     parts = max(-(-flat * model.vocab_size // 2**25), 1)
     terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
     terms["encoded source and its gradient"] = 2 * stream(tokens)
@@ -103,6 +113,10 @@ def estimate(
     # The two stacks are at work one after the other.
     smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
     del terms[smaller]
+    work = [name for name in terms if "at work" in name or "kept of" in name]
+    if blocks and train.remat != "none":  # the gradient of stacked layers is taken apart when all their work is done
+        for name in work if sum(terms[name] for name in work) < gradients else ["gradient"]:
+            del terms[name]
     return terms
 
 
@@ -137,6 +151,7 @@ def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tupl
         state=held(trainer.abstract, trainer.shardings),
         gradients=held(*trained),
         layers=held(*stacks) // 4,
+        blocks=trainer.blocks is not None,
     )
     return trainer, terms
 
@@ -237,6 +252,7 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Any] = {
         "devices": trainer.mesh.size,
         "dtype": config.train.dtype,
+        "attention": "in blocks" if trainer.blocks else "with arrays of queries by keys",
         "estimate_bytes": {name: int(size) for name, size in terms.items()},
         "estimate_total_bytes": int(total),
     }
@@ -282,7 +298,7 @@ def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
         return f"  {name:<40}{size / size_of:8.2f} {unit}"
 
     where = f"each of {found['devices']} devices" if found["devices"] > 1 else "one device"
-    lines = [f"on {where}, {found['dtype']}, by arithmetic:"]
+    lines = [f"on {where}, {found['dtype']}, attention {found['attention']}, by arithmetic:"]
     lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
     lines += [line("in all (estimated)", found["estimate_total_bytes"])]
     if "compiled_total_bytes" in found:

@@ -22,7 +22,7 @@ from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
-from pipejax.model.interface import Module
+from pipejax.model.interface import Module, choose_blocks
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots
@@ -63,7 +63,7 @@ def batch_loss(
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
     row, time_ = batch["row"], batch["time"]
-    if getattr(model, "blocks", ""):
+    if getattr(model, "blocks", None):
         mask, of_source = Slots(jnp.where(real, example, -1), row, time_, position(row, time_)), None
     else:
         pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
@@ -183,8 +183,9 @@ class Trainer:
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
-        if blocks := _blocks(make(), self.mesh):
-            make = partial(make, blocks=blocks)
+        self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
+        if self.blocks:  # a module that does not take them is not told
+            make = partial(make, blocks=self.blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
@@ -315,15 +316,6 @@ class Trainer:
     def dropout_key(self, step: int) -> Array:
         """The key of a step (1-based)."""
         return jax.random.fold_in(self.key, step)
-
-
-def _blocks(model: Module, mesh: Mesh) -> str:
-    """How attention runs in blocks on a mesh; "": it does not, as a model of one's own may attend otherwise."""
-    if mesh.devices.flat[0].platform not in ("gpu", "cuda") or not is_stock(model):
-        return ""
-    from pipejax.model import block_attention
-
-    return block_attention.choose(model.config.d_kv, mesh.size)
 
 
 def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
