@@ -182,7 +182,8 @@ class Trainer:
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
+        remat = "none" if train.remat == "auto" else train.remat  # see `plan.choose_remat`
+        make = partial(config.model.module, dtype=dtype, remat=remat, pin=pin)
         if blocks := _blocks(make(), self.mesh):
             make = partial(make, blocks=blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
