@@ -140,12 +140,6 @@ def _check_passes(config: Backbone, params: Tree) -> None:
         changed = np.asarray(_logits(config.module(), params, *others))
         _check_near(config, what, changed[:, places], found[:, kept])
 
-
-def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
-    apart = abs(np.asarray(changed) - found).max()
-    if not apart < NEAR * abs(found).max():
-        contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
-
     @jax.jit
     def after_steps(params: Tree) -> tuple[Any, Any]:
         """The last step's outputs after the others, and after one more that was taken back."""
@@ -167,6 +161,12 @@ def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) ->
     if not apart < NEAR * abs(outputs[0]).max():
         said = f"outputs that change by {apart:.3g} with one that was taken back"
         contract.refuse(config, "module: step", said, "the same outputs")
+
+
+def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
+    apart = abs(np.asarray(changed) - found).max()
+    if not apart < NEAR * abs(found).max():
+        contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
 
 
 def recompute(

@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 import sys
+import threading
 import time
 import types
 from collections import Counter
@@ -292,6 +293,31 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
     ]
 
 
+def test_long_work_aside_says_that_it_goes_on(capsys, monkeypatch):
+    progress, waits = Progress("training", 3, unit="step", every=0.0), []
+
+    real = threading.Event.wait
+
+    def wait(self, seconds=None):
+        if seconds is None:  # of a thread that starts
+            return real(self)
+        waits.append(seconds)
+        return len(waits) > 2 or self.is_set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", wait)
+        with progress.aside("compiling", "for sources of 32 tokens", ", a minute"):
+            time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "training: compiling for sources of 32 tokens, a minute"
+    assert lines[1] == "training: compiling for sources of 32 tokens, a minute, 0 s so far" and waits[0] == 1.0
+    before = threading.active_count()
+    with progress.aside("compiling", "again", ", a minute"):
+        pass
+    assert threading.active_count() == before
+    assert capsys.readouterr().err.splitlines() == ["training: compiling again, 0 s the last time"]
+
+
 @pytest.mark.slow
 def test_a_warm_up_as_long_as_training_is_told(tmp_path, said):
     fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path)
@@ -376,7 +402,7 @@ def begin_from(monkeypatch, place, metadata):
     )
     trainer = types.SimpleNamespace(config=CONFIG, templates=dict, fresh=lambda params: None)
     monkeypatch.setattr(start, "Trainer", lambda config: trainer)
-    monkeypatch.setattr(start, "_prepare", lambda config: (trainer, None, None))
+    monkeypatch.setattr(start, "_prepare", lambda config, memory: (trainer, None, None))
     monkeypatch.setattr(start, "check_places", lambda *arguments: None)
     monkeypatch.setattr(checkpoint, "tokenizer_of", lambda found: types.SimpleNamespace())
     return start.begin(CONFIG, RunDirectory(place), store, {"dev": ""})

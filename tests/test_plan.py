@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.model.t5_config import ARCHITECTURES
 from pipejax.system import targets
 from pipejax.system.errors import UserError
-from pipejax.training import plan
+from pipejax.training import plan, start
 from pipejax.training.step import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -140,3 +141,98 @@ def test_a_target_is_known_or_a_topology():
     assert targets.find("v5e:4x4", "--target") == targets.Tpu("v5e:4x4")
     with pytest.raises(UserError, match="--target: found 'rtx9090'; expected h100"):
         targets.find("rtx9090", "--target")
+
+
+# What the backward pass repeats, by the memory.
+
+
+def known_needs(monkeypatch):
+    """GiB of a step, instead of arithmetic."""
+    needs = {"none": 30, "dots": 12, "layers": 9}
+    monkeypatch.setattr("pipejax.training.step.Trainer", lambda config, devices=None: None)
+    monkeypatch.setattr(
+        plan, "_estimator", lambda trainer: lambda config: {"all": needs[config.train.remat] * plan.GIB}
+    )
+
+
+def with_remat(chosen, remat):
+    return dataclasses.replace(chosen, train=dataclasses.replace(chosen.train, remat=remat))
+
+
+@pytest.mark.parametrize(
+    "gib, remat, why",
+    [
+        (40, "none", "for 40.0 GiB, the fastest that leaves a quarter of it free: by estimate a step takes 30.0 GiB"),
+        (39.9, "dots", "30.0 GiB with none, 12.0 GiB with dots"),
+        (16, "dots", "for 16.0 GiB, the fastest"),
+        (15.9, "layers", "12.0 GiB with dots, 9.0 GiB with layers"),
+        (1, "layers", "for 1.0 GiB, which needs least"),
+    ],
+)
+def test_the_memory_decides_what_is_computed_again(gib, remat, why, monkeypatch, caplog):
+    known_needs(monkeypatch)
+    caplog.set_level("INFO")
+    given = config(64, {"data": 1})
+    assert given.train.remat == "auto"
+    assert plan.choose_remat(given, gib * plan.GIB) == with_remat(given, remat)
+    (line,) = caplog.messages
+    assert line.startswith(f"train.remat: {remat} ") and why in line
+
+
+def test_without_known_memory_or_arithmetic_nothing_is_computed_again(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    given = config(64, {"data": 1})
+    assert plan.choose_remat(given, None) == with_remat(given, "none")
+    foreign = dataclasses.replace(given, model=None)
+    assert plan.choose_remat(foreign, 2**40) == with_remat(foreign, "none")
+    asked = with_remat(given, "dots")
+    assert plan.choose_remat(asked, 1) is asked and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "limits, least", [((5, 3), 3), ((5, None), None), ((), None)], ids=["known", "one is silent", "a CPU"]
+)
+def test_the_memory_of_devices_is_the_least(limits, least, monkeypatch):
+    import jax
+
+    stats = [{} if limit is None else {"bytes_limit": limit} for limit in limits] or [None]
+    devices = [SimpleNamespace(memory_stats=lambda own=own: own) for own in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert plan.device_memory() == least
+
+
+class Begun(BaseException):
+    """A trainer would be made of this config."""
+
+
+def begun_with(monkeypatch, given, saved=None):
+    def begin(chosen):
+        raise Begun(chosen)
+
+    def newest(expect, set_aside):
+        return saved and expect(saved)
+
+    monkeypatch.setattr(start, "Trainer", begin)
+    monkeypatch.setattr(start, "_find_tokenizer", lambda *given: SimpleNamespace(size=2))
+    monkeypatch.setattr(start.methods, "trained", lambda config: SimpleNamespace(check_text=lambda tokenizer: None))
+    store = SimpleNamespace(steps=lambda: [1] if saved else [], newest=newest)
+    with pytest.raises(Begun) as found:
+        start.begin(given, SimpleNamespace(path=Path("run")), store, {})
+    return found.value.args[0].train.remat
+
+
+def test_a_run_keeps_the_choice_that_it_began_with(monkeypatch):
+    known_needs(monkeypatch)
+    given = config(64, {"data": 1})
+    assert begun_with(monkeypatch, given) == "none"  # a CPU
+    monkeypatch.setattr(start, "device_memory", lambda: 20 * plan.GIB)
+    assert begun_with(monkeypatch, given) == "dots"
+    for before in ("none", "dots", "layers"):
+        assert begun_with(monkeypatch, given, with_remat(given, before)) == before
+    with pytest.raises(UserError, match=r"train\.remat: 'layers' -> 'none'; expected no change on resume"):
+        begun_with(monkeypatch, with_remat(given, "none"), with_remat(given, "layers"))
+
+
+def test_a_trainer_that_nobody_chose_for_repeats_nothing():
+    assert Trainer(shallow(config(64, {"data": 1}))).model.remat == "none"
+    assert Trainer(shallow(config(64, {"data": 1}, remat="dots"))).model.remat == "dots"

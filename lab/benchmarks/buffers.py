@@ -3,7 +3,9 @@
     python -m lab.benchmarks.buffers --json OUT [ARGUMENTS of lab.benchmarks.decode]
 
 XLA puts kernels into command buffers by itself, but not the `while` around them. How the flag is written has changed
-between versions, so each setting has several ways to write it: the first that this XLA takes is measured.
+between versions, so each setting has several ways to write it: the first that this XLA takes is measured. Words of a
+way that are no flags of XLA, NAME=VALUE, are variables of the process: other ways to decode have their lines in
+`SETTINGS`.
 """
 
 import json
@@ -52,8 +54,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measured(flags: str, arguments: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """What lab.benchmarks.decode said last under these flags of XLA, and its results."""
-    variables = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+    """What lab.benchmarks.decode said last under these flags of XLA and variables, and its results."""
+    words = flags.split()
+    of_xla = " ".join([os.environ.get("XLA_FLAGS", ""), *(word for word in words if word.startswith("--"))])
+    own = dict(word.split("=", 1) for word in words if not word.startswith("--"))
+    variables = os.environ | {"XLA_FLAGS": of_xla.strip()} | own
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "out.json"
         command = [sys.executable, "-m", "lab.benchmarks.decode", *arguments, "--json", str(output)]

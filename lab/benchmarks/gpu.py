@@ -3,10 +3,10 @@
     lab/benchmarks/gpu.sh [--rehearse] [--parts NAME,...] [FOLDER]
 
 FOLDER is $OUT, or runs/gpu. Each part is a process that writes FOLDER/PART.json as soon as it knows something, and is
-ended when its time is over; what a part does not need the next ones get. After each part all results so far are in
-FOLDER/summary.json. Copied to lab/benchmarks/results/gpu.json, that makes the GPU section of docs/speed.md. --rehearse
-runs the same on the CPU, with a tiny model: its figures mean nothing. --parts gives these the time of all. Exits with
-1 if a part failed or did not end in time.
+ended when its time is over; what a part does not need the next ones get, and the last ones live of it. After each part
+all results so far are in FOLDER/summary.json. Copied to lab/benchmarks/results/gpu.json, that makes the GPU section of
+docs/speed.md. --rehearse runs the same on the CPU, with a tiny model: its figures mean nothing. --parts gives these the
+time of all. Exits with 1 if a part failed or did not end in time.
 """
 
 import argparse
@@ -69,37 +69,49 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
     def module(name: str, *arguments: str) -> tuple[str, ...]:
         return ("-m", f"lab.benchmarks.{name}", *arguments)
 
+    def steps(name: str, *more: str, models: str = "base", count: str = "4") -> tuple[str, ...]:
+        setting = ["--config", "configs/jsonl.py", "--models", models, "--steps", count]
+        if rehearse:  # the last of a flag counts
+            settings = ("train.batch_size=4", "train.accumulate=2", "data.max_source=32", "data.max_target=16")
+            setting = ["--config", "configs/jsonl.py", *(x for each in settings for x in ("--set", each))]
+            more = (*more, "--models", "tiny", "--steps", "2", *(("--sources", "16,64") if "--sources" in more else ()))
+        return module(name, *setting, *more, *out)
+
     out, rounds = ("--json", "{json}"), "1" if rehearse else "2"
     small = ("--model", "tiny", "--layers", "1", "--source", "32", "--batch", "2", "--rows", "3", "--times", "8")
-    settings = ("train.batch_size=4", "train.accumulate=2", "data.max_source=64", "data.max_target=32")
-    step = ("--models", "tiny", "--steps", "2", *(x for setting in settings for x in ("--set", setting)))
     every, batches = "8x14,7x40,5x4", "1,2" if rehearse else "1,8"
     both = ("--batch", batches, "--kernels", "own,xla", "--peers", "hf", "--rounds", rounds)
+    tiny = ("--models", "tiny", "--source", "32", "--queries", "1,3", "--steps", "4") if rehearse else ()
+    answer = ("--pattern", "3x4", "--source", "32") if rehearse else ()
+    peers, one = "peers.training", ("--ways", "checkpointing")
+    lengths = ("--sources", "512,1024,4096,8192,16384")
     found = [
-        Part("kernels", 70, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
-        Part("decode", 130, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
+        Part(
+            "train", 55, "a training step, its compilation from nothing and from the cache", steps("steps", "--again")
+        ),
+        Part("train-peers", 45, "transformers' training step", steps(peers)),
+        Part("decode", 80, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
+        Part("profile", 30, "kernels and waiting", steps("profile", *answer)),
+        Part("graph", 20, "a step by hand in PyTorch, in a CUDA graph", module("graph", *tiny, *out)),
+        Part("auto", 25, "a training step, `remat` chosen", steps("steps", "--set", "train.remat=auto")),
+        Part("lengths", 50, "training steps by length", steps("steps", *lengths, count="3")),
+        Part("lengths-peers", 25, "transformers by length", steps(peers, *lengths, *one, count="3")),
+        Part("models", 40, "training steps by size", steps("steps", models="small,large")),
+        Part("models-peers", 20, "transformers by size", steps(peers, *one, models="small,large")),
+        Part("kernels", 30, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
         Part(
             "compiled",
-            60,
+            25,
             "T5-Base beside transformers, compiled, with a static cache",
-            module("decode", *decode("--peers", "hf-compiled", "--rounds", rounds, patterns=every), *out),
+            module("decode", *decode("--peers", "hf-compiled", "--rounds", rounds, patterns="8x14"), *out),
         ),
-        Part("buffers", 50, "the loop in command buffers", module("buffers", *out, "--", *decode("--rounds", rounds))),
+        Part("buffers", 15, "other ways to decode", module("buffers", *out, "--", *decode("--rounds", rounds))),
         Part(
-            "large",
-            60,
-            "T5-Large",
-            module("decode", *decode("--peers", "hf", "--rounds", "1" if rehearse else "2", model="large"), *out),
-        ),
-        Part(
-            "train",
-            75,
-            "a training step",
-            module("steps", "--config", "configs/jsonl.py", *(step if rehearse else ("--models", "base,large")), *out),
+            "large", 10, "T5-Large", module("decode", *decode("--peers", "hf", "--rounds", rounds, model="large"), *out)
         ),
         Part(
             "tests",
-            35,
+            10,
             "tests of the suite",
             module("suite", *out, *(("--", "-m", "not slow and not long", "tests/test_gpu.py") if rehearse else ())),
         ),

@@ -26,7 +26,7 @@ def short(summary: dict[str, Any]) -> list[str]:
     lines += [f"not installed: {failure}" for failure in wheels["failures"]]
     for part in summary["parts"]:
         took = f"{part['seconds']:6.1f} s of {part['limit']:.0f}" if "seconds" in part else ""
-        lines.append(f"{part['name']:<10}{part['status']:<12}{took}")
+        lines.append(f"{part['name']:<15}{part['status']:<12}{took}")
     return lines
 
 
@@ -136,28 +136,52 @@ def buffers(found: dict[str, Any]) -> list[str]:
 
 
 def train(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.steps`."""
+    """Of `lab.benchmarks.steps`, and of `lab.benchmarks.peers.training`, which knows less."""
 
     def gib(size: float | None) -> str:
         return "" if size is None else f"{size / GIB:.2f}"
 
     rows = [
         (
+            r.get("system", "pipejax"),
             r["model"],
             f"{r['dtype']}, batch {r['batch']}, {r['source']} + {r['slots']} tokens, "
             f"remat {r['remat']}, accumulate {r['accumulate']}",
             f"{r['step_s']:.3f}",
             "" if r["utilisation"] is None else f"{r['utilisation']:.1%}",
-            *(gib(r[f"{which}_bytes"]) for which in ("peak", "compiled", "estimate")),
+            *(f"{r[key]:.1f}" if key in r else "" for key in ("compile_s", "cached_s")),
+            *(gib(r.get(f"{which}_bytes")) for which in ("peak", "compiled", "estimate")),
         )
         for r in found["results"]
     ]
-    head = ("model", "a step", "seconds", "utilisation", "peak, GiB", "compiler, GiB", "plan, GiB")
+    times = ("seconds", "utilisation", "compiling, s", "from the cache, s")
+    head = ("system", "model", "a step", *times, "peak, GiB", "compiler, GiB", "plan, GiB")
     lines = ["A training step, and its memory as measured, by the compiler and by `pipejax plan`:", ""]
-    lines += table(head, rows, words=2)
+    lines += table(head, rows, words=3)
     for failure in found["failures"]:
-        lines += ["", f"Failed: {failure['model']}: `{last_line(failure['error'])}`."]
+        of = ", ".join(str(failure[key]) for key in ("system", "model", "source") if key in failure)
+        lines += ["", f"Failed: {of}: `{last_line(failure['error'])}`."]
     return lines
+
+
+def profile(found: dict[str, Any]) -> list[str]:
+    """Of `lab.benchmarks.profile`, with the three kernels that take most."""
+    rows = []
+    for r in found["results"]:
+        waits = max(r["seconds"] - r["busy_s"], 0.0)
+        most = ", ".join(f"{100 * each['seconds'] / r['seconds']:.0f}% {each['name'][:32]}" for each in r["most"][:3])
+        figures = [f"{1e3 * seconds:.2f}" for seconds in (r["seconds"], r["busy_s"], waits)]
+        rows.append((r["name"], most.replace("|", "/"), *figures, str(r["kernels"]), str(r["gaps"])))
+    head = ("work", "most of it", "ms", "in kernels", "waiting", "kernels", "gaps of 10 us")
+    lines = ["Kernels and waiting, by JAX's profiler:", "", *table(head, rows, words=2)]
+    return lines + [f"\nFailed: {f['name']}: `{last_line(f['error'])}`." for f in found["failures"]]
+
+
+def graph(found: dict[str, Any]) -> list[str]:
+    """Of `lab.benchmarks.graph`."""
+    rows = [(r["model"], str(r["queries"]), f"{1e3 * r['step_s']:.3f}") for r in found["results"]]
+    lines = [f"A step by hand in PyTorch {found['torch']}, in a CUDA graph, a source of {found['source']} tokens:", ""]
+    return lines + table(("model", "queries", "ms a step"), rows, words=1)
 
 
 def tests(found: dict[str, Any]) -> list[str]:
@@ -170,10 +194,10 @@ def tests(found: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "kernels": kernels,
-    "decode": decode,
-    "compiled": decode,
+    **dict.fromkeys(("decode", "compiled", "large"), decode),
+    **dict.fromkeys(("train", "auto", "models", "lengths", "train-peers", "models-peers", "lengths-peers"), train),
     "buffers": buffers,
-    "large": decode,
-    "train": train,
+    "profile": profile,
+    "graph": graph,
     "tests": tests,
 }

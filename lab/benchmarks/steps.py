@@ -2,19 +2,25 @@
 
     python -m lab.benchmarks.steps --config configs/jsonl.py --models base,large --json OUT [--set KEY=VALUE ...]
 
-A few real steps on random tokens, every source and target as long as the config allows. Utilisation is the model's own
+With --sources every length has a case, and batches of as many tokens as far as whole examples allow. A few real
+steps on random tokens, every source and target as long as the config allows. Utilisation is the model's own
 operations (`training_flops`: what rematerialisation computes again does not count) over the peak of the device, if
-that is known. Memory is the peak that the device reports since the process began, so name the larger model last; beside
-it stand the compiler's figure and that of arithmetic.
+that is known. Memory is the peak that the device reports since the process began, so name the larger model last;
+beside it stand the compiler's figure and that of arithmetic. Seconds of compiling begin with the trace; --again adds
+those of a new trainer, which finds the program in the cache.
 """
 
+import argparse
 import dataclasses
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from lab.benchmarks.decode import whole_numbers
 from lab.benchmarks.peers.worker import error_line
 from lab.benchmarks.systems import SIZES, machine, names_of, save
 from pipejax import config as config_lib
@@ -22,32 +28,33 @@ from pipejax.config import Config, MeshConfig
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, compile_cache
 from pipejax.training import costs
-from pipejax.training.plan import GIB, compiled_bytes, longest_batch, measured_bytes, plan
+from pipejax.training.plan import (
+    GIB,
+    choose_remat,
+    compiled_bytes,
+    device_memory,
+    longest_batch,
+    measured_bytes,
+    plan,
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints a line for each model, writes JSON after each."""
     parser = cli.Parser(prog="python -m lab.benchmarks.steps", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
-    parser.add_argument("--models", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
-    parser.add_argument("--steps", type=cli.whole(2), default=5, metavar="N", help="the last one is timed (5)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
-    parser.add_overrides("override a setting of the config (repeatable)")
+    add_flags(parser)
+    parser.add_argument("--again", action="store_true", help="load each program once more, from the cache")
     flags = parser.parse_args(argv)
     cli.check_output("--json", flags.json)
-    models = names_of("--models", flags.models, SIZES)
-    given = config_lib.load(flags.config, flags.overrides)
+    chosen = cases(flags)
     compile_cache.use()
     found: dict[str, Any] = {"machine": machine(1), "results": [], "failures": []}
     found["command"] = "python -m lab.benchmarks.steps " + " ".join(argv)
-    for name in models:
-        train = dataclasses.replace(given.train, dtype=compute_dtype(given.train.dtype).name)
-        config = dataclasses.replace(given, model=SIZES[name], train=train, mesh=MeshConfig(data=1))
+    for name, config in chosen:
         try:
-            result = {"model": name, **measured(config, flags.steps)}
-        except Exception as error:  # out of memory, say: the other model is measured all the same
-            found["failures"].append({"model": name, "error": error_line(error)})
-            cli.note(f"warning: {name} is left out: {error_line(error)}")
+            result = {"system": "pipejax", "model": name, **measured(config, flags.steps, again=flags.again)}
+        except Exception as error:  # out of memory, say: the others are measured all the same
+            found["failures"].append(failure(name, config, "pipejax", error))
         else:
             found["results"].append(result)
             print(line(result), flush=True)
@@ -56,31 +63,89 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(found["failures"]))
 
 
-def measured(config: Config, steps: int) -> dict[str, Any]:
-    """A step of the longest batch on the first device: seconds, operations, and bytes by three ways."""
+def add_flags(parser: cli.Parser) -> None:
+    """The flags that say which steps are measured."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
+    parser.add_argument("--models", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
+    parser.add_argument("--sources", default="", metavar="L,...", help="tokens of a source (the config's)")
+    parser.add_argument("--steps", type=cli.whole(2), default=5, metavar="N", help="the last one is timed (5)")
+    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_overrides("override a setting of the config (repeatable)")
+
+
+def cases(flags: argparse.Namespace) -> list[tuple[str, Config]]:
+    """The names of models with the configs of their steps, in order."""
+    models, given = names_of("--models", flags.models, SIZES), config_lib.load(flags.config, flags.overrides)
+    sources = whole_numbers("--sources", flags.sources) if flags.sources else [given.data.max_source]
+    return [(name, dataclasses.replace(of_length(given, x), model=SIZES[name])) for name in models for x in sources]
+
+
+def of_length(config: Config, source: int) -> Config:
+    """The config with sources of that length, and parts of as many tokens as before, or of one example."""
+    train, data = config.train, dataclasses.replace(config.data, max_source=source)
+    if source != config.data.max_source:
+        part = max(train.batch_size // train.accumulate * config.data.max_source // source, 1)
+        train = dataclasses.replace(train, batch_size=part * train.accumulate, pack=math.gcd(part, 3))
+    return dataclasses.replace(config, data=data, train=train, mesh=MeshConfig(data=1))
+
+
+def resolved(config: Config) -> Config:
+    """The config with what this device decides."""
+    train = dataclasses.replace(config.train, dtype=compute_dtype(config.train.dtype).name)
+    return choose_remat(dataclasses.replace(config, train=train), device_memory())
+
+
+def work(config: Config) -> dict[str, Any]:
+    """The size of a step, and the operations of the model's own."""
     assert config.model is not None
-    device = jax.devices()[0]
-    trainer, terms = plan(config, [device])
     shapes, size = longest_batch(config), config.train.batch_size
-    slots = int(np.prod(shapes["inputs"])) // size
+    source, slots = shapes["source"][1], int(np.prod(shapes["inputs"])) // size
+    flops = config.model.training_flops(np.asarray([(source, slots)] * size))
+    return {
+        "batch": size,
+        "accumulate": config.train.accumulate,
+        "source": source,
+        "slots": slots,
+        "model_flops": flops,
+    }
+
+
+def failure(name: str, config: Config, system: str, error: Exception) -> dict[str, Any]:
+    """A step that was not measured, said and as a record."""
+    where = {"system": system, "model": name, "source": config.data.max_source}
+    cli.note(f"warning: {', '.join(map(str, where.values()))} is left out: {error_line(error)}")
+    return where | {"error": error_line(error)}
+
+
+def measured(config: Config, steps: int, *, again: bool = False) -> dict[str, Any]:
+    """A step of the longest batch on the first device: seconds, operations, and bytes by three ways."""
+    device, config = jax.devices()[0], resolved(config)
+
+    def compiling() -> tuple[float, Any, Any]:
+        trainer, terms = plan(config, [device])
+        begun = time.perf_counter()
+        trainer.program(longest_batch(config))
+        return time.perf_counter() - begun, trainer, terms
+
     cli.note("compiling a step")
+    compile_s, trainer, terms = compiling()
     compiled = compiled_bytes(trainer, config)
     cli.note(f"making {steps} steps")
     peak_bytes, seconds = measured_bytes(trainer, config, steps=steps)
-    flops = config.model.training_flops(np.asarray([(shapes["source"][1], slots)] * size))
-    peak = costs.peak(device)
-    return {
-        "batch": size,
-        "source": shapes["source"][1],
-        "slots": slots,
-        **{key: getattr(config.train, key) for key in ("dtype", "remat", "accumulate")},
+    size, peak = work(config), costs.peak(device)
+    found = size | {key: getattr(config.train, key) for key in ("dtype", "remat")}
+    found |= {
         "step_s": seconds,
-        "model_flops": flops,
-        "utilisation": flops / seconds / peak if peak else None,
+        "utilisation": size["model_flops"] / seconds / peak if peak else None,
+        "compile_s": compile_s,
         "peak_bytes": peak_bytes,
         "compiled_bytes": int(compiled),
         "estimate_bytes": int(sum(terms.values())),
     }
+    if again:
+        jax.clear_caches()
+        found["cached_s"] = compiling()[0]
+    return found
 
 
 def line(result: dict[str, Any]) -> str:
@@ -96,7 +161,9 @@ def line(result: dict[str, Any]) -> str:
     )
     return (
         "{model}, batch {batch}, source {source}, {dtype}, remat {remat}: {step_s:.3f} s a step, ".format(**result)
-        + f"{result['model_flops'] / result['step_s'] / 1e12:.2f} TFLOP/s, {utilisation}; {memory}"
+        + f"{result['model_flops'] / result['step_s'] / 1e12:.2f} TFLOP/s, {utilisation}; {memory}; "
+        + f"compiled in {result['compile_s']:.0f} s"
+        + (f", from the cache in {result['cached_s']:.0f} s" if "cached_s" in result else "")
     )
 
 

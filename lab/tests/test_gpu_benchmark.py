@@ -13,13 +13,30 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 
-from lab.benchmarks import agreement, buffers, decode, gpu, gpu_tables, steps, suite, systems, wheels
+from lab.benchmarks import (
+    agreement,
+    buffers,
+    decode,
+    gpu,
+    gpu_tables,
+    graph,
+    profile,
+    steps,
+    suite,
+    systems,
+    wheels,
+)
 from lab.benchmarks.gpu import Part
+from lab.benchmarks.peers import training
 from lab.benchmarks.systems import Run
+from pipejax import config as config_lib
 from pipejax.decoding import Sequential
 from pipejax.inference.backends import Xla
 from pipejax.inference.step_decoder import StepDecoder
+from pipejax.model.t5 import T5
+from pipejax.training.step import check_batch
 from support import oracle
 from support.tiny import IN_BLOCKS
 
@@ -74,13 +91,13 @@ def test_a_broken_part_stops_no_other(tmp_path):
 
 def test_parts_that_are_asked_for_share_the_time_of_all(capsys):
     every = gpu.parts()
-    few = gpu.only(every, ["train", "kernels"])
-    assert [part.name for part in few] == ["kernels", "train"]
+    few = gpu.only(every, ["kernels", "train"])
+    assert [part.name for part in few] == ["train", "kernels"]
     assert sum(part.seconds for part in few) == pytest.approx(sum(part.seconds for part in every))
     with pytest.raises(SystemExit) as ended:
         gpu.main(["--parts", "kernels,trian"])
     assert ended.value.code == 2
-    assert "found 'trian'; expected some of kernels, decode," in capsys.readouterr().err
+    assert "found 'trian'; expected some of train, train-peers," in capsys.readouterr().err
 
 
 def test_what_was_known_is_there_when_all_is_ended(tmp_path, monkeypatch):
@@ -122,6 +139,10 @@ def test_what_stands_in_the_table_is_taken_by_the_programs(monkeypatch):
         raise Begun
 
     mains = {"agreement": agreement.main, "decode": decode.main, "steps": steps.main, "suite": suite.main}
+    mains |= {"peers.training": training.main, "profile": profile.main, "graph": graph.main}
+    monkeypatch.setattr(training, "measured", begin)
+    monkeypatch.setattr(profile, "look", begin)
+    monkeypatch.setattr(graph, "random_params", begin)
     monkeypatch.setattr(agreement, "trial", begin)
     monkeypatch.setattr(decode, "random_params", begin)
     monkeypatch.setattr(decode, "use_threads", lambda count: None)
@@ -284,20 +305,22 @@ def test_a_training_step_is_measured_beside_its_plan(tmp_path, monkeypatch, caps
     flags = [x for setting in settings for x in ("--set", setting)] + ["--steps", "2", "--models", "base,tiny"]
     real = steps.measured
 
-    def measured(config, count):
+    def measured(config, count, **options):
         if config.model.d_model > 100:
             raise RuntimeError("RESOURCE_EXHAUSTED")
-        return real(config, count)
+        return real(config, count, **options)
 
     monkeypatch.setattr(steps, "measured", measured)
     config = str(ROOT / "configs" / "jsonl.py")
     assert steps.main(["--config", config, *flags, "--json", str(tmp_path / "out.json")]) == 1
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["failures"] == [{"model": "base", "error": "RuntimeError: RESOURCE_EXHAUSTED"}]
+    where = {"system": "pipejax", "model": "base", "source": 16}
+    assert found["failures"] == [{**where, "error": "RuntimeError: RESOURCE_EXHAUSTED"}]
     (result,) = found["results"]
     flops = systems.SIZES["tiny"].training_flops(np.asarray([(result["source"], result["slots"])] * 2))
     assert result["utilisation"] == pytest.approx(flops / result["step_s"] / 1e12)
     assert result["slots"] >= 8 + 3 and result["compiled_bytes"] > 0 and result["estimate_bytes"] > 0
+    assert result["compile_s"] > 0 and result["remat"] == "none"
     assert "tiny, batch 2" in capsys.readouterr().out
 
 
@@ -388,6 +411,50 @@ SUMMARY = {
             },
         },
         {
+            "name": "train-peers",
+            "about": "transformers",
+            "status": "done",
+            "results": {
+                "failures": [
+                    {
+                        "system": "transformers",
+                        "model": "large",
+                        "source": 2048,
+                        "error": "OutOfMemoryError: no room",
+                    }
+                ],
+                "results": [
+                    dict(zip(OF_A_STEP, ("base", 24, 2048, 768, "bfloat16", "none", 4, 1.5, None), strict=True))
+                    | {"system": "transformers", "compile_s": 2.5, "peak_bytes": None}
+                ],
+            },
+        },
+        {
+            "name": "profile",
+            "about": "kernels and waiting",
+            "status": "done",
+            "results": {
+                "failures": [],
+                "results": [
+                    {
+                        "name": "base, a training step",
+                        "seconds": 0.5,
+                        "busy_s": 0.4,
+                        "kernels": 7,
+                        "gaps": 2,
+                        "gaps_s": 0.1,
+                        "most": [{"name": "a|kernel", "seconds": 0.2, "count": 3}],
+                    }
+                ],
+            },
+        },
+        {
+            "name": "graph",
+            "about": "by hand",
+            "status": "done",
+            "results": {"torch": "2.11", "source": 512, "results": [{"model": "base", "queries": 9, "step_s": 0.0007}]},
+        },
+        {
             "name": "tests",
             "about": "tests",
             "status": "done",
@@ -415,8 +482,14 @@ SUMMARY = {
         "Failed: transformers (1, 8x14): `OutOfMemoryError: no room`.",
         "| with the loop | `--b` | pipelined | 0.200 | 4.40 |",
         "Refused, or failed: `--a`.",
-        "| large | bfloat16, batch 24, 2048 + 768 tokens, remat layers, accumulate 4 "
-        "| 0.500 | 31.4% | 20.00 | 2.00 | 1.00 |",
+        "| pipejax | large | bfloat16, batch 24, 2048 + 768 tokens, remat layers, accumulate 4 "
+        "| 0.500 | 31.4% |  |  | 20.00 | 2.00 | 1.00 |",
+        "| transformers | base | bfloat16, batch 24, 2048 + 768 tokens, remat none, accumulate 4 "
+        "| 1.500 |  | 2.5 |  |  |  |  |",
+        "Failed: transformers, large, 2048: `OutOfMemoryError: no room`.",
+        "| base, a training step | 40% a/kernel | 500.00 | 400.00 | 100.00 | 7 | 2 |",
+        "A step by hand in PyTorch 2.11, in a CUDA graph, a source of 512 tokens:",
+        "| base | 9 | 0.700 |",
         "Tests of the suite on this device: 1 passed, 1 failed.",
         "- `b` failed",
         "**T5-Large: failed**: `some 'reason'`.",
@@ -437,3 +510,74 @@ def test_results_that_are_kept_are_no_rehearsal() -> None:
     found = json.loads(gpu.RESULTS.read_text()) if gpu.RESULTS.exists() else None
     assert found is None or (not found["rehearsal"] and found["device"]["platform"] == "gpu")
     assert gpu_tables.page(found)
+
+
+def test_batches_of_other_lengths_have_as_many_tokens_as_examples_allow():
+    given = config_lib.load(str(ROOT / "configs" / "jsonl.py"), [])
+    found = [steps.of_length(given, x) for x in (512, 2048, 4096, 8192, 16384)]
+    sizes = [(c.data.max_source, c.train.batch_size, c.train.accumulate, c.train.pack) for c in found]
+    assert sizes == [(512, 96, 4, 3), (2048, 24, 4, 0), (4096, 12, 4, 3), (8192, 4, 4, 1), (16384, 4, 4, 1)]
+    assert all(step_check(config) for config in found)
+
+
+def step_check(config):
+    check_batch(config, SimpleNamespace(shape={"data": 1, "fsdp": 1}))
+    return True
+
+
+def test_kernels_and_waiting_are_told_apart():
+    """By hand: two streams that overlap, a gap of the host's, and one that is too short to be one."""
+    found = profile.kernels([("b", 2.0, 3.0), ("a", 0.0, 1.0), ("a", 0.5, 1.5), ("c", 3.000001, 4.0), ("d", 3.1, 3.2)])
+    assert found["kernels"] == 5 and found["gaps"] == 1 and found["gaps_s"] == pytest.approx(0.5)
+    assert found["busy_s"] == pytest.approx(1.5 + 1.0 + 0.999999)
+    assert [(x["name"], x["count"]) for x in found["most"]][:2] == [("a", 2), ("b", 1)]
+    assert profile.kernels([])["busy_s"] == 0
+
+
+def test_the_kernels_of_a_trace_are_those_of_the_streams():
+    event = "events {{ metadata_id: {0} offset_ps: {1} duration_ps: 2000000000 }}"
+    names = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "k{i}" }} }} ' for i in (1, 2))
+    lines = f'lines {{ name: "Stream #7(Compute)" timestamp_ns: 1000 {event.format(1, 0)} }} '
+    other = f'lines {{ name: "XLA Modules" timestamp_ns: 1000 {event.format(2, 0)} }} '
+    text = f'planes {{ name: "/device:GPU:0" {lines} {other} {names} }} planes {{ name: "/host:CPU" '
+    text += f'lines {{ name: "tf_XLAEigen/1" timestamp_ns: 1000 {event.format(2, 0)} }} {names} }}'
+    trace = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(text))
+    ((name, begin, end),) = profile.events(trace)
+    assert name == "k1" and begin == pytest.approx(1e-6) and end - begin == pytest.approx(2e-3)
+
+
+def test_the_step_by_hand_is_the_models():
+    """Beside `T5.step`, with the whole cache as keys; three steps of three queries."""
+    config, count, slots = systems.SIZES["tiny"], 3, 16
+    params = systems.random_params(config, seed=3)
+    step = graph.Step(config, params, count, 5, slots, device="cpu", dtype="float32")
+    call, model = step.captured(), T5(config)
+    variables = {"params": jax.tree.map(jax.numpy.asarray, params)}
+    mask = np.ones((1, 5), bool)
+    memory = model.apply(variables, step.memory[None], mask, method=lambda m, *given: m.decoder.memorize(*given))
+    caches = tuple(
+        tuple(np.zeros((1, config.num_heads, slots, config.d_kv), np.float32) for _ in "kv")
+        for _ in range(config.num_decoder_layers)
+    )
+    time_, row = np.arange(slots) // count, np.arange(slots) % count
+    tokens = np.zeros((1, count), np.int32)
+    for number in range(3):
+        seen = (time_ <= number) & (row <= np.arange(count)[:, None])
+        given = tokens, seen[None], (np.arange(count) + number)[None], (row + time_)[None], memory, caches
+        hidden, caches = model.apply(variables, *given, np.array([number * count]), method="step")
+        logits = model.apply(variables, hidden, method="logits")
+        call()
+        np.testing.assert_allclose(step.logits.numpy(), logits[0], rtol=1e-4, atol=1e-4)
+        tokens = np.asarray(logits.argmax(-1), np.int32)
+        assert step.tokens.tolist() == tokens[0].tolist()
+
+
+@pytest.mark.slow
+def test_transformers_make_the_steps_of_the_same_work(tmp_path):
+    settings = ("train.batch_size=2", "train.accumulate=2", "data.max_source=16", "data.max_target=8")
+    given = [x for setting in settings for x in ("--set", setting)] + ["--steps", "2", "--models", "tiny"]
+    given += ["--config", str(ROOT / "configs" / "jsonl.py"), "--ways", "plain,checkpointing"]
+    assert training.main([*given, "--json", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [r["system"] for r in found] == ["transformers", "transformers, gradient checkpointing"]
+    assert {r["batch"] for r in found} == {2} and all(r["slots"] >= 8 and r["step_s"] > 0 for r in found)

@@ -17,7 +17,8 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
     """
     # Not looked up: the gradient of that is a scatter into all logits, and of this a part of softmax's own pass.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    chosen = jnp.where(is_target, logits, 0.0).sum(-1)
+    zero = (targets & 0)[..., None].astype(logits.dtype)  # a plain one is an array in `in_parts`: see `dropout.left`
+    chosen = jnp.where(is_target, logits, zero).sum(-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     return (nll * weights).sum(), weights.sum()
 

@@ -29,7 +29,7 @@ def attend(queries: Array, keys: Array, values: Array, bias: Array, seed: Array 
 
 def _left(weights: Array, seed: Array | None, rate: float) -> Array:
     """The weights that dropout leaves; the division by 1 - rate is for the float32 sums."""
-    return weights if seed is None else jnp.where(dropout.mask(seed, weights.shape, rate), weights, 0)
+    return weights if seed is None else dropout.left(weights, seed, rate)
 
 
 Kept = tuple[Array, Array, Array, Array, Array | None, Array, Array, Array]  # for the backward pass

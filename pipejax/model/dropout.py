@@ -29,12 +29,19 @@ def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
     return mix(row + column) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
+def left(x: Array, seed: Array, rate: float) -> Array:
+    """x where the mask is True, and zeros."""
+    # Of a plain zero, `jax.lax.scan` makes an array before its loop, as large as x, which every layer would read.
+    zero = (seed[0] & jnp.uint32(0)).astype(x.dtype)
+    return jnp.where(mask(seed, x.shape, rate), x, zero)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def drop(x: Array, seed: Array, rate: float) -> Array:
     """Zeros with probability `rate`, and the rest of x divided by what that leaves."""
     # In float32: 1 - rate is no number of bfloat16.
     scaled = (x.astype(jnp.float32) * (1 / (1 - rate))).astype(x.dtype)
-    return jnp.where(mask(seed, x.shape, rate), scaled, 0)
+    return left(scaled, seed, rate)
 
 
 def _forward(x: Array, seed: Array, rate: float) -> tuple[Array, Array]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -64,17 +65,33 @@ class Progress:
             self.said, self.said_count = time.monotonic(), self.count
 
     @contextlib.contextmanager
-    def aside(self, what: str, of: str) -> Iterator[None]:
-        """A block during which the work pauses; rates and the time left ignore it."""
+    def aside(self, what: str, of: str, first: str = "") -> Iterator[None]:
+        """A block during which the work pauses; rates and the time left ignore it.
+
+        Says so, with what it took the last time, or `first`, and now and then that it goes on.
+        """
         begun, took = time.monotonic(), self._took.get(what)
-        text = f"{what} {of}" + ("" if took is None else f", {took:.0f} s the last time")
-        if self.bar is not None:
-            self.bar.set_postfix_str(text)
-        else:
-            self.line(f"{self.what}: {text}")
+        text = f"{what} {of}" + (first if took is None else f", {took:.0f} s the last time")
+
+        def show(so_far: str = "") -> None:
+            if self.bar is not None:
+                self.bar.set_postfix_str(text + so_far)
+            else:
+                self.line(f"{self.what}: {text}{so_far}")
+
+        def go_on() -> None:
+            while not over.wait(max(self.every, 1.0)):
+                show(f", {time.monotonic() - begun:.0f} s so far")
+
+        over = threading.Event()
+        beside = threading.Thread(target=go_on, daemon=True)
+        show()
+        beside.start()
         try:
             yield
         finally:
+            over.set()
+            beside.join()
             passed = self._took[what] = time.monotonic() - begun
             self.said += passed
             if self.bar is not None:

@@ -308,7 +308,9 @@ class Run:
         if self.trainer.is_ready(shapes):
             return self.trainer.program(shapes)
         lengths = f"for sources of {shapes['source'][1]} tokens and targets of {shapes['inputs'][1]}"
-        with self.clock("compile"), self.progress.aside("compiling", lengths):
+        on_cpu = jax.default_backend() == "cpu"
+        first = "" if on_cpu else ", a minute or two for T5-Base, seconds if a run before left it in the cache"
+        with self.clock("compile"), self.progress.aside("compiling", lengths, first):
             return self.trainer.program(shapes)
 
     def _say_what_is_trained(self, examples: int) -> None:

@@ -10,10 +10,13 @@ float32. With --measure, one real step on this machine's accelerators, and the p
 
 import argparse
 import dataclasses
+import itertools
 import json
+import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +24,7 @@ import numpy as np
 
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.config import Config, T5Config
+from pipejax.config import REMATS, Config, T5Config
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, read_small
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
 
     from pipejax.training.step import Trainer
 
+logger = logging.getLogger(__name__)
 GIB = 2**30
+SHARE = 0.75  # of a card that JAX sets aside, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+ROOM = 0.75  # of a device's memory: the compiler sets aside at most a third more than the estimate (tests/test_plan.py)
 
 
 def estimate(
@@ -129,31 +135,71 @@ def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
 
 def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tuple[Trainer, dict[str, float]]":
     """The trainer, which has compiled nothing yet, and the estimate in bytes by term; `devices`: None for our own."""
-    import jax
-
-    from pipejax.model import sharding
     from pipejax.training.step import Trainer
 
     trainer = Trainer(config, devices)
+    return trainer, _estimator(trainer)(config)
+
+
+def _estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
+    """`estimate` with the sizes of this trainer's arrays."""
+    import jax
+
+    from pipejax.model import sharding
 
     def held(tree: Tree, shardings: Tree) -> int:
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
         return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize for x, where in pairs)
 
+    config = trainer.config
     shards = sharding.batch_shards(trainer.mesh) * config.train.accumulate
     part = {name: (shape[0] // shards, *shape[1:]) for name, shape in longest_batch(config).items()}
     params, where = trainer.abstract.params, trainer.shardings.params
     stacks = [{name: tree[name] for name in ("encoder", "decoder")} for tree in (params, where)]
     trained = [trainer.trained(tree) for tree in (params, where)]
-    terms = estimate(
-        config,
-        part,
+    return partial(
+        estimate,
+        shapes=part,
         state=held(trainer.abstract, trainer.shardings),
         gradients=held(*trained),
         layers=held(*stacks) // 4,
         blocks=trainer.blocks is not None,
     )
-    return trainer, terms
+
+
+def device_memory() -> int | None:
+    """The bytes that JAX may take of each device here; None: a device does not tell."""
+    import jax
+
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    known = [int(limit) for limit in limits if limit]
+    return min(known) if len(known) == len(limits) else None
+
+
+def choose_remat(config: Config, memory: float | None, devices: "Sequence[jax.Device] | None" = None) -> Config:
+    """The config with "auto" of `train.remat` replaced by the fastest that leaves room in the memory, in one line.
+
+    Where memory, in bytes of each device, or a model's arithmetic is not known, nothing is computed again.
+    """
+    from pipejax.model.precision import compute_dtype
+    from pipejax.training.step import Trainer
+
+    train = config.train
+    if train.remat != "auto":
+        return config
+    choices = [dataclasses.replace(config, train=dataclasses.replace(train, remat=remat)) for remat in REMATS[1:]]
+    if memory is None or not isinstance(config.model, T5Config):
+        return choices[0]
+    estimate_of, totals = _estimator(Trainer(choices[0], devices)), dict[str, float]()
+    for choice in choices:
+        own = dataclasses.replace(choice.train, dtype=compute_dtype(train.dtype).name)
+        totals[own.remat] = sum(estimate_of(dataclasses.replace(choice, train=own)).values())
+        if totals[own.remat] <= ROOM * memory:
+            break
+    why = "the fastest that leaves a quarter of it free" if totals[own.remat] <= ROOM * memory else "which needs least"
+    found = ", ".join(f"{total / GIB:.1f} GiB with {remat}" for remat, total in totals.items())
+    logger.info(f"train.remat: {own.remat} for {memory / GIB:.1f} GiB, {why}: by estimate a step takes {found}")
+    return choice
 
 
 def compiled_bytes(trainer: "Trainer", config: Config) -> float:
@@ -168,8 +214,8 @@ def compiled_bytes(trainer: "Trainer", config: Config) -> float:
     )
 
 
-def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tuple[float | None, float]:
-    """The peak on the fullest device after a few real steps on random tokens, and the seconds of the last one."""
+def stepper(trainer: "Trainer", config: Config) -> Callable[[], float]:
+    """Makes a real step on random tokens at each call, and gives its seconds."""
     import jax
 
     from pipejax.model.sharding import put_batch
@@ -186,13 +232,22 @@ def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tup
     # JAX's own random weights take longer to compile than the step.
     shapes_of = jax.eval_shape(config.model.init_params, trainer.key)
     params = jax.tree.map(lambda x: 0.05 * rng.standard_normal(x.shape, np.float32), shapes_of)
-    state, batch = trainer.fresh(params), put_batch(arrays, trainer.mesh)
-    program, seconds = trainer.program(shapes), 0.0
-    for step in range(1, steps + 1):
+    held, batch = [trainer.fresh(params)], put_batch(arrays, trainer.mesh)
+    program, numbers = trainer.program(shapes), itertools.count(1)
+
+    def step() -> float:
         begun = time.perf_counter()
-        state, values = program(state, batch, trainer.dropout_key(step))
-        jax.block_until_ready((state, values))
-        seconds = time.perf_counter() - begun
+        held[0], values = program(held[0], batch, trainer.dropout_key(next(numbers)))
+        jax.block_until_ready((held[0], values))
+        return time.perf_counter() - begun
+
+    return step
+
+
+def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tuple[float | None, float]:
+    """The peak on the fullest device after a few real steps on random tokens, and the seconds of the last one."""
+    step = stepper(trainer, config)
+    seconds = [step() for _ in range(steps)][-1]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in trainer.mesh.devices.flat]
     return (max(p for p in peaks if p) if all(peaks) else None), seconds
 
@@ -230,11 +285,9 @@ def main(argv: Sequence[str]) -> int:
     if flags.target is not None and (flags.compile or flags.measure):
         raise UserError("--target: found --compile or --measure beside it; expected one of them")
     config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
-    kind = None
-    if flags.target is not None:
-        from pipejax.system import targets
+    from pipejax.system import targets
 
-        kind = targets.find(flags.target, "--target")
+    kind = targets.find(flags.target, "--target") if flags.target is not None else None
 
     import jax  # after all names are known to be good
 
@@ -247,12 +300,21 @@ def main(argv: Sequence[str]) -> int:
         jax.config.update("jax_num_cpu_devices", devices)
     if config.train.dtype == "auto":  # what it would be on a GPU or TPU
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
-    trainer, terms = plan(config, kind.devices(devices) if kind else None)
+    absent = kind.devices(devices) if kind else None
+    if flags.memory:
+        memory: float | None = flags.memory * GIB
+    elif isinstance(kind, targets.Gpu):
+        memory = SHARE * kind.device_memory_size
+    else:
+        memory = device_memory()
+    config = choose_remat(config, memory, absent)
+    trainer, terms = plan(config, absent)
     total = sum(terms.values())
     found: dict[str, Any] = {
         "devices": trainer.mesh.size,
         "dtype": config.train.dtype,
         "attention": "in blocks" if trainer.blocks else "with arrays of queries by keys",
+        "remat": config.train.remat,
         "estimate_bytes": {name: int(size) for name, size in terms.items()},
         "estimate_total_bytes": int(total),
     }
@@ -298,7 +360,8 @@ def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
         return f"  {name:<40}{size / size_of:8.2f} {unit}"
 
     where = f"each of {found['devices']} devices" if found["devices"] > 1 else "one device"
-    lines = [f"on {where}, {found['dtype']}, attention {found['attention']}, by arithmetic:"]
+    how = f"train.remat = {found['remat']}, attention {found['attention']}"
+    lines = [f"on {where}, {found['dtype']}, {how}, by arithmetic:"]
     lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
     lines += [line("in all (estimated)", found["estimate_total_bytes"])]
     if "compiled_total_bytes" in found:

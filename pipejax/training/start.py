@@ -15,6 +15,7 @@ from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
+from pipejax.training.plan import choose_remat, device_memory
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
 from pipejax.training.step import Trainer, TrainState
 
@@ -42,6 +43,8 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
     def expect(saved: Config) -> dict[str, Tree]:
         nonlocal trainer
         wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
+        if wanted.train.remat == "auto":  # as it was chosen when the run began
+            wanted = dataclasses.replace(wanted, train=dataclasses.replace(wanted.train, remat=saved.train.remat))
         check_resume(saved, wanted, directory.path)
         if saved.train.evaluate_examples != wanted.train.evaluate_examples and trainer is None:
             logger.info(
@@ -76,8 +79,9 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
         by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
         init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
         return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
+    memory = distributed.same(device_memory())
     with distributed.together(UserError):
-        trainer, tokenizer, origin = _prepare(config)
+        trainer, tokenizer, origin = _prepare(config, memory)
     state = trainer.fresh(origin.items["params"] if origin else None)
     if origin is None:
         logger.info(f"starting from random weights (seed {config.train.seed})")
@@ -87,7 +91,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
     return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]))
 
 
-def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
+def _prepare(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:
     origin: Restored | None = None
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
@@ -107,7 +111,7 @@ def _prepare(config: Config) -> tuple[Trainer, Tokenizer, Restored | None]:
             "the size of the tokenizer"
         )
     methods.trained(config).check_text(tokenizer)
-    return Trainer(config), tokenizer, origin
+    return Trainer(choose_remat(config, memory)), tokenizer, origin
 
 
 def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:

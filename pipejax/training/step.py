@@ -182,7 +182,8 @@ class Trainer:
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
+        remat = "none" if train.remat == "auto" else train.remat  # see `plan.choose_remat`
+        make = partial(config.model.module, dtype=dtype, remat=remat, pin=pin)
         self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
         if self.blocks:  # a module that does not take them is not told
             make = partial(make, blocks=self.blocks)

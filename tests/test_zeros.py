@@ -1,0 +1,66 @@
+"""No loop over layers or parts of the logits is given an array of zeros: each turn would read it."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+
+from pipejax.methods import losses
+from pipejax.model.attention import attend
+from pipejax.model.dropout import drop
+
+LARGE = 64  # elements
+
+
+def constants(jaxpr):
+    """The shapes of the large arrays that loops are given whole, and that no input decides."""
+    known, found = {}, []
+    for step in jaxpr.eqns:
+        inputs = [x for x in step.invars if not isinstance(x, jax.extend.core.Literal)]
+        fixed = all(known.get(x, False) for x in inputs)
+        known |= dict.fromkeys(step.outvars, fixed)
+        if step.primitive.name == "scan":
+            held = step.invars[: step.params["num_consts"]]
+            found += [x.aval.shape for x in held if known.get(x, False) and x.aval.size >= LARGE]
+        for inner in jax.extend.core.jaxprs_in_params(step.params):
+            found += constants(inner)
+    return found
+
+
+def dropped(x, seeds):
+    def layer(x, seed):
+        return drop(x, seed, 0.1), None
+
+    return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, seeds)[0].sum()
+
+
+def attended(x, seeds):
+    def layer(x, seed):
+        return attend(x, x, x, jnp.zeros((1, 1, 1, 1)) * x[0, 0, 0, 0], seed, 0.1), None
+
+    return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, seeds)[0].sum()
+
+
+@pytest.mark.parametrize("function, shape", [(dropped, (8, 16)), (attended, (1, 1, 8, 16))])
+def test_dropout_in_layers(function, shape):
+    jaxpr = jax.make_jaxpr(jax.grad(function))(jnp.ones(shape), jnp.ones((2, 2), jnp.uint32))
+    assert constants(jaxpr.jaxpr) == []
+
+
+def test_the_loss_in_parts(monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS", 64)
+    targets, weights = jnp.ones((2, 8), jnp.int32), jnp.ones((2, 8))
+
+    def loss(hidden, targets):
+        return losses.in_parts(losses.cross_entropy, lambda x: x * 2, hidden, targets, weights, vocabulary=32)[0]
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 8, 32)), targets)
+    assert constants(jaxpr.jaxpr) == []
+
+
+def test_an_array_of_zeros_would_be_seen():
+    def plain(x):
+        zeros = jnp.zeros(LARGE)
+        return jax.lax.scan(lambda total, _: (total + zeros, None), x, length=2)[0]
+
+    assert constants(jax.make_jaxpr(plain)(jnp.ones(LARGE)).jaxpr) == [(LARGE,)]
