@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pipejax import decoding
 from pipejax.data.shapes import memory_length
-from pipejax.decoding import Model, Step
+from pipejax.decoding import Carry, Model, Sizes, Step, Stepper, Stretch, Wishes
 from pipejax.decoding.choice import first_argmax
-from pipejax.inference import kernel_decoder, kernels
+from pipejax.inference import kernel_decoder, kernels, launch
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
+from pipejax.inference.launch import Blocks
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization
@@ -99,6 +101,17 @@ class Backend:
     def decoder(self, model: Module, weights: Tree, memory: Memory) -> Model[Tree]:
         """The decoder of a batch from `Ready.decoding`."""
         return LayerDecoder(model, weights, memory)
+
+    def decode(
+        self, decoder: Model[Tree], strategy: Stepper, carry: Carry, *, sizes: Sizes, slots: int, wishes: Wishes
+    ) -> Stretch:
+        """A stretch of a decode with such a decoder: see `decoding.decode`."""
+        return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
+
+    @property
+    def instead(self) -> "Backend":
+        """The one for the same weights that decodes where this one failed."""
+        return self
 
     @property
     def reading(self) -> Reading:
@@ -206,6 +219,26 @@ class Gpu(Xla):
 
 
 @dataclasses.dataclass(frozen=True)
+class Launch(Gpu):
+    """The whole stretch of a decode as one launch, where its kernel knows it."""
+
+    blocks: Blocks = Blocks(132, "90")
+
+    def decode(
+        self, decoder: Model[Tree], strategy: Stepper, carry: Carry, *, sizes: Sizes, slots: int, wishes: Wishes
+    ) -> Stretch:
+        """See `Backend`."""
+        if not launch.fits(decoder, strategy, len(carry.query.live), wishes):
+            return super().decode(decoder, strategy, carry, sizes=sizes, slots=slots, wishes=wishes)
+        return launch.decode(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=self.blocks)[0]
+
+    @property
+    def instead(self) -> Backend:
+        """See `Backend`."""
+        return Gpu(self.weights, self.interpret)
+
+
+@dataclasses.dataclass(frozen=True)
 class OwnKernel(Xla):
     """Our kernel for CPUs, for the stock T5; activations are float32."""
 
@@ -298,6 +331,8 @@ def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Back
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         from pipejax.inference import gpu
+        from pipejax.inference.launch import trial
 
-        return Gpu(weights) if gpu.use() else found
+        if gpu.use():
+            return Launch(weights, blocks=blocks) if (blocks := trial.use()) else Gpu(weights)
     return found

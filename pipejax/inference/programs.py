@@ -98,7 +98,7 @@ def decode_batch(
         strategy = drafting.lend(strategy, small, source)
     decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
-    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
+    return backend.decode(decoder, strategy, carry, sizes=sizes, slots=slots, wishes=wishes)
 
 
 class Programs:
@@ -186,7 +186,15 @@ class Programs:
         wishes = wishes.take(numbers)
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (weights, memory, carry, read, wishes), shape, report)
+            given = weights, memory, carry, read, wishes
+            found: Stretch = self._run(strategy, slots, given, shape, report)
+            if found.failed is not None and np.any(found.failed):
+                logger.warning(
+                    "a decode as one launch gave up, as its blocks waited in vain: from now on, step by step"
+                )
+                self.backend = self.backend.instead
+                self._compiled = {key: x for key, x in self._compiled.items() if key[0] == "encoder"}
+                found = self._run(strategy, slots, given, shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
