@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import GREEDILY, Beam, Pipelined, Sampling, Sequential, Sizes, Wishes
 from pipejax.inference import backends, launch
-from pipejax.inference.backends import XLA, Launch
+from pipejax.inference.backends import XLA, Gpu
 from pipejax.inference.launch import nvrtc, trial
 from pipejax.inference.programs import Programs, decode_batch, encode_batch
 from pipejax.inference.report import Report
@@ -62,7 +62,7 @@ def fields(decoded: Any) -> list[np.ndarray]:
     return [np.where(real, decoded.tokens, 0), *map(np.asarray, (decoded.lengths, decoded.steps, decoded.truncated))]
 
 
-@lru_cache(maxsize=None)
+@cache
 def programs(config: T5Config, strategy: Any, batch: int, backend: Any, dtype: str = "float32") -> Any:
     """From parameters and sources to what is encoded, and from that to a stretch of its whole decode."""
     model, sizes = T5(config, dtype=jnp.dtype(dtype)), Sizes.fit(strategy, batch)
@@ -88,7 +88,7 @@ def check_decodes(name: str, case: int, seeds: range) -> int:
     """How many rows ended by themselves in random models, all of whose decodes are the step decoder's."""
     config, (strategy, batch, count) = MODELS[name], CASES[case]
     encode, theirs = programs(config, strategy, batch, XLA)
-    _, ours = programs(config, strategy, batch, Launch(blocks=blocks(count, dawdle=200)))
+    _, ours = programs(config, strategy, batch, Gpu(blocks=blocks(count, dawdle=200)))
     ended = 0
     for seed in seeds:
         encoded = encode(*drawn(config, batch, seed))
@@ -187,11 +187,11 @@ def test_a_block_that_never_comes_ends_in_an_error_and_a_decode_step_by_step(cap
         return own, own.decode(sources, strategy, batch_size=2, across=1, report=Report())
 
     with caplog.at_level(logging.WARNING):
-        own, found = decoded(Launch(interpret=True, blocks=blocks(3, absent=1, patience=300)))
+        own, found = decoded(Gpu(interpret=True, blocks=blocks(3, absent=1, patience=300)))
     assert [x.message for x in caplog.records if "gave up" in x.message] == [
         "a decode as one launch gave up, as its blocks waited in vain: from now on, step by step"
     ]
-    assert type(own.backend) is backends.Gpu
+    assert own.backend == Gpu(interpret=True)
     for one, other in zip(fields(found), fields(decoded(XLA)[1]), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -231,7 +231,7 @@ def test_it_is_tried_before_it_is_trusted(caplog, monkeypatch) -> None:
         with caplog.at_level(logging.WARNING):
             assert not trial.agrees(blocks(3))
         said.append(caplog.records[-1].message.partition(": ")[2])
-    why = "its logits are wrong by 0.07", "its blocks wait for each other in vain", "its logits are wrong by nan"
+    why = "its logits are off by 0.07", "its blocks wait in vain", "its logits are off by nan"
     assert said == [f"on this device {x}" for x in why]
     monkeypatch.setattr(trial, "compare", lambda *_, **__: 1 / 0)
     assert not trial.agrees(blocks(3))

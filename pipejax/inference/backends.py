@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pipejax import decoding
 from pipejax.data.shapes import memory_length
-from pipejax.decoding import Carry, Model, Sizes, Step, Stepper, Stretch, Wishes
+from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
-from pipejax.inference import kernel_decoder, kernels, launch
+from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
 from pipejax.inference.launch import Blocks
@@ -101,17 +100,6 @@ class Backend:
     def decoder(self, model: Module, weights: Tree, memory: Memory) -> Model[Tree]:
         """The decoder of a batch from `Ready.decoding`."""
         return LayerDecoder(model, weights, memory)
-
-    def decode(
-        self, decoder: Model[Tree], strategy: Stepper, carry: Carry, *, sizes: Sizes, slots: int, wishes: Wishes
-    ) -> Stretch:
-        """A stretch of a decode with such a decoder: see `decoding.decode`."""
-        return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
-
-    @property
-    def instead(self) -> "Backend":
-        """The one for the same weights that decodes where this one failed."""
-        return self
 
     @property
     def reading(self) -> Reading:
@@ -210,32 +198,15 @@ class Gpu(Xla):
     """XLA, with our own kernels for a GPU in the decoder's steps."""
 
     interpret: bool = False  # runs them as ordinary computations, on any device
+    blocks: Blocks | None = (
+        None  # that take all steps in one launch, where its kernel knows the decode; None: XLA's loop
+    )
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
         from pipejax.inference.gpu import GpuDecoder  # importing Pallas takes time, and elsewhere nobody needs it
 
         return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch(Gpu):
-    """The whole stretch of a decode as one launch, where its kernel knows it."""
-
-    blocks: Blocks = Blocks(132, "90")
-
-    def decode(
-        self, decoder: Model[Tree], strategy: Stepper, carry: Carry, *, sizes: Sizes, slots: int, wishes: Wishes
-    ) -> Stretch:
-        """See `Backend`."""
-        if not launch.fits(decoder, strategy, len(carry.query.live), wishes):
-            return super().decode(decoder, strategy, carry, sizes=sizes, slots=slots, wishes=wishes)
-        return launch.decode(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=self.blocks)[0]
-
-    @property
-    def instead(self) -> Backend:
-        """See `Backend`."""
-        return Gpu(self.weights, self.interpret)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +304,5 @@ def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Back
         from pipejax.inference import gpu
         from pipejax.inference.launch import trial
 
-        if gpu.use():
-            return Launch(weights, blocks=blocks) if (blocks := trial.use()) else Gpu(weights)
+        return Gpu(weights, blocks=trial.use()) if gpu.use() else found
     return found

@@ -1,7 +1,6 @@
 """A launch on a CPU: its source compiled once, a thread of the system for each block."""
 
 import ctypes
-import dataclasses
 import functools
 import hashlib
 import os
@@ -22,8 +21,9 @@ def register(directory: Path) -> None:
     """Compiles it, unless it is in that cache, and tells XLA."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "clang++"
     options = ["-O2", "-ffp-contract=off", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread"]
-    command = [compiler, *options, f"-isystem{jax.ffi.include_dir()}", str(SOURCES / "emulated.cc")]
-    facts = repr((command, jax.__version__, [x.read_bytes() for x in sorted(SOURCES.glob("*.[hc]*"))]))
+    own = Path(__file__).with_suffix(".cc")
+    command = [compiler, *options, f"-isystem{jax.ffi.include_dir()}", f"-I{SOURCES}", str(own)]
+    facts = repr((command, jax.__version__, [x.read_bytes() for x in (own, *sorted(SOURCES.glob("*.h")))]))
     library = directory / f"launch-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
@@ -37,4 +37,4 @@ def register(directory: Path) -> None:
 
 def blocks(count: int = 3, **changes: int) -> launch.Blocks:
     """Those of a CPU, once it is registered."""
-    return dataclasses.replace(launch.Blocks(count, "", patience=30_000), **changes)
+    return launch.Blocks(count, "", patience=30_000)._replace(**changes)

@@ -4,49 +4,34 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import logging
+import os
 from pathlib import Path
+from typing import Any
 
 from pipejax.system import compile_cache
 
-logger = logging.getLogger(__name__)
-
-NAME = "pipejax_launch"
-HEADERS = {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.h"))}
-ENTRY = """
-#include "decode.h"
-extern "C" __global__ void __launch_bounds__(launch::kThreads, 1) {name}({parameters}) {{
-  __shared__ launch::Room room;
-  if (threadIdx.x == 0) {{ {copies} room.numbers = *static_cast<const launch::Numbers*>(p0); }}
-  __syncthreads();
-  launch::Decode<launch::Bfloat16>(room, blockIdx.x, gridDim.x, {scratch}).Run();
-}}
-"""
+NAME, THREADS = "pipejax_launch", 256  # as in gpu.cu and device.h
+SOURCES = {x.name: x.read_text(encoding="utf-8") for x in sorted(Path(__file__).parent.glob("*.[hc]*"))}
 
 
 @functools.cache
 def ptx(pointers: int, scratch: int, architecture: str) -> str:
     """The kernel's PTX for so many arguments, the last of which are scratch; raises OSError."""
-    source = ENTRY.format(
-        name=NAME,
-        parameters=", ".join(f"void* p{i}" for i in range(pointers)),
-        copies=" ".join(f"room.pointers[{i}] = p{i};" for i in range(pointers)),
-        scratch=pointers - scratch,
-    )
+    names = [f"p{i}" for i in range(pointers)]
+    options = [f"--gpu-architecture=compute_{architecture}", "--std=c++17", f"-DSCRATCH={pointers - scratch}"]
+    options += [f"-DPARAMETERS={', '.join(f'void* {x}' for x in names)}", f"-DPOINTERS={', '.join(names)}"]
     library = _find()
-    facts = repr((source, HEADERS, architecture, library.stat().st_size, library.stat().st_mtime_ns))
+    facts = repr((SOURCES, options, library.stat().st_size, library.stat().st_mtime_ns))
     directory = compile_cache.safe_directory()
-    kept = (
-        directory / f"launch-{architecture}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.ptx"
-        if directory
-        else None
-    )
+    name = f"launch-{architecture}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.ptx"
+    kept = directory / name if directory else None
     if kept and kept.exists() and compile_cache.ours_alone(kept):
         return kept.read_text(encoding="ascii")
-    made = _compile(ctypes.CDLL(str(library)), source, architecture)
+    made = _compile(ctypes.CDLL(str(library)), options)
     if kept:
-        kept.write_text(made, encoding="ascii")
-        kept.chmod(0o600)
+        (scratch_file := kept.with_suffix(f".{os.getpid()}")).write_text(made, encoding="ascii")
+        scratch_file.chmod(0o600)
+        scratch_file.replace(kept)
     return made
 
 
@@ -61,13 +46,11 @@ def _find() -> Path:
     raise OSError("found no NVRTC; expected the package nvidia-cuda-nvrtc, which jax[cuda] brings")
 
 
-def _compile(nvrtc: ctypes.CDLL, source: str, architecture: str) -> str:
-    program, names, texts = ctypes.c_void_p(), [x.encode() for x in HEADERS], [x.encode() for x in HEADERS.values()]
-    strings, options = (
-        ctypes.c_char_p * len(names),
-        (f"--gpu-architecture=compute_{architecture}".encode(), b"--std=c++17"),
-    )
-    given = source.encode(), b"launch.cu", len(names), strings(*texts), strings(*names)
+def _compile(nvrtc: ctypes.CDLL, options: list[str]) -> str:
+    program = ctypes.c_void_p()
+
+    def strings(given: Any) -> Any:
+        return (ctypes.c_char_p * len([*given]))(*(x.encode() for x in given))
 
     def text(of: str) -> str:
         size = ctypes.c_size_t()
@@ -76,12 +59,8 @@ def _compile(nvrtc: ctypes.CDLL, source: str, architecture: str) -> str:
         getattr(nvrtc, f"nvrtcGet{of}")(program, found)
         return found.value.decode()
 
-    if failed := nvrtc.nvrtcCreateProgram(ctypes.byref(program), *given):
-        raise OSError(f"NVRTC: error {failed}")
-    try:
-        if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
-            log = text("ProgramLog")
-            raise OSError(f"NVRTC: {next((x for x in log.splitlines() if 'error' in x), log[:200])}")
-        return text("PTX")
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    headers = len(SOURCES), strings(SOURCES.values()), strings(SOURCES)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCES["gpu.cu"].encode(), b"gpu.cu", *headers)
+    if nvrtc.nvrtcCompileProgram(program, len(options), strings(options)):
+        raise OSError(f"NVRTC: {next((x for x in text('ProgramLog').splitlines() if 'error' in x), 'failed')}")
+    return text("PTX")
