@@ -1,6 +1,7 @@
 """A decode as one launch, its source run on a CPU: tokens equal those of the step decoder, and no wait is forever."""
 
 import dataclasses
+import importlib.util
 import logging
 from functools import cache, partial
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_logits_in_bfloat16(name: str, case: int, steps: int) -> None:
     config, (strategy, batch, count) = MODELS[name], CASES[case]
     encode, _ = programs(config, strategy, batch, XLA, "bfloat16")
     weights, memory = encode(*drawn(config, batch, 7))
-    decoder = XLA.decoder(T5(config, dtype=jnp.bfloat16), weights, memory)
+    decoder: Any = XLA.decoder(T5(config, dtype=jnp.bfloat16), weights, memory)
     compared = jax.jit(partial(trial.compare, decoder, strategy, blocks(count), steps=steps))
     failed, apart = compared()
     assert not failed
@@ -254,6 +255,6 @@ def test_it_is_off_unless_it_is_asked_for(monkeypatch) -> None:
 
 
 def test_a_machine_without_nvrtc_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(OSError, match="found no NVRTC; expected the package nvidia-cuda-nvrtc"):
         nvrtc.ptx(3, 1, "90")

@@ -15,7 +15,7 @@ from pipejax import decoding
 from pipejax.decoding import Carry, Pipelined, Sequential, Sizes, Stepper, Stretch, Wishes, pipelined, sequential
 from pipejax.decoding.gathering import Filled
 from pipejax.inference.launch import nvrtc
-from pipejax.inference.step_decoder import Cache, StepDecoder
+from pipejax.inference.step_decoder import Cache
 from pipejax.inference.weights import Matrix
 
 Array = jax.Array
@@ -28,14 +28,14 @@ PARTS = 8  # of the vocabulary, in the search for a query's highest logit
 class Blocks(NamedTuple):
     """The blocks that go through a decode together. Static under jit."""
 
-    count: int  # as many as run at the same time
+    number: int  # as many as run at the same time
     architecture: str  # of the GPU: "90"; "": they are a CPU's threads
     patience: int = 2000  # milliseconds that one waits for the others until all give up
     absent: int = -1  # for tests, one that never comes
     dawdle: int = 0  # for tests, microseconds that one is late at the most
 
 
-def fits(decoder: StepDecoder, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
+def fits(decoder: Any, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
     """Whether the kernel knows such a decode: greedy, pipelined or sequential, in sizes that fill its tiles."""
     config, weights = decoder.config, decoder.weights
     matrices = [weights.head, *(x for layer in weights.layers for x in vars(layer).values() if isinstance(x, Matrix))]
@@ -53,7 +53,7 @@ def fits(decoder: StepDecoder, strategy: Stepper, batch: int, wishes: Wishes) ->
 
 
 def decode(
-    decoder: StepDecoder,
+    decoder: Any,
     strategy: Any,
     carry: Carry,
     *,
@@ -105,8 +105,7 @@ def decode(
         filled=Filled(filled_row, filled_time),
         cache=Cache(tuple(caches[::2]), tuple(caches[1::2])),
     )
-    over, left = strategy.done(state).all(), None if pause_after is None else control[3]
-    return Stretch(over, strategy.result(state), carry, left, failed=control[1] > 0), logits
+    return Stretch(strategy.done(state).all(), strategy.result(state), carry, control[3], control[1] > 0), logits
 
 
 def _on_grid(state: Any, done: Array) -> tuple[list[Array], list[Array], Array]:
@@ -130,11 +129,11 @@ def _off_grid(examples: Array, grids: Array, tokens: Array, old: Any) -> Any:
 def _enqueue(arrays: list[Any], scratch: list[Any], aliases: dict[int, int], dtype: str, blocks: Blocks) -> list[Array]:
     """The results of the kernel: arrays that it changes, then scratch. On a GPU by XLA's own call of PTX."""
     results = [*(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in aliases), *scratch]
-    target, static = f"pipejax_launch_{dtype}", {"blocks": np.int32(blocks.count)}
+    target, static = f"pipejax_launch_{dtype}", dict[str, Any](blocks=np.int32(blocks.number))
     if blocks.architecture:
         code = nvrtc.ptx(len(arrays) + len(results), len(scratch), blocks.architecture)
         sizes = dict.fromkeys(("grid_y", "grid_z", "block_y", "block_z"), 1)
-        sizes |= {"grid_x": blocks.count, "block_x": nvrtc.THREADS, "shared_mem_bytes": 0}
+        sizes |= {"grid_x": blocks.number, "block_x": nvrtc.THREADS, "shared_mem_bytes": 0}
         static = {name: np.int32(x) for name, x in sizes.items()}
         target, static = "__gpu$xla.gpu.ptx", static | {"name": nvrtc.NAME, "kernel_type": "ptx", "kernel_data": code}
     return list(jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*arrays, **static))

@@ -47,8 +47,6 @@ def _find() -> Path:
 
 
 def _compile(nvrtc: ctypes.CDLL, options: list[str]) -> str:
-    program = ctypes.c_void_p()
-
     def strings(given: Any) -> Any:
         return (ctypes.c_char_p * len([*given]))(*(x.encode() for x in given))
 
@@ -59,7 +57,7 @@ def _compile(nvrtc: ctypes.CDLL, options: list[str]) -> str:
         getattr(nvrtc, f"nvrtcGet{of}")(program, found)
         return found.value.decode()
 
-    headers = len(SOURCES), strings(SOURCES.values()), strings(SOURCES)
+    program, headers = ctypes.c_void_p(), (len(SOURCES), strings(SOURCES.values()), strings(SOURCES))
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCES["gpu.cu"].encode(), b"gpu.cu", *headers)
     if nvrtc.nvrtcCompileProgram(program, len(options), strings(options)):
         raise OSError(f"NVRTC: {next((x for x in text('ProgramLog').splitlines() if 'error' in x), 'failed')}")

@@ -1,5 +1,6 @@
 """The launch beside XLA's step, on the device that is to run it: nothing is trusted unseen."""
 
+import dataclasses
 import logging
 import os
 from functools import cache, partial
@@ -53,7 +54,7 @@ def agrees(blocks: Blocks) -> bool:
     return False
 
 
-def compare(decoder: StepDecoder, strategy: Any, blocks: Blocks, *, steps: int) -> tuple[Any, jax.Array]:
+def compare(decoder: Any, strategy: Any, blocks: Blocks, *, steps: int) -> tuple[Any, jax.Array]:
     """Whether the launch of a step after so many fails, and its logits' mean distance from XLA's, relative; traced."""
     batch, rows = len(decoder.memory.mask), strategy.most_queries
     static: Any = {"sizes": (sizes := Sizes.fit(strategy, batch)), "slots": sizes.slots[-1]}
@@ -75,4 +76,5 @@ def _decoder() -> StepDecoder:
     layers = tuple(lay_out_layer(params["decoder"][f"layers_{i}"], matrix) for i in range(2))
     keys, values = (tuple(draw(jax.random.key(i), (2, 2, *x)) for i in (1, 2)) for x in ((64, length), (length, 64)))
     memory = Memory(keys, values, jnp.arange(length) < jnp.asarray([[90], [length]]))
-    return StepDecoder(config, lay_out(config, params, matrix).replace(layers=layers), memory, jnp.bfloat16)
+    weights = dataclasses.replace(lay_out(config, params, matrix), layers=layers)
+    return StepDecoder(config, weights, memory, jnp.bfloat16)
