@@ -24,6 +24,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
+from pipejax.inference.launch import Blocks
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization
@@ -197,6 +198,9 @@ class Gpu(Xla):
     """XLA, with our own kernels for a GPU in the decoder's steps."""
 
     interpret: bool = False  # runs them as ordinary computations, on any device
+    blocks: Blocks | None = (
+        None  # that take all steps in one launch, where its kernel knows the decode; None: XLA's loop
+    )
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
@@ -298,6 +302,7 @@ def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Back
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         from pipejax.inference import gpu
+        from pipejax.inference.launch import trial
 
-        return Gpu(weights) if gpu.use() else found
+        return Gpu(weights, blocks=trial.use()) if gpu.use() else found
     return found

@@ -1,0 +1,139 @@
+"""A decode on an NVIDIA GPU as one launch: a kernel that takes step after step by itself (decode.h).
+
+XLA starts some 170 kernels a step, and waits for the host in between. Here all multiprocessors take it together. The
+arithmetic, caches and carry are those of `step_decoder`. Tests run the same source on a CPU, a thread a block.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax import decoding
+from pipejax.decoding import Carry, Pipelined, Sequential, Sizes, Stepper, Stretch, Wishes, pipelined, sequential
+from pipejax.decoding.gathering import Filled
+from pipejax.inference.launch import nvrtc
+from pipejax.inference.step_decoder import Cache
+from pipejax.inference.weights import Matrix
+
+Array = jax.Array
+ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in arguments.h
+MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD = 256, 400, 128  # as there
+EXAMPLE, ROW = ("time", "started", "complete", "done", "steps"), ("last", "end", "retired")  # begin the structs there
+PARTS = 8  # of the vocabulary, in the search for a query's highest logit
+
+
+class Blocks(NamedTuple):
+    """The blocks that go through a decode together. Static under jit."""
+
+    number: int  # as many as run at the same time
+    architecture: str  # of the GPU: "90"; "": they are a CPU's threads
+    patience: int = 2000  # milliseconds that one waits for the others until all give up
+    absent: int = -1  # for tests, one that never comes
+    dawdle: int = 0  # for tests, microseconds that one is late at the most
+
+
+def fits(decoder: Any, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
+    """Whether the kernel knows such a decode: greedy, pipelined or sequential, in sizes that fill its tiles."""
+    config, weights = decoder.config, decoder.weights
+    matrices = [weights.head, *(x for layer in weights.layers for x in vars(layer).values() if isinstance(x, Matrix))]
+    return (
+        type(strategy) in (Pipelined, Sequential)
+        and not (
+            jax.tree.leaves((wishes, decoder.memory.adapter)) or wishes.scores or getattr(strategy, "unique", False)
+        )
+        and batch * strategy.most_queries <= MOST_QUERIES
+        and not any(x % 32 for x in (config.d_model, config.d_ff, config.num_heads * config.d_kv))
+        and config.d_kv <= WIDEST_HEAD
+        and 31 + 15 * config.num_decoder_layers <= MOST_POINTERS
+        and all(x.rows.dtype == decoder.dtype for x in matrices)
+    )
+
+
+def decode(
+    decoder: Any,
+    strategy: Any,
+    carry: Carry,
+    *,
+    sizes: Sizes,
+    slots: int,
+    blocks: Blocks,
+    pause_after: Array | None = None,
+    watched: Array | None = None,
+) -> tuple[Stretch, Array]:
+    """As `decoding.decode`; beside it the logits f32 [N, V] of the last step. It `failed` if a block waited in vain."""
+    carry = decoding.grow(decoder, carry, slots)
+    c, w, memory, query, grid = decoder.config, decoder.weights, decoder.memory, carry.query, strategy.on_grid
+    (batch, length), rows = memory.mask.shape, strategy.most_queries
+    most, inner, apart, limit = batch * rows, c.num_heads * c.d_kv, len(carry.used) > 1, min(sizes.queries[-1], rows)
+    numbers = [batch, rows, grid.time_max, slots, length, c.d_model, c.num_heads, c.d_kv, c.d_ff, c.vocab_size]
+    numbers += [w.bias.shape[1], len(w.layers), ACTIVATIONS.index(c.feed_forward)]
+    numbers += [grid.delay, grid.sub_max, grid.literal, grid.bos, grid.eos, apart, slots - limit, PARTS]
+    numbers += [blocks.patience, blocks.absent, blocks.dawdle]
+    floats = c.layer_norm_epsilon, c.d_model**-0.5 if c.scale_head else 1.0
+    none, left = jnp.int32(0), jnp.int32(pipelined.NEVER) if pause_after is None else pause_after
+    of_example, of_row, tokens = _on_grid(carry.state, strategy.done(carry.state))
+    of_example.append(jnp.broadcast_to(carry.used, batch))
+    of_row += [query.live, query.tokens, query.time]
+    watching = jnp.zeros(batch) if watched is None else watched
+    arrays = [np.asarray(numbers, np.int32), np.asarray(floats, np.float32), watching.astype(jnp.int32)]
+    arrays += [memory.mask.astype(jnp.int32), (w.embedding or w.head).rows, w.head.rows, w.norm, w.bias]
+    stacked = [none, none, none, left], of_example, of_row
+    changing = [jnp.stack([x.astype(jnp.int32) for x in each], axis=-1) for each in stacked]
+    changing += [tokens, carry.filled.row, carry.filled.time]
+    aliases = {len(arrays) + i: i for i in range(len(changing))}
+    arrays += changing
+    for i, layer in enumerate(w.layers):
+        arrays += [x.rows if isinstance(x, Matrix) else x for x in vars(layer).values()]
+        arrays += [memory.keys[i], memory.values[i], carry.cache.keys[i], carry.cache.values[i]]
+        aliases |= {len(arrays) - 2: len(aliases), len(arrays) - 1: len(aliases) + 1}
+    scratch = [jax.ShapeDtypeStruct((most, x), decoder.dtype) for x in (c.d_model, inner, inner, c.d_ff)]
+    scratch += [jax.ShapeDtypeStruct((most, x), jnp.float32) for x in (-(-c.d_model // 8), c.vocab_size, PARTS)]
+    scratch += [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * PARTS, most * 5, batch + 1, batch)]
+    found = _enqueue(arrays, scratch, aliases, jnp.dtype(decoder.dtype).name, blocks)
+    control, examples, grids, tokens, filled_row, filled_time = found[: len(changing)]
+    caches, logits = found[len(changing) : -len(scratch)], found[-len(scratch) + 5]
+    state, (live, fed, time) = _off_grid(examples, grids, tokens, carry.state), jnp.moveaxis(grids, 2, 0)[-3:]
+    carry = dataclasses.replace(
+        carry,
+        state=state,
+        query=dataclasses.replace(query, live=live > 0, tokens=fed, time=time),
+        size=sum(((live.sum() > n).astype(jnp.int32) for n in sizes.queries[:-1]), none),
+        used=examples[: len(carry.used), -1],
+        filled=Filled(filled_row, filled_time),
+        cache=Cache(tuple(caches[::2]), tuple(caches[1::2])),
+    )
+    return Stretch(strategy.done(state).all(), strategy.result(state), carry, control[3], control[1] > 0), logits
+
+
+def _on_grid(state: Any, done: Array) -> tuple[list[Array], list[Array], Array]:
+    """The arrays of EXAMPLE and ROW and the tokens; a sequential decode is the only row of a grid."""
+    if isinstance(state, pipelined.State):
+        return [getattr(state, x) for x in EXAMPLE], [getattr(state, x) for x in ROW], state.tokens
+    end, none = jnp.where(state.ended, state.length, pipelined.NEVER), jnp.zeros_like(state.length)
+    of_example = [state.length, none + 1, state.ended, done, state.length]
+    return of_example, [x[:, None] for x in (state.last, end, none)], jnp.pad(state.tokens, ((0, 0), (1, 0)))[:, None]
+
+
+def _off_grid(examples: Array, grids: Array, tokens: Array, old: Any) -> Any:
+    """The state, as one of the kind of the old one."""
+    found = dict(zip(EXAMPLE + ROW, [*jnp.moveaxis(examples, 1, 0)[:-1], *jnp.moveaxis(grids, 2, 0)[:-3]], strict=True))
+    if isinstance(old, pipelined.State):
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), pipelined.State(tokens=tokens, **found), old)
+    last, end = found["last"][:, 0], found["end"][:, 0]
+    return sequential.State(tokens[:, 0, 1:], last, found["steps"], end != pipelined.NEVER, old.given_up)
+
+
+def _enqueue(arrays: list[Any], scratch: list[Any], aliases: dict[int, int], dtype: str, blocks: Blocks) -> list[Array]:
+    """The results of the kernel: arrays that it changes, then scratch. On a GPU by XLA's own call of PTX."""
+    results = [*(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in aliases), *scratch]
+    target, static = f"pipejax_launch_{dtype}", dict[str, Any](blocks=np.int32(blocks.number))
+    if blocks.architecture:
+        code = nvrtc.ptx(len(arrays) + len(results), len(scratch), blocks.architecture)
+        sizes = dict.fromkeys(("grid_y", "grid_z", "block_y", "block_z"), 1)
+        sizes |= {"grid_x": blocks.number, "block_x": nvrtc.THREADS, "shared_mem_bytes": 0}
+        static = {name: np.int32(x) for name, x in sizes.items()}
+        target, static = "__gpu$xla.gpu.ptx", static | {"name": nvrtc.NAME, "kernel_type": "ptx", "kernel_data": code}
+    return list(jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*arrays, **static))

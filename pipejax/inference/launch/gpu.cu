@@ -1,0 +1,14 @@
+// A launch on a GPU. Its parameters are pointers alone, since XLA gives no others; the compiler is told how many.
+#include "decode.h"
+
+extern "C" __global__ void __launch_bounds__(launch::kThreads, 1) pipejax_launch(PARAMETERS) {
+  __shared__ launch::Room room;
+  if (threadIdx.x == 0) {
+    const void* const pointers[] = {POINTERS};
+    UNROLL(1000)
+    for (int i = 0; i < int(sizeof pointers / sizeof *pointers); ++i) room.pointers[i] = pointers[i];
+    room.numbers = *static_cast<const launch::Numbers*>(pointers[0]);
+  }
+  __syncthreads();
+  launch::Decode<launch::Bfloat16>(room, blockIdx.x, gridDim.x, SCRATCH).Run();
+}

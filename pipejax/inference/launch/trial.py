@@ -1,0 +1,80 @@
+"""The launch beside XLA's step, on the device that is to run it: nothing is trusted unseen."""
+
+import dataclasses
+import logging
+import os
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipejax import decoding
+from pipejax.config import T5Config
+from pipejax.decoding import Pipelined, Sizes
+from pipejax.decoding.gathering import gather
+from pipejax.inference import launch
+from pipejax.inference.launch import Blocks
+from pipejax.inference.step_decoder import StepDecoder
+from pipejax.inference.weights import lay_out, lay_out_layer, narrow
+from pipejax.model.t5 import Memory
+from pipejax.system.errors import UserError, first_line
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "PIPEJAX_LAUNCH"  # "on": decode in one launch; off unless it says so, since no GPU has run the kernel yet
+TOLERANCE = 0.02  # of `compare`; both round to bfloat16, which is apart by 0.002 to 0.01
+
+
+@cache
+def use() -> Blocks | None:
+    """The blocks that this process's GPU decodes with, if it is asked to and they find what XLA finds. Asked once."""
+    wanted = os.environ.get(VARIABLE, "off")
+    if wanted not in ("on", "off"):
+        raise UserError(f"{VARIABLE}: found {wanted!r}; expected on or off")
+    if wanted == "off" or jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices()[0]
+    blocks = Blocks(device.core_count, str(device.compute_capability).replace(".", ""))
+    return blocks if agrees(blocks) else None
+
+
+def agrees(blocks: Blocks) -> bool:
+    """Whether a launch of a small random model finds what XLA finds; a line says why not."""
+    try:
+        failed, apart = jax.device_get(jax.jit(partial(compare, _decoder(), Pipelined(1, 12, 5), blocks, steps=7))())
+        if not failed and apart < TOLERANCE:
+            return True
+        why = (
+            "on this device its blocks wait in vain" if failed else f"on this device its logits are off by {apart:.2g}"
+        )
+    except Exception as error:  # compilers' errors are of many kinds, and none of them may keep anyone from decoding
+        why = first_line(error)[:200]
+    logger.warning(f"decoding goes without its one launch: {why}")
+    return False
+
+
+def compare(decoder: Any, strategy: Any, blocks: Blocks, *, steps: int) -> tuple[Any, jax.Array]:
+    """Whether the launch of a step after so many fails, and its logits' mean distance from XLA's, relative; traced."""
+    batch, rows = len(decoder.memory.mask), strategy.most_queries
+    static: Any = {"sizes": (sizes := Sizes.fit(strategy, batch)), "slots": sizes.slots[-1]}
+    carry = decoding.begin(strategy, decoder, strategy.init(batch), sizes)
+    carry = decoding.decode(strategy, decoder, carry, **static, pause_after=jnp.int32(steps)).carry
+    asked, number, _ = gather(carry.query, carry.filled, carry.used, batch * rows, rows, strategy.position)
+    expected = decoder(asked, carry.cache)[0].T[number.reshape(-1)]
+    found, logits = launch.decode(decoder, strategy, carry, **static, blocks=blocks, pause_after=jnp.int32(1))
+    live = carry.query.live.reshape(-1)
+    both = (jnp.where(live[:, None], x, 0) for x in (logits[jnp.cumsum(live) - 1] - expected, expected))
+    return found.failed, jnp.linalg.norm(next(both)) / jnp.linalg.norm(next(both))
+
+
+def _decoder() -> StepDecoder:
+    """Of random numbers, for two sources."""
+    config, length = T5Config(1000, 256, 64, 512, 2, 1, 2, feed_forward="gated-gelu"), 600
+    params, draw = config.init_params(jax.random.key(0)), partial(jax.random.normal, dtype=jnp.bfloat16)
+    matrix = partial(narrow, weights="auto", dtype=jnp.bfloat16)
+    layers = tuple(lay_out_layer(params["decoder"][f"layers_{i}"], matrix) for i in range(2))
+    keys, values = (tuple(draw(jax.random.key(i), (2, 2, *x)) for i in (1, 2)) for x in ((64, length), (length, 64)))
+    memory = Memory(keys, values, jnp.arange(length) < jnp.asarray([[90], [length]]))
+    weights = dataclasses.replace(lay_out(config, params, matrix), layers=layers)
+    return StepDecoder(config, weights, memory, jnp.bfloat16)

@@ -1,0 +1,260 @@
+"""A decode as one launch, its source run on a CPU: tokens equal those of the step decoder, and no wait is forever."""
+
+import dataclasses
+import importlib.util
+import logging
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax import decoding
+from pipejax.config import T5Config
+from pipejax.decoding import GREEDILY, Beam, Pipelined, Sampling, Sequential, Sizes, Wishes
+from pipejax.inference import backends, launch
+from pipejax.inference.backends import XLA, Gpu
+from pipejax.inference.launch import nvrtc, trial
+from pipejax.inference.programs import Programs, decode_batch, encode_batch
+from pipejax.inference.report import Report
+from pipejax.model.t5 import T5
+from pipejax.system.errors import UserError
+from support import oracle
+from support.emulated_launch import blocks, register
+
+SMALL = T5Config(
+    vocab_size=11,
+    d_model=32,
+    d_kv=16,
+    d_ff=64,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+)
+change = partial(dataclasses.replace, SMALL)
+MODELS = {  # as the published ones differ: v1.0 and v1.1, more heads than width, fewer, heads of other widths
+    "small": SMALL,
+    "v1.1": change(d_ff=96, num_heads=6, feed_forward="gated-gelu", tied_head=False, scale_head=False, vocab_size=9),
+    "large": change(d_model=64, d_ff=160, num_heads=4, num_decoder_layers=3, vocab_size=16),
+    "silu": change(d_model=96, d_kv=32, num_heads=1, feed_forward="gated-silu", tied_head=False, vocab_size=10),
+}
+CASES: list[tuple[Any, int, int]] = [  # strategy, batch, blocks
+    (Pipelined(1, 14, 5), 3, 4),
+    (Pipelined(2, 12, 4, literal=True), 8, 3),
+    (Pipelined(0, 9, 4), 2, 5),
+    (Pipelined(3, 16, 6), 1, 2),
+    (Sequential(15), 5, 3),
+]
+
+
+@pytest.fixture(autouse=True)
+def registered(kernel_cache: Path) -> None:
+    register(kernel_cache)
+
+
+def fields(decoded: Any) -> list[np.ndarray]:
+    """What a decode finds; what lies past the end of a row is zeroed."""
+    real = np.arange(decoded.tokens.shape[2]) < np.asarray(decoded.lengths)[:, :, None]
+    return [np.where(real, decoded.tokens, 0), *map(np.asarray, (decoded.lengths, decoded.steps, decoded.truncated))]
+
+
+@cache
+def programs(config: T5Config, strategy: Any, batch: int, backend: Any, dtype: str = "float32") -> Any:
+    """From parameters and sources to what is encoded, and from that to a stretch of its whole decode."""
+    model, sizes = T5(config, dtype=jnp.dtype(dtype)), Sizes.fit(strategy, batch)
+
+    @jax.jit
+    def encode(params: Any, source: jax.Array, length: jax.Array) -> Any:
+        ready = backend.prepare(model, params)
+        return ready.decoding, encode_batch(model, ready.encoding, source, length, backend=backend)
+
+    decode = partial(decode_batch, model, strategy, carry=None, sizes=sizes, slots=sizes.slots[-1], backend=backend)
+    return encode, jax.jit(decode)
+
+
+def drawn(config: T5Config, batch: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Random parameters, and sources of several lengths."""
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(jnp.asarray, oracle.random_params(config, rng))
+    source = rng.integers(2, config.vocab_size, (batch, 12)).astype(np.int32)
+    return params, source, rng.integers(1, 13, batch).astype(np.int32)
+
+
+def check_decodes(name: str, case: int, seeds: range) -> int:
+    """How many rows ended by themselves in random models, all of whose decodes are the step decoder's."""
+    config, (strategy, batch, count) = MODELS[name], CASES[case]
+    encode, theirs = programs(config, strategy, batch, XLA)
+    _, ours = programs(config, strategy, batch, Gpu(blocks=blocks(count, dawdle=200)))
+    ended = 0
+    for seed in seeds:
+        encoded = encode(*drawn(config, batch, seed))
+        found, expected = ours(*encoded), theirs(*encoded)
+        assert found.failed is not None and not found.failed and found.over
+        for one, other in zip(fields(found.decoded), fields(expected.decoded), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"{name}, {strategy}, model {seed}")
+        ended += int((np.asarray(expected.decoded.truncated) == 0).sum())
+    return ended
+
+
+@pytest.mark.parametrize("name, case", [("small", 0), ("v1.1", 1)])
+def test_tokens_are_those_of_the_step_decoder(name: str, case: int) -> None:
+    assert check_decodes(name, case, range(2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_random_models(name: str, case: int) -> None:
+    check_decodes(name, case, range(100 * case, 100 * case + 10))
+
+
+@pytest.mark.parametrize(
+    "name, case, steps",
+    [("v1.1", 0, 5), *(pytest.param(x, i % 5, i, marks=pytest.mark.long) for i, x in enumerate(list(MODELS) * 3))],
+)
+def test_logits_in_bfloat16(name: str, case: int, steps: int) -> None:
+    """Of a step in the middle of a decode."""
+    config, (strategy, batch, count) = MODELS[name], CASES[case]
+    encode, _ = programs(config, strategy, batch, XLA, "bfloat16")
+    weights, memory = encode(*drawn(config, batch, 7))
+    decoder: Any = XLA.decoder(T5(config, dtype=jnp.bfloat16), weights, memory)
+    compared = jax.jit(partial(trial.compare, decoder, strategy, blocks(count), steps=steps))
+    failed, apart = compared()
+    assert not failed
+    assert apart < 1e-2
+
+
+def test_it_pauses_and_goes_on_with_either() -> None:
+    """After some steps; as soon as a watched example is done; where the cache is full. Slots of each example apart."""
+    config, strategy, batch = change(num_decoder_layers=1), Pipelined(1, 12, 4), 3
+    encode, theirs = programs(config, strategy, batch, XLA)
+    for seed in range(40):
+        weights, memory = encode(*drawn(config, batch, seed))
+        expected = theirs(weights, memory)
+        steps = np.asarray(expected.decoded.steps)
+        if len(set(steps.tolist())) == batch and steps.min() > 4:
+            break
+    decoder, sizes = XLA.decoder(T5(config), weights, memory), Sizes.fit(strategy, batch, slots=(13,))
+    small, large = sizes.slots
+
+    @jax.jit
+    def begin() -> Any:
+        return decoding.begin(strategy, decoder, strategy.init(batch), sizes, apart=True)
+
+    @partial(jax.jit, static_argnames=("slots", "by_launch"))
+    def go_on(carry: Any, most: Any, watched: Any, slots: int, by_launch: bool) -> Any:
+        given = {"sizes": sizes, "slots": slots, "pause_after": most, "watched": watched}
+        if by_launch:
+            return launch.decode(decoder, strategy, carry, **given, blocks=blocks(3))[0]
+        return decoding.decode(strategy, decoder, carry, **given)
+
+    nobody, watched = np.zeros(batch, bool), np.arange(batch) == steps.argmin()
+    plan = [
+        (np.int32(2), nobody, small),
+        (np.int32(50), nobody, small),
+        (np.int32(50), watched, large),
+        (np.int32(50), nobody, large),
+    ]
+    turns = (True, True, True, True), (False, True, False, True), (True, False, True, False)
+    told = []
+    for turn in turns:
+        carry, lines = begin(), []
+        for (most, watch, slots), by_launch in zip(plan, turn, strict=True):
+            found = go_on(carry, most, watch, slots, by_launch)
+            carry = found.carry
+            lines.append(
+                [int(found.over), int(found.steps_left), *np.asarray(carry.used), *np.asarray(carry.state.time)]
+            )
+        told.append(lines)
+        for one, other in zip(fields(found.decoded), fields(expected.decoded), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert told[0] == told[1] == told[2]
+    assert told[0][0][1] == 0 and 0 < told[0][1][1] < 50 and not told[0][2][0] and told[0][3][0]
+
+
+def test_a_block_that_never_comes_ends_in_an_error_and_a_decode_step_by_step(caplog) -> None:
+    config, strategy = SMALL, Sequential(6)
+    sources = [[2, 3, 4], [5, 6]]
+    params, *_ = drawn(config, 1, 0)
+
+    def decoded(backend: Any) -> tuple[Programs, Any]:
+        own = Programs(config, jnp.dtype("float32"), devices=jax.devices()[:1], backend=backend)
+        own.set_params(params)
+        return own, own.decode(sources, strategy, batch_size=2, across=1, report=Report())
+
+    with caplog.at_level(logging.WARNING):
+        own, found = decoded(Gpu(interpret=True, blocks=blocks(3, absent=1, patience=300)))
+    assert [x.message for x in caplog.records if "gave up" in x.message] == [
+        "a decode as one launch gave up, as its blocks waited in vain: from now on, step by step"
+    ]
+    assert own.backend == Gpu(interpret=True)
+    for one, other in zip(fields(found), fields(decoded(XLA)[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_the_kernel_does_not_know_is_not_asked() -> None:
+    config, strategy = SMALL, Pipelined(1, 12, 4)
+
+    def fits(
+        config: T5Config = config, strategy: Any = strategy, batch: int = 2, wishes: Any = GREEDILY, **more: Any
+    ) -> bool:
+        backend = backends.Xla(**more)
+        params, source, length = drawn(config, 1, 0)
+        ready = jax.eval_shape(partial(backend.prepare, T5(config)), params)
+        memory = jax.eval_shape(partial(encode_batch, T5(config), backend=backend), ready.encoding, source, length)
+        decoder: Any = backend.decoder(T5(config), ready.decoding, memory)
+        return launch.fits(decoder, strategy, batch, wishes)
+
+    assert fits()
+    assert fits(batch=64)
+    assert not fits(batch=65)
+    assert not fits(strategy=Pipelined(1, 12, 4, unique=True))
+    assert not fits(strategy=Beam(12, 3))
+    assert not fits(wishes=Wishes(sampling=Sampling(1.0)))
+    assert not fits(wishes=Wishes(scores=True))
+    assert not fits(config=change(d_ff=80))
+    assert not fits(config=change(d_kv=8))
+    assert not fits(weights="bfloat16")
+    assert not fits(weights="int8")
+
+
+@pytest.mark.slow
+def test_its_trial_finds_no_fault() -> None:
+    assert trial.agrees(blocks(3))
+
+
+def test_it_is_tried_before_it_is_trusted(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "_decoder", lambda: None)
+    monkeypatch.setattr(trial, "compare", lambda *_, **__: (jnp.asarray(False), jnp.asarray(0.01)))
+    assert trial.agrees(blocks(3))
+    said = []
+    for found in ((False, 0.07), (True, 0.0), (False, float("nan"))):
+        monkeypatch.setattr(trial, "compare", lambda *_, found=found, **__: tuple(map(jnp.asarray, found)))
+        with caplog.at_level(logging.WARNING):
+            assert not trial.agrees(blocks(3))
+        said.append(caplog.records[-1].message.partition(": ")[2])
+    why = "its logits are off by 0.07", "its blocks wait in vain", "its logits are off by nan"
+    assert said == [f"on this device {x}" for x in why]
+    monkeypatch.setattr(trial, "compare", lambda *_, **__: 1 / 0)
+    assert not trial.agrees(blocks(3))
+    assert caplog.records[-1].message == "decoding goes without its one launch: division by zero"
+
+
+def test_it_is_off_unless_it_is_asked_for(monkeypatch) -> None:
+    trial.use.cache_clear()
+    assert trial.use() is None
+    trial.use.cache_clear()
+    monkeypatch.setenv(trial.VARIABLE, "maybe")
+    with pytest.raises(UserError, match=r"PIPEJAX_LAUNCH: found 'maybe'; expected on or off"):
+        trial.use()
+
+
+def test_a_machine_without_nvrtc_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(OSError, match="found no NVRTC; expected the package nvidia-cuda-nvrtc"):
+        nvrtc.ptx(3, 1, "90")
