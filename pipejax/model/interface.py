@@ -25,6 +25,12 @@ Module = Any  # a Flax module that has the fields and methods of `pipejax.model.
 Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
 # How the paths of parameters end that are no weight matrices: they stay float32, never decay, and are never int8.
 VECTORS = ("norm/scale", "relative_bias/embedding")
+# The classes that are here, by the model_type of a config.json; each is imported when it is asked for.
+BACKBONES = {
+    "t5": "pipejax.model.t5_config:T5Config",
+    "mt5": "pipejax.model.t5_config:T5Config",
+    "umt5": "pipejax.model.umt5:UMT5Config",
+}
 
 
 class Backbone:
