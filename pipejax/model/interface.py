@@ -30,6 +30,7 @@ BACKBONES = {
     "t5": "pipejax.model.t5_config:T5Config",
     "mt5": "pipejax.model.t5_config:T5Config",
     "umt5": "pipejax.model.umt5:UMT5Config",
+    "t5gemma": "pipejax.model.t5gemma:T5GemmaConfig",
 }
 
 
