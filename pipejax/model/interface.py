@@ -31,6 +31,7 @@ BACKBONES = {
     "mt5": "pipejax.model.t5_config:T5Config",
     "umt5": "pipejax.model.umt5:UMT5Config",
     "t5gemma": "pipejax.model.t5gemma:T5GemmaConfig",
+    "t5gemma2": "pipejax.model.t5gemma2:T5Gemma2Config",
 }
 
 
@@ -50,6 +51,7 @@ class Backbone:
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)  # the parameters in which tokens are looked up
+    is_relative: ClassVar[bool] = True  # whether logits depend on differences of positions alone
     # From a parameter's path, by the first expression that matches the whole of it, to its axes.
     sharding: ClassVar[tuple[tuple[str, Axes], ...]] = (
         (r"(.*/)?(shared|embedder)/embedding", ("tensor", "fsdp")),
