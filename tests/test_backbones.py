@@ -37,6 +37,7 @@ from pipejax.system.errors import UserError
 from pipejax.training.run_directory import resolve_model
 from pipejax.training.step import Trainer
 from support import oracle
+from support.in_transformers import varied
 from support.tiny import FEW_WORDS, RUN, change
 
 GRID = GridConfig(delay=2, time_max=14, sub_max=4)
@@ -532,8 +533,10 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
 @pytest.mark.parametrize(
     "spelling", [["--set", "model=pipejax.model.umt5:{}"], ["--backbone", "pipejax.model.umt5:{}"]]
 )
-def test_the_commands_bring_a_backbone_in(spelling, theirs, tmp_path, capsys):
+def test_the_commands_bring_a_backbone_in(spelling, tmp_path, capsys):
     """In two spellings, of which the help shows the first."""
+    theirs = tmp_path / "theirs"
+    write_hf(TINY, varied(TINY, 0), theirs, None)
     flag, right, wrong = spelling[0], spelling[1].format("UMT5Config"), spelling[1].format("Nothing")
     run = str(tmp_path / "run")
     assert convert(["from-hf", str(theirs), run, flag, right]) == 0

@@ -1,6 +1,8 @@
 """T5Gemma beside transformers: weights, logits, gradients, rows; and what trains one."""
 
 import dataclasses
+import json
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from pipejax import checkpoint, testing
 from pipejax.config import Config, DecodeConfig
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.inference.generator import Generator
+from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.system.errors import UserError
 from support import in_transformers
 from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
 
@@ -159,3 +163,63 @@ def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, lite
 @pytest.mark.slow
 def test_check_backbone_passes():
     assert "T5GemmaConfig: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
+
+
+def described(**changes: Any) -> Any:
+    """Its config.json, with other values of the decoder's; `...`: without the key."""
+    facts: Any = json.loads(json.dumps(TINY.facts()))
+    decoder = facts["decoder"] | changes
+    facts["decoder"] = {key: x for key, x in decoder.items() if x is not ...}
+    return facts
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"hidden_activation": "relu"}, "decoder.hidden_activation: found 'relu'; expected 'gelu_pytorch_tanh'"),
+        ({"attention_bias": True}, "decoder.attention_bias: found True; expected False"),
+        ({"hidden_size": ...}, "encoder, decoder: cannot be read (TypeError: "),
+        ({"num_hidden_layers": "2"}, "encoder, decoder: cannot be read (TypeError: "),
+        ({"vocab_size": 8}, "encoder.vocab_size: found 9; expected the decoder's"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "decoder.rope_parameters: found {'rope_type': 'y",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"factor": 2}}, "decoder.rope_parameters: found "),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "decoder.layer_types: found ['full"),
+    ],
+)
+def test_what_a_config_says_otherwise_is_one_line(changes, line):
+    with pytest.raises(UserError) as error:
+        T5GemmaConfig.read_facts(described(**changes))
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+def test_older_configs_have_other_keys():
+    """One key for the rotation, none for the types of layers, which slide in turn."""
+    found = T5GemmaConfig.read_facts(described(rope_parameters=..., rope_theta=500.0, layer_types=...))
+    assert found["decoder"] == dataclasses.replace(TINY.decoder, rope_theta=500.0, full_rope_theta=500.0)
+    everywhere = T5GemmaConfig.read_facts(described(layer_types=["sliding_attention"] * 2))["decoder"]
+    assert everywhere.layer_types(2) == ["sliding_attention"] * 2
+
+
+def test_groups_are_equal():
+    with pytest.raises(UserError, match=r"here: model.decoder: found 4 heads of 4 in 3 groups; expected equal groups"):
+        dataclasses.replace(TINY, decoder=dataclasses.replace(DECODER, num_key_value_heads=3)).check("here")
+
+
+@pytest.mark.parametrize(
+    "name, millions",
+    [("t5gemma-b-b", 591), ("t5gemma-2b-2b", 5597), ("t5gemma-9b-2b", 12292), ("t5gemma-2-270m-270m", 368)],
+)
+def test_published_sizes(name, millions):
+    """Parameters, as the models' cards tell them: 0.6 B, 5.6 B, 12.3 B and 370 M."""
+    model = architecture(name)
+    model.check(name)
+    sizes = model.sizes()
+    assert round(sum(math.prod(sizes[x][1] for x in axes) for _, axes in model.tensors().values()) / 1e6) == millions
+
+
+def test_an_unknown_size_is_one_line():
+    with pytest.raises(UserError, match=r"found 't5gemma-c-c'; expected one of small, .*did you mean t5gemma-"):
+        architecture("t5gemma-c-c")

@@ -15,6 +15,7 @@ from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.inference.generator import Generator
 from pipejax.model.t5gemma import GemmaStack
 from pipejax.model.t5gemma2 import T5Gemma2Config
+from pipejax.system.errors import UserError
 from support import in_transformers
 from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
 
@@ -43,8 +44,13 @@ TINY = T5Gemma2Config(
     eoi_token_index=5,
 )
 VISION = {
-    "model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
@@ -178,3 +184,28 @@ def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, lite
 @pytest.mark.slow
 def test_check_backbone_passes():
     assert "T5Gemma2Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
+
+
+def test_rotations_of_both_kinds_of_layers_are_read():
+    """As transformers writes them, and as older files do."""
+    facts: Any = TINY.facts()
+    assert T5Gemma2Config.read_facts(facts)["decoder"] == TINY.decoder
+    decoder = facts["decoder"]
+    del decoder["rope_parameters"]
+    decoder |= {"rope_theta": 50.0, "rope_local_base_freq": 20.0}
+    decoder["rope_scaling"] = {"rope_type": "linear", "factor": 1.5}
+    assert T5Gemma2Config.read_facts(facts)["decoder"] == TINY.decoder
+    decoder["rope_scaling"] = {"rope_type": "yarn", "factor": 1.5}
+    with pytest.raises(
+        UserError, match=r"decoder.rope_parameters: found .*; expected rope_type default, or full ones lin"
+    ):
+        T5Gemma2Config.read_facts(facts)
+
+
+def test_sides_are_equally_wide():
+    with pytest.raises(UserError, match=r"here: model.encoder.hidden_size: found 8; expected the decoder's, 16"):
+        dataclasses.replace(TINY, encoder=dataclasses.replace(ENCODER, hidden_size=8)).check("here")
+
+
+def test_the_encoders_window_is_parted_to_both_sides():
+    assert TINY.window("encoder") == (2, 3) and TINY.window("decoder")[0] == 5

@@ -28,17 +28,14 @@ from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
 
 Array = jax.Array
-Own = tuple[
-    Array, Array, Array
-]  # of a layer: a query sees differences of positions between -right and left; frequencies
+# Of a layer: i32 left and right, where a query sees -right < query - key < left, and frequencies f32 [K / 2].
+Own = tuple[Array, Array, Array]
 Seen = tuple[Array, Array, Array]  # mask bool [B|1, Q|1, C], positions of queries i32 [B|1, Q] and keys [B|1, C]
 EVERYTHING = 2**30  # a window that holds all positions
 LAYER_TYPES = ("sliding_attention", "full_attention")
 HEAD = "lm_head.out_proj.weight"
-SIZES = (  # of a side, with a letter each
-    *("hidden_size", "intermediate_size", "num_attention_heads * head_dim", "num_key_value_heads * head_dim"),
-    "head_dim",
-)
+INNER, SHARED = (f"num_{kind}_heads * head_dim" for kind in ("attention", "key_value"))
+SIZES = ("hidden_size", "intermediate_size", INNER, SHARED, "head_dim")  # of a side, with a letter each
 # Our path, Hugging Face's name and our axes, in small letters.
 FEED_FORWARD = (
     *(("feed_forward/wi_0/kernel", "mlp.gate_proj", "df"), ("feed_forward/wi_1/kernel", "mlp.up_proj", "df")),
@@ -49,14 +46,9 @@ FEED_FORWARD = (
 
 def attention(ours: str, theirs: str, source: str) -> tuple[tuple[str, str, str], ...]:
     """The same of an attention; `source`: the width that keys and values are made of."""
-    projections = (
-        ("query", "q", "di"),
-        ("key", "k", f"{source}j"),
-        ("value", "v", f"{source}j"),
-        ("output", "o", "id"),
-    )
+    axes = {"query": "di", "key": f"{source}j", "value": f"{source}j", "output": "id"}
     return (
-        *((f"{ours}/{path}/kernel", f"{theirs}_attn.{name}_proj", axes) for path, name, axes in projections),
+        *((f"{ours}/{path}/kernel", f"{theirs}_attn.{path[0]}_proj", own) for path, own in axes.items()),
         (f"{ours}/norm/scale", f"pre_{theirs}_attn_layernorm", "d"),
         (f"{ours}/post_norm/scale", f"post_{theirs}_attn_layernorm", "d"),
     )
@@ -328,19 +320,15 @@ class Decoder(Stack):
     depth: ClassVar[str] = "num_decoder_layers"
     memorize = t5.Decoder.memorize
 
-    def __call__(
-        self, x: Array, mask: Array, position: Array, encoded: Array, real: Array, deterministic: bool
-    ) -> Array:
+    def __call__(self, x: Array, mask: Array, position: Array, encoded: Array, real: Array, deterministic: bool) -> Any:
         return self.run(x, None, (mask, position, position), encoded, real, deterministic=deterministic)
 
     def step(
         self, x: Array, mask: Array, position: Array, key_position: Array, memory: t5.Memory, caches: Any, start: Array
     ) -> tuple[Array, t5.Caches]:
         seen, written = (mask, position, key_position), []
-        for layer, own, cache, keys, values in zip(
-            self.layers, self.own(), caches, memory.keys, memory.values, strict=True
-        ):
-            source = keys.swapaxes(2, 3), values
+        for i, (layer, own, cache) in enumerate(zip(self.layers, self.own(), caches, strict=True)):
+            source = memory.keys[i].swapaxes(2, 3), memory.values[i]
             x, new = layer(x, own, t5.LayerCache(*cache, start), seen, source, memory.mask[:, None], True)
             written.append((new.keys, new.values))
         return self.norm(x), tuple(written)
@@ -454,43 +442,43 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
-        encoder, decoder = cls.sides(facts)
-        for key in ("vocab_size", "num_hidden_layers", "rms_norm_eps"):
-            for side, own in (("encoder", encoder), ("decoder", decoder)):
-                if key not in own or (key != "num_hidden_layers" and own[key] != decoder[key]):
-                    raise UserError(f"{side}.{key}: found {own.get(key)!r}; expected a number, on both sides the same")
-        return {
-            "vocab_size": decoder["vocab_size"],
-            "num_layers": encoder["num_hidden_layers"],
-            "num_decoder_layers": decoder["num_hidden_layers"],
-            "encoder": cls.read_stack(encoder, "encoder"),
-            "decoder": cls.read_stack(decoder, "decoder"),
-            "final_logit_softcapping": decoder.get("final_logit_softcapping") or 0.0,
-            "rms_norm_eps": decoder["rms_norm_eps"],
-            "dropout_rate": facts.get("dropout_rate", 0.0),
-            "pad_token_id": decoder.get("pad_token_id", 0),
-            "eos_token_id": decoder.get("eos_token_id", 1),
-            "decoder_start_token_id": decoder.get("bos_token_id", 2),
-        }
+        try:
+            encoder, decoder = cls.sides(facts)
+            for key in ("vocab_size", "rms_norm_eps"):
+                if encoder[key] != decoder[key]:
+                    raise UserError(f"encoder.{key}: found {encoder[key]!r:.60}; expected the decoder's")
+            return {
+                "vocab_size": decoder["vocab_size"],
+                "num_layers": encoder["num_hidden_layers"],
+                "num_decoder_layers": decoder["num_hidden_layers"],
+                "encoder": cls.read_stack(encoder, "encoder"),
+                "decoder": cls.read_stack(decoder, "decoder"),
+                "final_logit_softcapping": decoder.get("final_logit_softcapping") or 0.0,
+                "rms_norm_eps": decoder["rms_norm_eps"],
+                "dropout_rate": facts.get("dropout_rate", 0.0),
+                "pad_token_id": decoder.get("pad_token_id", 0),
+                "eos_token_id": decoder.get("eos_token_id", 1),
+                "decoder_start_token_id": decoder.get("bos_token_id", 2),
+            }
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            found = f"{type(error).__name__}: {error!s:.60}"
+            raise UserError(
+                f"encoder, decoder: cannot be read ({found}); expected them as transformers writes them"
+            ) from error
 
     @classmethod
     def sides(cls, facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The objects of both sides in config.json."""
-        encoder, decoder = facts.get("encoder"), facts.get("decoder")
-        if not isinstance(encoder, dict) or not isinstance(decoder, dict):
-            raise UserError("encoder, decoder: missing; expected an object for each, as in every T5Gemma's config.json")
-        return encoder, decoder
+        return facts["encoder"], facts["decoder"]
 
     @classmethod
     def read_stack(cls, facts: Mapping[str, Any], side: str) -> GemmaStack:
         """One side, from its object in config.json."""
-        fields = {field.name: field.default for field in dataclasses.fields(GemmaStack)}
-        for key in (key for key, default in fields.items() if default is dataclasses.MISSING and key not in facts):
-            raise UserError(f"{side}.{key}: missing; expected it, as in every T5Gemma's config.json")
+        fields = {field.name for field in dataclasses.fields(GemmaStack)}
         for key, expected in (("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False)):
             if facts.get(key, expected) != expected:
                 raise UserError(f"{side}.{key}: found {facts[key]!r}; expected {expected!r}")
-        values = {key: facts[key] for key in fields if key in facts} | cls.read_rotations(facts, side)
+        values = {key: facts[key] for key in fields & facts.keys()} | cls.read_rotations(facts, side)
         values["attn_logit_softcapping"] = facts.get("attn_logit_softcapping") or 0.0
         types = facts.get("layer_types") or GemmaStack(**values).layer_types(facts["num_hidden_layers"])
         every = types.index(LAYER_TYPES[1]) + 1 if LAYER_TYPES[1] in types else len(types) + 1
@@ -541,3 +529,18 @@ class T5GemmaConfig(Backbone):
             return self
         del params["lm_head/kernel"]
         return dataclasses.replace(self, tied_head=True)
+
+
+# The published sizes: layers, and a side's widths, heads, groups and widths of heads.
+_SIDES = {
+    "s": (8, GemmaStack(512, 1024, 8, 8, 64, 64)),
+    "b": (12, GemmaStack(768, 2048, 12, 12, 64, 64)),
+    "l": (24, GemmaStack(1024, 2816, 16, 16, 64, 64)),
+    "xl": (24, GemmaStack(2048, 5120, 32, 32, 64, 64)),
+    "2b": (26, GemmaStack(2304, 9216, 8, 4, 256)),
+    "9b": (42, GemmaStack(3584, 14336, 16, 8, 256)),
+}
+ARCHITECTURES = {
+    f"t5gemma-{one}-{other}": T5GemmaConfig(256_000, _SIDES[one][0], _SIDES[other][0], _SIDES[one][1], _SIDES[other][1])
+    for one, other in (*((side, side) for side in _SIDES), ("9b", "2b"))
+}

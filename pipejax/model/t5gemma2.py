@@ -137,10 +137,9 @@ class T5Gemma2Config(T5GemmaConfig):
         return ((size + 1) // 2, size // 2 + 1) if side == "encoder" else super().window(side)
 
     def tensors(self) -> dict[str, tuple[str, str]]:
-        found, prefix = super().tensors(), self.prefixes["encoder"]
-        own = {path: x for path, x in found.items() if "embedder" not in path}
-        own["shared/embedding"] = f"{prefix}.embed_tokens.weight", "Vd"
-        return own | {f"shared/{EOI}": (f"{prefix}.embed_tokens.{EOI}", "d")}
+        found, name = super().tensors(), f"{self.prefixes['encoder']}.embed_tokens"
+        shared = {"shared/embedding": (f"{name}.weight", "Vd"), f"shared/{EOI}": (f"{name}.{EOI}", "d")}
+        return shared | {path: x for path, x in found.items() if "embedder" not in path}
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -154,8 +153,7 @@ class T5Gemma2Config(T5GemmaConfig):
 
     @classmethod
     def sides(cls, facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        encoder, decoder = super().sides(facts)
-        return super().sides({"encoder": encoder.get("text_config"), "decoder": decoder})
+        return facts["encoder"]["text_config"], facts["decoder"]
 
     @classmethod
     def read_stack(cls, facts: Mapping[str, Any], side: str) -> GemmaStack:
@@ -170,10 +168,8 @@ class T5Gemma2Config(T5GemmaConfig):
             "sliding_attention": {"rope_theta": facts.get("rope_local_base_freq", 1e4)},
         }
         full, sliding = given["full_attention"], given["sliding_attention"]
-        if sliding.get("rope_type", "default") != "default" or full.get("rope_type", "default") not in (
-            "default",
-            "linear",
-        ):
+        kinds = [each.get("rope_type", "default") for each in (full, sliding)]
+        if kinds not in (["default", "default"], ["linear", "default"]):
             raise UserError(
                 f"{side}.rope_parameters: found {given!r:.80}; expected rope_type default, or full ones linear"
             )
@@ -202,3 +198,7 @@ class T5Gemma2Config(T5GemmaConfig):
         for name in vision:
             del tensors[name]
         return super().fitted(tensors, weights)
+
+
+_SMALL = GemmaStack(640, 2048, 4, 1, 256, 256, 512, 6, attn_logit_softcapping=0.0, full_rope_theta=1e6)
+ARCHITECTURES = {"t5gemma-2-270m-270m": T5Gemma2Config(262_144, 18, 18, _SMALL, _SMALL, final_logit_softcapping=0.0)}

@@ -100,3 +100,11 @@ class UMT5Config(T5Config):
     def facts(self) -> dict[str, object]:
         """See `Backbone`."""
         return super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
+
+
+_BASE = UMT5Config(256_384, 768, 64, 2048, 12, 12, 12, feed_forward="gated-gelu", tied_head=False, scale_head=False)
+ARCHITECTURES = {
+    "umt5-small": dataclasses.replace(_BASE, d_model=512, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8),
+    "umt5-base": _BASE,
+    "umt5-xl": dataclasses.replace(_BASE, d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
+}
