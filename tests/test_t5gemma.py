@@ -13,13 +13,16 @@ from safetensors.numpy import load_file
 
 from pipejax import checkpoint, testing
 from pipejax.config import Config, DecodeConfig
+from pipejax.convert import description
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.inference.generator import Generator
 from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from support import in_transformers
 from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
+from support.tiny import FEW_WORDS
 
 # All features: groups, sides of unequal widths, caps that bend, windows that answers leave.
 ENCODER = GemmaStack(
@@ -223,3 +226,9 @@ def test_published_sizes(name, millions):
 def test_an_unknown_size_is_one_line():
     with pytest.raises(UserError, match=r"found 't5gemma-c-c'; expected one of small, .*did you mean t5gemma-"):
         architecture("t5gemma-c-c")
+
+
+def test_only_a_t5s_rows_are_written_by_a_program_for_transformers():
+    """Which knows T5's layers by their names, UMT5's too."""
+    given = Config(model=TINY), Config(model=UMT5Config(**vars(FEW_WORDS)))
+    assert [description.custom_generate(config, None) is None for config in given] == [True, False]

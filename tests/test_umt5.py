@@ -228,3 +228,8 @@ def test_madlad_reads_the_names_of_its_file_and_starts_with_its_own_token(tmp_pa
     generator = Generator(Config(model=found, decode=DecodeConfig(max_length=12)), back, None)
     (record,) = generator.decode([[5, 6, 7, 2]], strategy="sequential")
     assert record["row_ids"] == [expected.tokens] and expected.tokens
+
+
+def test_no_umt5_scales_its_head():
+    """As no mT5 does: T5X has no such factor, whatever a config.json says."""
+    assert UMT5Config.read_facts(TINY.facts() | {"scale_decoder_outputs": True})["scale_head"] is False

@@ -83,6 +83,10 @@ class Backbone:
         """Operations of a training step for lengths [B, 2], of sources and targets; 0: unknown, none is reported."""
         return 0.0
 
+    def like_t5(self) -> "Backbone":
+        """A T5 whose activations are about as large, for estimates of memory."""
+        raise UserError(f"model: found {type(self).__name__}; expected a T5, whose arithmetic this is")
+
     def check(self, where: str) -> None:
         """Raises a UserError that begins with `where` and the key if its fields contradict each other."""
 

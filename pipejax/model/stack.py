@@ -31,7 +31,7 @@ def apply_layers(
     layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
     weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
     """
-    given = [(each,) for each in own] or [()] * len(layers)
+    given: list[tuple[Tree, ...]] = [(each,) for each in own] or [()] * len(layers)
     if remat == "none":
         for layer, each in zip(layers, given, strict=True):
             x = _first(layer(x, *each, *seen, deterministic))

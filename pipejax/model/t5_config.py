@@ -117,6 +117,10 @@ class T5Config(Backbone):
         forward = self.num_layers * encoder + self.num_decoder_layers * (memory + decoder) + head
         return float(3 * forward.sum())
 
+    def like_t5(self) -> "T5Config":
+        """See `Backbone`."""
+        return self
+
     def check(self, where: str) -> None:
         """See `Backbone`."""
         if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:

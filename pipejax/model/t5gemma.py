@@ -22,8 +22,9 @@ from jax.typing import DTypeLike
 from pipejax.model import t5
 from pipejax.model.embedding import look_up
 from pipejax.model.interface import Backbone
-from pipejax.model.layers import Dropout, Head, Linear, logits_of, normal
+from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of, normal
 from pipejax.model.stack import apply_layers
+from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
 
@@ -108,11 +109,8 @@ def near(seen: Seen, own: Own) -> Array:
     return mask & (back < left) & (-back < right)
 
 
-class Norm(nn.Module):
-    """Root-mean-square norm, in float32, times 1 + scale."""
-
-    epsilon: float
-    dtype: DTypeLike
+class Norm(RMSNorm):
+    """Multiplies by 1 + scale."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -167,7 +165,7 @@ class Attention(Sublayer):
         """Queries, keys and values of x itself, at these positions."""
         normed = self.norm(x)
         keys, values = self.keys_values(normed)
-        return *(rotate(each, position, frequencies) for each in (self.queries(normed), keys)), values
+        return rotate(self.queries(normed), position, frequencies), rotate(keys, position, frequencies), values
 
     def attend(self, x: Array, queries: Array, keys: Array, values: Array, mask: Array, deterministic: bool) -> Array:
         """x [B, Q, D] plus what queries [B, H, Q, K] find in keys and values [B, G, C, K]; mask [B|1, Q|1, C]."""
@@ -239,7 +237,7 @@ class DecoderLayer(nn.Module):
         x = self.look(x, (queries, keys, values, near(seen, own)), (*memory, real), deterministic)
         return self.feed_forward(x, deterministic), cache
 
-    def look(self, x: Array, slots: tuple[Array, ...], source: tuple[Array, ...], deterministic: bool) -> Array:
+    def look(self, x: Array, slots: Any, source: Any, deterministic: bool) -> Array:
         """x with what queries find in slots, and then x in the source: keys, values and mask of each."""
         x = self.self_attention.attend(x, *slots, deterministic)
         queries = self.cross_attention.queries(self.cross_attention.norm(x))
@@ -324,7 +322,14 @@ class Decoder(Stack):
         return self.run(x, None, (mask, position, position), encoded, real, deterministic=deterministic)
 
     def step(
-        self, x: Array, mask: Array, position: Array, key_position: Array, memory: t5.Memory, caches: Any, start: Array
+        self,
+        x: Array,
+        mask: Array,
+        position: Array,
+        key_position: Array,
+        memory: t5.Memory,
+        caches: t5.Caches,
+        start: Array,
     ) -> tuple[Array, t5.Caches]:
         seen, written = (mask, position, key_position), []
         for i, (layer, own, cache) in enumerate(zip(self.layers, self.own(), caches, strict=True)):
@@ -352,7 +357,7 @@ class T5Gemma(t5.T5):
     def set_up_table(self) -> None:
         """Each side has its own."""
 
-    def table(self, stack: Any) -> Embedder:
+    def table(self, stack: Any) -> Any:
         """The table of a side."""
         return stack.embedder
 
@@ -380,11 +385,11 @@ class T5Gemma(t5.T5):
 class T5GemmaConfig(Backbone):
     """The architecture of a T5Gemma."""
 
+    encoder: GemmaStack
+    decoder: GemmaStack
     vocab_size: int = setting(least=2, most=2**24)  # rows of each table
     num_layers: int = setting(least=1, most=2**10)  # of the encoder
     num_decoder_layers: int = setting(least=1, most=2**10)
-    encoder: GemmaStack
-    decoder: GemmaStack
     final_logit_softcapping: float = setting(30.0, least=0.0)  # of logits; 0: none
     rms_norm_eps: float = setting(1e-6, above=0.0)  # added to the mean square under the root
     dropout_rate: float = setting(0.0, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
@@ -432,6 +437,13 @@ class T5GemmaConfig(Backbone):
             sizes = s.hidden_size, s.intermediate_size, inner, shared, s.head_dim
             found |= {x: (f"{side}.{key}", size) for x, key, size in zip(letters, SIZES, sizes, strict=True)}
         return found
+
+    def like_t5(self) -> T5Config:
+        a, b = self.encoder, self.decoder
+        width, head, inner = (max(getattr(s, key) for s in (a, b)) for key in ("hidden_size", "head_dim", SIZES[1]))
+        heads = max(a.num_attention_heads, b.num_attention_heads)
+        depths = self.num_layers, self.num_decoder_layers
+        return T5Config(self.vocab_size, width, head, inner, heads, *depths, feed_forward="gated-gelu")
 
     def check(self, where: str) -> None:
         for side in ("encoder", "decoder"):
@@ -541,6 +553,6 @@ _SIDES = {
     "9b": (42, GemmaStack(3584, 14336, 16, 8, 256)),
 }
 ARCHITECTURES = {
-    f"t5gemma-{one}-{other}": T5GemmaConfig(256_000, _SIDES[one][0], _SIDES[other][0], _SIDES[one][1], _SIDES[other][1])
+    f"t5gemma-{one}-{other}": T5GemmaConfig(_SIDES[one][1], _SIDES[other][1], 256_000, _SIDES[one][0], _SIDES[other][0])
     for one, other in (*((side, side) for side in _SIDES), ("9b", "2b"))
 }

@@ -56,7 +56,7 @@ class DecoderLayer(t5gemma.DecoderLayer):
     def set_up_cross(self, *given: Any) -> None:
         """There is nothing else."""
 
-    def look(self, x: Array, slots: tuple[Array, ...], source: tuple[Array, ...], deterministic: bool) -> Array:
+    def look(self, x: Array, slots: Any, source: Any, deterministic: bool) -> Array:
         (queries, *own, mask), (*others, real) = slots, source
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(own, others, strict=True))
         shape = jnp.broadcast_shapes(mask.shape[:2], real.shape[:2])
@@ -102,9 +102,10 @@ class T5Gemma2(t5gemma.T5Gemma):
 
     def set_up_table(self) -> None:
         c = self.config
-        self.shared = Embedder(c.vocab_size, c.decoder.hidden_size, self.dtype, self.shards, c.eoi_token_index)
+        table: Any = Embedder(c.vocab_size, c.decoder.hidden_size, self.dtype, self.shards, c.eoi_token_index)
+        self.shared = table
 
-    def table(self, stack: Any) -> Embedder:
+    def table(self, stack: Any) -> Any:
         return self.shared
 
 
@@ -201,4 +202,4 @@ class T5Gemma2Config(T5GemmaConfig):
 
 
 _SMALL = GemmaStack(640, 2048, 4, 1, 256, 256, 512, 6, attn_logit_softcapping=0.0, full_rope_theta=1e6)
-ARCHITECTURES = {"t5gemma-2-270m-270m": T5Gemma2Config(262_144, 18, 18, _SMALL, _SMALL, final_logit_softcapping=0.0)}
+ARCHITECTURES = {"t5gemma-2-270m-270m": T5Gemma2Config(_SMALL, _SMALL, 262_144, 18, 18, final_logit_softcapping=0.0)}
