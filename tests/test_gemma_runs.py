@@ -28,11 +28,8 @@ from support.tiny import RUN, change, metrics
 STACK = GemmaStack(16, 24, 4, 2, 4, query_pre_attn_scalar=4, sliding_window=3)
 SIZES: dict[str, Any] = {"vocab_size": 64, "num_layers": 2, "num_decoder_layers": 3}
 ONE = T5GemmaConfig(**SIZES, encoder=STACK, decoder=dataclasses.replace(STACK, hidden_size=12))
-TWO = T5Gemma2Config(
-    **SIZES,
-    **dict.fromkeys(("encoder", "decoder"), dataclasses.replace(STACK, full_every=3, full_rope_theta=100.0)),
-    eoi_token_index=7,
-)
+MERGED = dataclasses.replace(STACK, full_every=3, full_rope_theta=100.0)
+TWO = T5Gemma2Config(encoder=MERGED, decoder=MERGED, **SIZES, eoi_token_index=7)
 BOTH = pytest.mark.parametrize("model", [ONE, pytest.param(TWO, marks=pytest.mark.slow)], ids=["1", "2"])
 
 

@@ -32,6 +32,8 @@ Array = jax.Array
 # Of a layer: i32 left and right, where a query sees -right < query - key < left, and frequencies f32 [K / 2].
 Own = tuple[Array, Array, Array]
 Seen = tuple[Array, Array, Array]  # mask bool [B|1, Q|1, C], positions of queries i32 [B|1, Q] and keys [B|1, C]
+Slots = tuple[Array, Array, Array, Array]  # queries, keys, values, mask
+Source = tuple[Array, Array, Array]  # keys, values, mask
 EVERYTHING = 2**30  # a window that holds all positions
 LAYER_TYPES = ("sliding_attention", "full_attention")
 HEAD = "lm_head.out_proj.weight"
@@ -237,7 +239,7 @@ class DecoderLayer(nn.Module):
         x = self.look(x, (queries, keys, values, near(seen, own)), (*memory, real), deterministic)
         return self.feed_forward(x, deterministic), cache
 
-    def look(self, x: Array, slots: Any, source: Any, deterministic: bool) -> Array:
+    def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
         """x with what queries find in slots, and then x in the source: keys, values and mask of each."""
         x = self.self_attention.attend(x, *slots, deterministic)
         queries = self.cross_attention.queries(self.cross_attention.norm(x))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pipejax.model import t5gemma
 from pipejax.model.layers import normal
-from pipejax.model.t5gemma import GemmaStack, Norm, T5GemmaConfig
+from pipejax.model.t5gemma import GemmaStack, Norm, Slots, Source, T5GemmaConfig
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
@@ -56,7 +56,7 @@ class DecoderLayer(t5gemma.DecoderLayer):
     def set_up_cross(self, *given: Any) -> None:
         """There is nothing else."""
 
-    def look(self, x: Array, slots: Any, source: Any, deterministic: bool) -> Array:
+    def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
         (queries, *own, mask), (*others, real) = slots, source
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(own, others, strict=True))
         shape = jnp.broadcast_shapes(mask.shape[:2], real.shape[:2])
