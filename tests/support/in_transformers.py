@@ -21,7 +21,6 @@ from support.one_program import compiled
 # Of a model of transformers, in torch: source [B, L] and what of it is real, tokens [B, N], what each sees bool [N, N],
 # and positions [N].
 Logits = Callable[..., torch.Tensor]
-torch.set_num_threads(1)  # these are tiny, and its threads wait for each other
 SURE = 1e-4  # a choice by less may be another after other rounding
 NEAR = 1e-4
 
