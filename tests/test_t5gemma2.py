@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_the_source_is_seen_by_row_plus_time_alone():
     cells = [(0, 4), (1, 3), (2, 2), (4, 0), (0, 5), (3, 2)]
     position = np.asarray([[row + time for row, time in cells]])
     tokens, alone = np.full((3, len(cells)), 7), np.eye(len(cells), dtype=bool)[None]
-    found = np.asarray(TINY.module().apply({"params": params}, source, real, tokens, alone, position))
+    found = np.asarray(jax.jit(TINY.module().apply)({"params": params}, source, real, tokens, alone, position))
     assert np.array_equal(found[:, 0], found[:, 1]) and np.array_equal(found[:, 0], found[:, 3])
     assert np.array_equal(found[:, 4], found[:, 5]) and abs(found[:, 0] - found[:, 4]).max() > 1e-2
 
