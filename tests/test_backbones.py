@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import json
 import logging
 import re
 import sys
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
@@ -22,12 +20,11 @@ from safetensors.numpy import load_file, save_file
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.export import export
 from pipejax.apps.picture.command import main as picture
 from pipejax.checkpoint.__main__ import main as verify
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.convert.__main__ import main as convert
-from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
+from pipejax.convert.huggingface import read_hf, write_hf
 from pipejax.convert.push import main as push
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla
@@ -35,12 +32,13 @@ from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model import attention, embedding, layers, relative_bias, stack, t5
+from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from pipejax.training.run_directory import resolve_model
 from pipejax.training.step import Trainer
 from support import oracle
-from support.tiny import FEW_WORDS, RUN, change, metrics
-from support.umt5 import UMT5Config
+from support.in_transformers import varied
+from support.tiny import FEW_WORDS, RUN, change
 
 GRID = GridConfig(delay=2, time_max=14, sub_max=4)
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,109 +208,7 @@ def test_layer_by_layer_is_the_stock_decoder(weights, model):
             assert a["row_ids"] == b["row_ids"] and a["log_prob"] == pytest.approx(b["log_prob"], abs=1e-2)
 
 
-# UMT5, a file of its own.
-
-
-@pytest.fixture(scope="module")
-def torchs() -> Any:
-    """A UMT5 of transformers, with a head of its own as the published ones have: transformers ties it when it loads."""
-    torch.manual_seed(0)
-    facts = TINY.facts() | {"initializer_factor": 1.0}
-    model = transformers.UMT5ForConditionalGeneration(
-        transformers.UMT5Config(**{key: x for key, x in facts.items() if key not in ("architectures", "model_type")})
-    )
-    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            x.copy_(torch.randn_like(x) * (2.0 if "relative" in name else 0.5) + float("layer_norm" in name))
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def theirs(torchs, tmp_path_factory) -> Path:
-    """Its directory."""
-    place = tmp_path_factory.mktemp("umt5")
-    torchs.config.save_pretrained(place)
-    tensors = {name: x.detach().numpy() for name, x in torchs.named_parameters()}
-    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-    return place
-
-
-def test_umt5_is_torchs(theirs, torchs):
-    config, params = read_hf(theirs, UMT5Config)
-    assert dataclasses.replace(config, dropout_rate=TINY.dropout_rate) == TINY
-    rng = np.random.default_rng(0)
-    source, tokens = rng.integers(2, 9, (3, 7)), rng.integers(2, 9, (3, 30))
-    mask = np.arange(7) < np.asarray([[7], [4], [5]])
-    given = {"input_ids": source, "attention_mask": mask.astype(int), "decoder_input_ids": tokens}
-    expected = torchs(**{name: torch.tensor(x) for name, x in given.items()}).logits
-    causal = np.tril(np.ones((1, 30, 30), bool))
-    found = config.module().apply({"params": params}, source, mask, tokens, causal, np.arange(30)[None])
-    # Whatever config.json says, transformers divides by the root of the width; T5X, where they come from, does not.
-    np.testing.assert_allclose(found * TINY.d_model**-0.5, expected.detach().numpy(), atol=1e-4)
-
-
-def test_umt5_goes_there_and_back(theirs, tmp_path):
-    """A run of it opens with its class; its tensors are those that came in."""
-    from_hf(theirs, tmp_path / "run", UMT5Config)
-    described = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
-    assert described["class"] == "support.umt5:UMT5Config"
-    assert type(checkpoint.open_run(tmp_path / "run").config.model) is UMT5Config
-    to_hf(tmp_path / "run", tmp_path / "back")
-    there, back = (flatten_dict(read_hf(place, UMT5Config)[1]) for place in (theirs, tmp_path / "back"))
-    assert there.keys() == back.keys() and all(np.array_equal(there[path], x) for path, x in back.items())
-    transformers.UMT5ForConditionalGeneration.from_pretrained(tmp_path / "back")
-    with pytest.raises(UserError, match="model_type: found 'umt5'; expected t5 or mt5"):
-        read_hf(theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
-def test_umt5_decodes_as_it_is_teacher_forced(theirs, strategy, caplog):
-    config, params = read_hf(theirs, UMT5Config)
-    run = Config(model=config, grid=GRID, decode=DecodeConfig(max_length=20, draft_tokens=3))
-    generator = Generator(run, params, None, backend=None)
-    with caplog.at_level(logging.INFO, "pipejax"):
-        check_answers(generator, TeacherForced(config.module(), params, GRID.delay), sources(20), strategy)
-    assert "support.umt5.UMT5 layer by layer" in caplog.text.replace(",", "")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A run of a UMT5 on eight devices, whose parameters are parted."""
-    model = dataclasses.replace(TINY, vocab_size=64, d_kv=4, num_heads=4, num_layers=1)
-    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    few = change(RUN, grid={"time_max": 6, "sub_max": 2}, train={"shapes": 1, "evaluate_every": 6}, mesh=mesh)
-    config = dataclasses.replace(few, model=model)
-    return Path(pipejax.fit(config, tmp_path_factory.mktemp("umt5") / "run"))
-
-
-@pytest.mark.slow
-def test_umt5_trains_on_eight_devices_as_on_one(trained, tmp_path):
-    one = dataclasses.replace(config_lib.load(trained / "config.json"), mesh=config_lib.MeshConfig(data=1))
-    pipejax.fit(one, tmp_path / "one")
-    several, alone = (metrics(place) for place in (trained, tmp_path / "one"))
-    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (several, alone)]
-    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert pipejax.load(trained).decode(["red apples"])[0]["rows"] is not None
-
-
-@pytest.mark.long
-def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
-    config = config_lib.load(trained / "config.json")
-    config = dataclasses.replace(
-        change(config, train={"init_from": str(trained), "lora_rank": 2, "remat": "layers"}, mesh={"data": 1}),
-        model=None,
-    )
-    adapted = pipejax.fit(config, tmp_path / "lora")
-    before, after = (flatten_dict(checkpoint.open_run(place).items["params"], sep="/") for place in (trained, adapted))
-    changed = {path for path, x in before.items() if not np.allclose(after[path], x, rtol=0, atol=1e-7)}
-    assert before.keys() == after.keys() and len(changed) == 2 * (4 + 3) + 2 * (
-        4 + 4 + 3
-    )  # of attention and feed-forward
-    assert all(path.startswith(("encoder/", "decoder/")) and path.endswith("kernel") for path in changed)
-    export(adapted, tmp_path / "export", strategies=["pipelined"], platforms=["cpu"], batch=1, length=16)
-    assert (tmp_path / "export" / "pipelined-cpu.jax").is_file()
+# Backbones of classes of their own.
 
 
 @pytest.mark.slow
@@ -331,7 +227,7 @@ def test_a_run_imports_no_backbone_by_itself(page, tmp_path, monkeypatch, capsys
     found = pipejax.load(run, overrides=["model=linear:LinearConfig"])
     assert type(found.config.model).__name__ == "LinearConfig" and found.decode([[5, 6, 1]])
     with pytest.raises(UserError, match="UMT5Config; expected linear:LinearConfig, of which the"):
-        pipejax.load(run, overrides=["model=support.umt5:UMT5Config"])
+        pipejax.load(run, overrides=["model=pipejax.model.umt5:UMT5Config"])
 
 
 class FlaxFeedForward(layers.FeedForward):
@@ -413,7 +309,7 @@ def test_classes_of_a_file_that_is_run_are_refused(monkeypatch):
 
 
 def test_another_class_than_the_checkpoints_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"found .support\.umt5:UMT5Config.; expected "):
+    with pytest.raises(UserError, match=r"found .pipejax\.model\.umt5:UMT5Config.; expected "):
         resolve_model(Config(model=TINY), Config(model=T5Config(**vars(TINY))))
 
 
@@ -634,9 +530,13 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
     assert pipejax.load(run).decode(["red apples"], strategy="sequential")
 
 
-@pytest.mark.parametrize("spelling", [["--set", "model=support.umt5:{}"], ["--backbone", "support.umt5:{}"]])
-def test_the_commands_bring_a_backbone_in(spelling, theirs, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "spelling", [["--set", "model=pipejax.model.umt5:{}"], ["--backbone", "pipejax.model.umt5:{}"]]
+)
+def test_the_commands_bring_a_backbone_in(spelling, tmp_path, capsys):
     """In two spellings, of which the help shows the first."""
+    theirs = tmp_path / "theirs"
+    write_hf(TINY, varied(TINY, 0), theirs, None)
     flag, right, wrong = spelling[0], spelling[1].format("UMT5Config"), spelling[1].format("Nothing")
     run = str(tmp_path / "run")
     assert convert(["from-hf", str(theirs), run, flag, right]) == 0
@@ -648,7 +548,7 @@ def test_the_commands_bring_a_backbone_in(spelling, theirs, tmp_path, capsys):
         "picture": (picture, ["records.jsonl", "--output", "x.html", "--checkpoint", run]),
     }
     for name, (command, argv) in commands.items():
-        with pytest.raises(UserError, match=r"model: found 'support\.umt5:Nothing', which cannot be imported"):
+        with pytest.raises(UserError, match=r"model: found 'pipejax\.model\.umt5:Nothing', which cannot be imported"):
             command([*argv, flag, wrong])
         with pytest.raises(UserError, match=r"^--set grid\.delay: cannot change here; expected model=MODULE:CLASS"):
             command([*argv, "--set", "grid.delay=2"])

@@ -11,6 +11,7 @@ import pytest
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.model.t5_config import ARCHITECTURES
+from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.system import targets
 from pipejax.system.errors import UserError
 from pipejax.training import plan, start
@@ -69,6 +70,18 @@ def test_attention_in_blocks_grows_with_the_length(remat):
     named = "position biases and their gradient"
     assert terms(8192, False)[named] > 3 * terms(4096, False)[named] and named not in terms(4096, True)
     assert sum(terms(4096, False).values()) > 3 * sum(terms(4096, True).values())
+
+
+@pytest.mark.slow
+def test_that_of_a_t5gemma_is_near_too(capsys):
+    side = GemmaStack(128, 512, 4, 2, 32, 32)
+    chosen = dataclasses.replace(
+        config(512, {"data": 1}, remat="layers", dropout=0.0), model=T5GemmaConfig(side, side, 2048, 4, 4)
+    )
+    trainer, terms = plan.plan(plan._resolve(chosen, None))
+    compiled = plan.compiled_bytes(trainer, chosen)
+    assert 0.75 * compiled < sum(terms.values()) < 1.5 * compiled
+    assert "T5GemmaConfig: activations by the arithmetic of a T5" in capsys.readouterr().err
 
 
 @pytest.mark.slow

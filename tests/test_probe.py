@@ -27,6 +27,7 @@ from pipejax.data.examples import Example
 from pipejax.data.shapes import choose
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import Ids
+from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from pipejax.training import adaptation
 from pipejax.training.probe_command import main
@@ -34,7 +35,6 @@ from pipejax.training.step import batch_loss
 from support import oracle
 from support.staggered import Staggered
 from support.tiny import DEEP, MODEL, change
-from support.umt5 import UMT5Config
 
 BOS, EOS, SEPARATOR, WORDS = 0, 1, 2, 9
 ALL = [*map(Condition, (WHOLE, 4, 2, 1, 0, HIDDEN)), *(Condition(WHOLE, row) for row in range(3))]

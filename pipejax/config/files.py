@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.config.schema import Config, check
-from pipejax.model.interface import Backbone
+from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
@@ -159,8 +159,8 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
 
 
 def made(section: dict[str, Any], key: str = "method") -> Any:
-    """The method or backbone that a run describes. Its module is imported already: no file of a run imports code."""
-    if (name := section["class"]).partition(":")[0] not in sys.modules:
+    """The method or backbone that a run describes: no file of a run imports code other than pipejax's own."""
+    if (name := section["class"]) not in BACKBONES.values() and name.partition(":")[0] not in sys.modules:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
         raise UserError(
             f"{key}: found {name}, by which this model was trained; expected its module imported: by --set "
@@ -179,7 +179,8 @@ def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
 def find_class(name: str, key: str = "method") -> Any:
     """The class of "MODULE:CLASS"; to import it, and what it imports later, the current directory is searched."""
     module, _, attribute = name.partition(":")
-    if module not in sys.modules and (here := os.getcwd()) not in sys.path:
+    is_known = module in sys.modules or name in BACKBONES.values()
+    if not is_known and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -198,9 +199,9 @@ def brings_backbone(key: str, value: object) -> bool:
     return key == "model" and isinstance(value, str) and ":" in value and bool(find_class(value, key))
 
 
-def backbone(overrides: Overrides) -> type[Backbone]:
-    """The class that `--set model=MODULE:CLASS` names, the only setting of some commands; T5Config without it."""
-    found: type[Backbone] = T5Config
+def backbone(overrides: Overrides) -> type[Backbone] | None:
+    """The class that `--set model=MODULE:CLASS` names, the only setting of some commands; None without it."""
+    found: type[Backbone] | None = None
     for key, value, _ in assignments(overrides, "--set"):
         if not brings_backbone(key, value):
             raise UserError(f"--set {key}: cannot change here; expected model=MODULE:CLASS, a backbone of your own")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.config import Config, DataConfig, TrainConfig
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import adapters, generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
@@ -22,7 +22,7 @@ from pipejax.data import OWN_FILES, PUBLISHED, make_task
 from pipejax.data.blocks import digest_of
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.methods import InTorch, Method, prefix_ids, separator_ids, tells_rows_apart
+from pipejax.methods import InTorch, prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -136,7 +136,7 @@ def write(
 
 def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
     """The text of `rows_in_torch.py` with the settings of a run; None if its method is another."""
-    settings = _in_torch(methods.trained(config), tokenizer=tokenizer is not None)
+    settings = _in_torch(config, tokenizer=tokenizer is not None)
     if settings is None:
         return None
     values: dict[str, object] = {**settings, "row_names": []}
@@ -150,10 +150,10 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
     return text
 
 
-def _in_torch(method: Method, *, tokenizer: bool) -> InTorch | None:
-    """The settings of `rows_in_torch.py`; None also where names of rows would need a tokenizer that is not there."""
-    settings = method.in_torch
-    return None if settings is None or (settings["row_names"] and not tokenizer) else settings
+def _in_torch(config: Config, *, tokenizer: bool) -> InTorch | None:
+    """The settings of `rows_in_torch.py`, which knows T5's decoder alone, and no names of rows without a tokenizer."""
+    settings, knows = methods.trained(config).in_torch, isinstance(config.model, T5Config)
+    return None if settings is None or not knows or (settings["row_names"] and not tokenizer) else settings
 
 
 def kept(config: Config) -> Config:
@@ -218,7 +218,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     if is_adapter:  # whose directory has no generation_config.json that transformers would read
         said = {key: x for key, x in generation.written(config).items() if key not in generation.IDS}
         settings = "".join(f", {key}={x!r}" for key, x in said.items())
-    in_torch = _in_torch(method, tokenizer=tokenizer) is not None
+    in_torch = _in_torch(config, tokenizer=tokenizer) is not None
     if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
     found = _scores(origin.scores)

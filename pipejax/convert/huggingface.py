@@ -19,13 +19,13 @@ from safetensors.numpy import save_file
 
 from pipejax.checkpoint import Restored, check_place, open_run, require_free, save_params
 from pipejax.checkpoint.fingerprint import digest
-from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
 from pipejax.convert import adapters, description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.model.interface import Backbone
+from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
@@ -47,8 +47,12 @@ TOKENIZER_FILES = (
 OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")  # fetched of a model, if they are there
 
 
-def read_hf(directory: str | Path, backbone: type[Backbone] = T5Config) -> tuple[Any, Params]:
-    """Reads a Hugging Face directory into a backbone of that class and float32 parameters, one tensor at a time."""
+def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tuple[Any, Params]:
+    """Reads a Hugging Face directory into a backbone and float32 parameters, one tensor at a time.
+
+    Args:
+      backbone: its class; None: the one for the directory's model_type.
+    """
     directory = Path(directory)
     model, _ = _read_architecture(directory, backbone)
     return _read_params(directory, model)
@@ -133,13 +137,16 @@ def _write(
         raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
 
 
-def from_hf(source: str | Path, out: str | Path, backbone: type[Backbone] = T5Config, *, base_model: str = "") -> str:
+def from_hf(
+    source: str | Path, out: str | Path, backbone: type[Backbone] | None = None, *, base_model: str = ""
+) -> str:
     """Converts a Hugging Face directory, or a model of the hub, NAME or NAME@REVISION, to a run with step 0.
 
     Of an adapter of PEFT's the run has the base's weights, with the factors beside them. Tokenizer and settings are the
     adapter's own, if it has some.
 
     Args:
+      backbone: as of `read_hf`.
       base_model: of an adapter, as `source`; "": as its adapter_config.json says.
 
     Returns:
@@ -263,7 +270,7 @@ def _check_tokenizer(tokenizer: Tokenizer, model: Backbone, directory: Path, fil
         )
 
 
-def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, dict[str, Path]]:
+def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Any, dict[str, Path]]:
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
@@ -274,8 +281,9 @@ def _read_architecture(directory: Path, backbone: type[Model]) -> tuple[Model, d
         raise UserError(f"{directory}: found {found}; expected a directory as transformers saves a T5")
     facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
     kind = facts.get("model_type")
-    if kind is not None and kind not in backbone.model_types:
-        raise UserError(f"{file}: model_type: found {kind!r}; expected {' or '.join(backbone.model_types)}")
+    if kind is not None and kind not in (known := backbone.model_types if backbone else (*BACKBONES,)):
+        raise UserError(f"{file}: model_type: found {kind!r}; expected {' or '.join(known)}")
+    backbone = backbone or find_class(BACKBONES.get(str(kind), BACKBONES["t5"]), "model")
     try:
         values = backbone.read_facts(facts)
     except UserError as error:

@@ -32,6 +32,14 @@ Module = Any  # a Flax module that has the fields and methods of `pipejax.model.
 Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
 # How the paths of parameters end that are no weight matrices: they stay float32, never decay, and are never int8.
 VECTORS = ("norm/scale", "relative_bias/embedding")
+# The classes that are here, by the model_type of a config.json; each is imported when it is asked for.
+BACKBONES = {
+    "t5": "pipejax.model.t5_config:T5Config",
+    "mt5": "pipejax.model.t5_config:T5Config",
+    "umt5": "pipejax.model.umt5:UMT5Config",
+    "t5gemma": "pipejax.model.t5gemma:T5GemmaConfig",
+    "t5gemma2": "pipejax.model.t5gemma2:T5Gemma2Config",
+}
 
 
 class Backbone:
@@ -50,6 +58,7 @@ class Backbone:
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)  # the parameters in which tokens are looked up
+    is_relative: ClassVar[bool] = True  # whether logits depend on differences of positions alone
     # From a parameter's path, by the first expression that matches the whole of it, to its axes.
     sharding: ClassVar[tuple[tuple[str, Axes], ...]] = (
         (r"(.*/)?(shared|embedder)/embedding", ("tensor", "fsdp")),
@@ -88,6 +97,10 @@ class Backbone:
     def training_flops(self, lengths: "np.ndarray") -> float:
         """Operations of a training step for lengths [B, 2], of sources and targets; 0: unknown, none is reported."""
         return 0.0
+
+    def like_t5(self) -> "Backbone":
+        """A T5 whose activations are about as large, for estimates of memory."""
+        raise UserError(f"model: found {type(self).__name__}; expected a T5, whose arithmetic this is")
 
     def check(self, where: str) -> None:
         """Raises a UserError that begins with `where` and the key if its fields contradict each other."""

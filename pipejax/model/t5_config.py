@@ -6,11 +6,12 @@ heads, B buckets. Importing this module does not import JAX.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipejax.model.interface import Backbone
+from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import setting
 
@@ -122,6 +123,10 @@ class T5Config(Backbone):
         forward = self.num_layers * encoder + self.num_decoder_layers * (memory + decoder) + head
         return float(3 * forward.sum())
 
+    def like_t5(self) -> "T5Config":
+        """See `Backbone`."""
+        return self
+
     def check(self, where: str) -> None:
         """See `Backbone`."""
         if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
@@ -230,12 +235,20 @@ ARCHITECTURES = {
     "v1_1-small": dataclasses.replace(_SMALL, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8, **_V1_1),
     "v1_1-base": dataclasses.replace(_BASE, d_ff=2048, **_V1_1),
     "v1_1-large": dataclasses.replace(_LARGE, d_ff=2816, **_V1_1),
+    "madlad-3b": T5Config(
+        256_000, 1024, 128, 8192, 16, 32, 32, pad_token_id=1, eos_token_id=2, decoder_start_token_id=0, **_V1_1
+    ),
 }
 
 
-def architecture(name: str) -> T5Config:
-    """The T5 of that size; Flan-T5 is "v1_1-..."."""
-    if name not in ARCHITECTURES:
-        known, hint = ", ".join(ARCHITECTURES), did_you_mean(name, ARCHITECTURES)
-        raise UserError(f"model: found {name!r}; expected one of {known} (Flan-T5 has the sizes of v1_1){hint}")
-    return ARCHITECTURES[name]
+def architecture(name: str) -> Backbone:
+    """The backbone of that name; Flan-T5 is "v1_1-..."."""
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    known: dict[str, Backbone] = {}
+    for module in dict.fromkeys(place.partition(":")[0] for place in BACKBONES.values()):
+        known |= importlib.import_module(module).ARCHITECTURES
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise UserError(f"model: found {name!r}; expected one of {', '.join(known)} (Flan-T5 has v1_1's sizes){hint}")
+    return known[name]

@@ -48,8 +48,9 @@ def estimate(
     `shapes` are one device's share of one part of a batch: [B, L] of "source" and [G, N] of "inputs" are looked at.
     `blocks`: whether attention runs in blocks.
     """
-    model, train = config.model, config.train
-    assert isinstance(model, T5Config), "`_resolve` checks it"
+    assert config.model is not None, "`_resolve` checks it"
+    model, train = config.model.like_t5(), config.train
+    assert isinstance(model, T5Config)
     (batch, length), (groups, slots) = shapes["source"], shapes["inputs"]
     wide = 2 if train.dtype == "bfloat16" else 4
     heads = math.ceil(model.num_heads / config.mesh.tensor)
@@ -264,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
-    parser.add_argument("--model", metavar="SIZE", help="small, base, large or v1_1-...: for configs that name none")
+    parser.add_argument("--model", metavar="SIZE", help="base, umt5-base, t5gemma-b-b ...: for configs that name none")
     parser.add_number("--devices", "devices to plan for (default: what the mesh names)", most=2**12)
     parser.add_argument(
         "--memory",
@@ -348,8 +349,8 @@ def _resolve(config: Config, name: str | None) -> Config:
             )
     if config.model is None:
         raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
-    if not isinstance(config.model, T5Config):
-        raise UserError(f"model: found {type(config.model).__name__}; expected a T5, whose arithmetic this is")
+    if config.model.like_t5() is not config.model:
+        cli.note(f"{type(config.model).__name__}: activations by the arithmetic of a T5 of its larger sizes")
     return config
 
 

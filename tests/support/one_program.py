@@ -11,11 +11,12 @@ from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Drafted, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Drafting, decode_batch, encode_batch, schedule
+from pipejax.model.interface import Backbone
 from pipejax.model.t5 import T5
 
 
 def compiled(
-    config: T5Config,
+    config: Backbone,
     strategy: Strategy,
     sizes: Sizes | None = None,
     *,
@@ -26,7 +27,7 @@ def compiled(
 
     With `small`, the architecture of a T5 that drafts, its parameters come last.
     """
-    model = T5(config)
+    model = config.module()
     drafting = None if small is None else Drafting(T5(small), backend)
 
     @jax.jit

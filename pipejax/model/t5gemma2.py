@@ -1,0 +1,205 @@
+"""T5Gemma 2 (Zhang et al. 2025, arXiv 2512.14856), text alone: Gemma 3 blocks whose decoder merges both attentions.
+
+One attention of the decoder looks at slots and source under one softmax. Its queries are turned by their positions, and
+keys of slots as well, but keys of the source are not: what a cell finds there depends on its position, row + time.
+One table is for both sides and the head. Scores are not capped, whatever config.json says, as in transformers.
+"""
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pipejax.model import t5gemma
+from pipejax.model.layers import normal
+from pipejax.model.t5gemma import GemmaStack, Norm, Slots, Source, T5GemmaConfig
+from pipejax.system.cli import note
+from pipejax.system.errors import UserError
+from pipejax.system.fields import setting
+
+Array = jax.Array
+EOI = "eoi_embedding"
+VISION = ("model.encoder.vision_tower.", "model.encoder.multi_modal_projector.")  # tensors begin with
+TEXT = "text_model."  # a part of names in the module, and none in files
+
+
+class Attention(t5gemma.Attention):
+    """Norms each head's queries and keys."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.query_norm, self.key_norm = (Norm(self.config.rms_norm_eps, self.dtype) for _ in range(2))
+
+    def queries(self, normed: Array) -> Array:
+        return self.query_norm(super().queries(normed))
+
+    def keys_values(self, x: Array) -> tuple[Array, Array]:
+        keys, values = super().keys_values(x)
+        return self.key_norm(keys), values
+
+
+class EncoderLayer(t5gemma.EncoderLayer):
+    """Self-attention, then feed-forward."""
+
+    attention_class: ClassVar[type[t5gemma.Attention]] = Attention
+
+
+class DecoderLayer(t5gemma.DecoderLayer):
+    """One attention over slots and source, then feed-forward."""
+
+    attention_class: ClassVar[type[t5gemma.Attention]] = Attention
+
+    def set_up_cross(self, *given: Any) -> None:
+        """There is nothing else."""
+
+    def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
+        (queries, *own, mask), (*others, real) = slots, source
+        keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(own, others, strict=True))
+        shape = jnp.broadcast_shapes(mask.shape[:2], real.shape[:2])
+        both = jnp.concatenate([jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (mask, real)], axis=2)
+        return self.self_attention.attend(x, queries, keys, values, both, deterministic)
+
+    def memorize(self, encoded: Array) -> tuple[Array, Array]:
+        return self.self_attention.keys_values(encoded)
+
+
+class Encoder(t5gemma.Encoder):
+    """See `t5gemma.Encoder`."""
+
+    layer: ClassVar[type[nn.Module]] = EncoderLayer
+
+
+class Decoder(t5gemma.Decoder):
+    """See `t5gemma.Decoder`."""
+
+    layer: ClassVar[type[nn.Module]] = DecoderLayer
+
+
+class Embedder(t5gemma.Embedder):
+    """A table with a vector apart, which is not scaled, for the token that ends an image."""
+
+    eoi: int = 0
+
+    def setup(self) -> None:
+        super().setup()
+        self.eoi_embedding = self.param(EOI, normal(1.0), (self.width,))
+
+    def __call__(self, tokens: Array) -> Array:
+        return jnp.where(
+            (tokens == self.eoi)[..., None], self.eoi_embedding.astype(self.dtype), super().__call__(tokens)
+        )
+
+
+class T5Gemma2(t5gemma.T5Gemma):
+    """The module."""
+
+    encoder_stack: ClassVar[type[nn.Module]] = Encoder
+    decoder_stack: ClassVar[type[nn.Module]] = Decoder
+
+    def set_up_table(self) -> None:
+        c = self.config
+        table: Any = Embedder(c.vocab_size, c.decoder.hidden_size, self.dtype, self.shards, c.eoi_token_index)
+        self.shared = table
+
+    def table(self, stack: Any) -> Any:
+        return self.shared
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Gemma2Config(T5GemmaConfig):
+    """The architecture of a T5Gemma 2."""
+
+    eoi_token_index: int = setting(256_000, least=0)  # the token that ends an image, with a vector apart
+
+    model_types: ClassVar[tuple[str, ...]] = ("t5gemma2",)
+    tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)
+    sharding: ClassVar[Any] = ((rf"shared/{EOI}", ()), *T5GemmaConfig.sharding)
+    has_one_table: ClassVar[bool] = True
+    is_relative: ClassVar[bool] = False
+    side_types: ClassVar[Mapping[str, str]] = {"encoder": "t5gemma2_text", "decoder": "t5gemma2_decoder"}
+    attentions: ClassVar[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
+        side: (
+            *t5gemma.attention(ours, "self", "d"),
+            (f"{ours}/query_norm/scale", "self_attn.q_norm", "k"),
+            (f"{ours}/key_norm/scale", "self_attn.k_norm", "k"),
+        )
+        for side, ours in (("encoder", "attention"), ("decoder", "self_attention"))
+    }
+
+    def module(self, **options: Any) -> T5Gemma2:
+        return T5Gemma2(self, **options)
+
+    def window(self, side: str) -> tuple[int, int]:
+        size: int = getattr(self, side).sliding_window
+        return ((size + 1) // 2, size // 2 + 1) if side == "encoder" else super().window(side)
+
+    def tensors(self) -> dict[str, tuple[str, str]]:
+        found, name = super().tensors(), f"{self.prefixes['encoder']}.embed_tokens"
+        shared = {"shared/embedding": (f"{name}.weight", "Vd"), f"shared/{EOI}": (f"{name}.{EOI}", "d")}
+        return shared | {path: x for path, x in found.items() if "embedder" not in path}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.encoder.hidden_size != self.decoder.hidden_size:
+            found, expected = self.encoder.hidden_size, self.decoder.hidden_size
+            raise UserError(f"{where}: model.encoder.hidden_size: found {found}; expected the decoder's, {expected}")
+
+    @classmethod
+    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
+        return super().read_facts(facts) | {"eoi_token_index": facts["encoder"].get("eoi_token_index", 256_000)}
+
+    @classmethod
+    def sides(cls, facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return facts["encoder"]["text_config"], facts["decoder"]
+
+    @classmethod
+    def read_stack(cls, facts: Mapping[str, Any], side: str) -> GemmaStack:
+        return super().read_stack({**facts, "attn_logit_softcapping": 0.0}, side)
+
+    @classmethod
+    def read_rotations(cls, facts: Mapping[str, Any], side: str) -> dict[str, Any]:
+        """Full layers have values of their own; older files have a key for each."""
+        old = {"rope_theta": facts.get("rope_theta", 1e6), **(facts.get("rope_scaling") or {})}
+        given = facts.get("rope_parameters") or {
+            "full_attention": old,
+            "sliding_attention": {"rope_theta": facts.get("rope_local_base_freq", 1e4)},
+        }
+        full, sliding = given["full_attention"], given["sliding_attention"]
+        kinds = [each.get("rope_type", "default") for each in (full, sliding)]
+        if kinds not in (["default", "default"], ["linear", "default"]):
+            raise UserError(
+                f"{side}.rope_parameters: found {given!r:.80}; expected rope_type default, or full ones linear"
+            )
+        thetas = {"rope_theta": sliding["rope_theta"], "full_rope_theta": full["rope_theta"]}
+        return thetas | {"full_rope_factor": full.get("factor", 1.0)}
+
+    def facts(self) -> dict[str, object]:
+        facts: dict[str, Any] = super().facts()
+        eoi = {"eoi_token_index": self.eoi_token_index}
+        facts["encoder"] = {"model_type": "t5gemma2_encoder", "text_config": facts["encoder"], **eoi}
+        return facts | eoi | {"architectures": ["T5Gemma2ForConditionalGeneration"]}
+
+    def rotations(self, stack: GemmaStack) -> dict[str, object]:
+        linear = {"rope_type": "linear", "factor": stack.full_rope_factor}
+        full = (linear if stack.full_rope_factor != 1 else {"rope_type": "default"}) | {
+            "rope_theta": stack.full_rope_theta
+        }
+        sliding = {"rope_type": "default", "rope_theta": stack.rope_theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+    def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
+        for name in [name for name in tensors if name.startswith(f"{self.prefixes['encoder']}.{TEXT}")]:
+            tensors[name.replace(TEXT, "", 1)] = tensors.pop(name)
+        if vision := [name for name in tensors if name.startswith(VISION)]:
+            note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text alone here")
+        for name in vision:
+            del tensors[name]
+        return super().fitted(tensors, weights)
+
+
+_SMALL = GemmaStack(640, 2048, 4, 1, 256, 256, 512, 6, attn_logit_softcapping=0.0, full_rope_theta=1e6)
+ARCHITECTURES = {"t5gemma-2-270m-270m": T5Gemma2Config(_SMALL, _SMALL, 262_144, 18, 18, final_logit_softcapping=0.0)}

@@ -1,0 +1,110 @@
+"""UMT5 (Chung et al. 2023, arXiv 2304.09151): a T5 v1.1 whose layers each have a relative bias of their own.
+
+Its head is never scaled, as in T5X, where its weights come from. transformers 5 scales it all the same, by
+d_model**-0.5: the same tokens, but other log-probabilities.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pipejax.model import t5
+from pipejax.model.layers import RelativeBias
+from pipejax.model.t5_config import T5Config
+
+Array = jax.Array
+
+
+class EncoderLayer(t5.EncoderLayer):
+    """Adds its own bias to the padding's."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.relative_bias = RelativeBias(self.config, bidirectional=True)
+
+    def __call__(self, x: Array, bias: Any, padding: Array, deterministic: bool) -> Array:
+        return super().__call__(x, self.relative_bias.within(x.shape[1]), padding, deterministic)
+
+
+class DecoderLayer(t5.DecoderLayer):
+    """Makes its bias of the mask and the positions that all layers are given."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.relative_bias = RelativeBias(self.config, bidirectional=False)
+
+    def __call__(
+        self, x: Array, cache: t5.LayerCache | None, bias: tuple[Array, Array, Array], *others: Any
+    ) -> tuple[Array, t5.LayerCache | None]:
+        mask, query, key = bias
+        return super().__call__(x, cache, jnp.where(mask[:, None], self.relative_bias(query, key), t5.MASKED), *others)
+
+
+class Encoder(t5.Encoder):
+    """Has no bias that its layers share."""
+
+    layer: ClassVar[type[t5.EncoderLayer]] = EncoderLayer
+
+    def set_up_bias(self) -> None:
+        """Nothing is shared."""
+
+    def bias(self, batch: int, length: int) -> Array:
+        """See `t5.Encoder`."""
+        return jnp.zeros(())
+
+
+class Decoder(t5.Decoder):
+    """Hands the positions on to its layers."""
+
+    layer: ClassVar[type[t5.DecoderLayer]] = DecoderLayer
+
+    def set_up_bias(self) -> None:
+        """Nothing is shared."""
+
+    def bias(self, mask: Array, query: Array, key: Array) -> tuple[Array, Array, Array]:
+        """See `t5.Decoder`."""
+        return mask, query, key
+
+
+class UMT5(t5.T5):
+    """The module."""
+
+    encoder_stack: ClassVar[type[t5.Encoder]] = Encoder
+    decoder_stack: ClassVar[type[t5.Decoder]] = Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class UMT5Config(T5Config):
+    """The architecture of a UMT5."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("umt5",)
+
+    def module(self, **options: Any) -> UMT5:
+        """See `Backbone`."""
+        return UMT5(self, **options)
+
+    def biases(self, stack: str, depth: int) -> dict[str, tuple[str, str]]:
+        """See `T5Config`: one a layer."""
+        name = "layer.0.SelfAttention.relative_attention_bias.weight"
+        return {
+            f"{stack}/layers_{i}/relative_bias/embedding": (f"{stack}.block.{i}.{name}", "BH") for i in range(depth)
+        }
+
+    @classmethod
+    def read_facts(cls, facts: Any) -> dict[str, object]:
+        """See `Backbone`. transformers writes a scale that T5X does not have."""
+        return super().read_facts(facts) | {"scale_head": False}
+
+    def facts(self) -> dict[str, object]:
+        """See `Backbone`."""
+        return super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
+
+
+_BASE = UMT5Config(256_384, 768, 64, 2048, 12, 12, 12, feed_forward="gated-gelu", tied_head=False, scale_head=False)
+ARCHITECTURES = {
+    "umt5-small": dataclasses.replace(_BASE, d_model=512, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8),
+    "umt5-base": _BASE,
+    "umt5-xl": dataclasses.replace(_BASE, d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
+}

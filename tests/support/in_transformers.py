@@ -1,0 +1,161 @@
+"""A backbone beside its model in transformers: weights, logits, gradients, and Algorithm 1 in plain Python over it."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from pipejax.decoding import TRUNCATIONS, Pipelined, Sizes
+from pipejax.inference.backends import Backend
+from pipejax.model.interface import Backbone
+from support import oracle
+from support.batches import padded, rows_of, sources
+from support.one_program import compiled
+
+# Of a model of transformers, in torch: source [B, L] and what of it is real, tokens [B, N], what each sees bool [N, N],
+# and positions [N].
+Logits = Callable[..., torch.Tensor]
+SURE = 1e-4  # a choice by less may be another after other rounding
+NEAR = 1e-4
+
+
+def varied(model: Backbone, seed: int, *, centered: bool = False) -> dict[str, Any]:
+    """Random parameters with which greedy answers vary, as of `oracle.random_params`; no program is compiled for them.
+
+    `centered`: of norms that multiply by 1 + scale.
+    """
+    rng, sizes, drawn = np.random.default_rng(seed), model.sizes(), dict[str, np.ndarray]()
+    for path, (_, axes) in model.tensors().items():
+        shape = [sizes[axis][1] for axis in axes]
+        loud = 3 if re.search("(?<!cross_)attention/output", path) else 1
+        center, scale = 0.0, loud * shape[0] ** -0.5
+        if path.endswith("norm/scale"):
+            center, scale = (-1.0 if path == "decoder/norm/scale" else 1.0) - centered, 0.2
+        elif path.endswith("embedding"):
+            scale = 4 if "relative_bias" in path else 1.5
+        drawn[path] = (center + scale * rng.standard_normal(shape)).astype(np.float32)
+        if path in model.tables:
+            drawn[path][model.eos_token_id] *= 1.5
+    return unflatten_dict(drawn, sep="/")
+
+
+def tensors(model: Backbone, params: Any) -> dict[str, torch.Tensor]:
+    """The parameters under the names of transformers."""
+    flat = flatten_dict(params, sep="/")
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(flat[path].T if path.endswith("kernel") else flat[path]))
+        for path, (name, _) in model.tensors().items()
+    }
+
+
+def batch(model: Backbone, slots: int) -> list[np.ndarray]:
+    """A teacher-forced batch: source, what of it is real, tokens, and a grid's mask and positions."""
+    rng = np.random.default_rng(slots)
+    source, tokens = (rng.integers(2, model.vocab_size, (3, size)) for size in (11, slots))
+    cells = [(i % 3, i // 3 + 2 * (i % 3)) for i in range(slots)]  # three rows side by side, two steps apart
+    return [
+        *(source, np.arange(11) < np.asarray([[11], [4], [8]]), tokens),
+        *(np.asarray(oracle.visibility(cells))[None], np.asarray([[row + time for row, time in cells]])),
+    ]
+
+
+def check_logits_and_gradients(
+    model: Backbone, params: Any, torchs: Any, logits: Logits, table: Any
+) -> dict[str, float]:
+    """Both are the same up to rounding; the largest differences, of gradients relative to the largest of a tensor.
+
+    `table`: the torch tensor that a parameter is, by its path.
+    """
+    given = batch(model, 30)
+    source, real, tokens, mask, position = (torch.from_numpy(x) for x in given)
+    expected = logits(source, real, tokens, mask[0], position[0])
+    told = np.random.default_rng(1).standard_normal(expected.shape).astype(np.float32)
+    (expected * torch.from_numpy(told)).sum().backward()
+
+    def weighed(params: Any) -> Any:
+        found = model.module().apply({"params": params}, *given)
+        return (found * told).sum(), found
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(weighed, has_aux=True))(params)
+    apart = {"logits": float(abs(found - expected.detach().numpy()).max())}
+    for path, gradient in flatten_dict(gradients, sep="/").items():
+        other = table(path).grad.numpy()
+        other = other.T if path.endswith("kernel") else other
+        apart[path] = float(abs(np.asarray(gradient) - other).max() / max(abs(other).max(), 1))
+        assert abs(other).max() > 1e-3, path  # else nothing is compared
+    assert max(apart.values()) < NEAR, {path: x for path, x in apart.items() if x >= NEAR}
+    return {"logits": apart.pop("logits"), "gradients": max(apart.values())}
+
+
+@dataclasses.dataclass
+class Greedy:
+    """For `oracle.algorithm1`: the choices of a model of transformers that is given all rows anew at every step."""
+
+    logits: Logits
+    source: Sequence[int]
+    delay: int
+    eos: int
+    margin: float = np.inf  # the least, of rows that had not ended
+
+    def __call__(self, rows: list[list[int]]) -> list[int]:
+        cells = oracle.coordinates(rows, self.delay)
+        ids, tokens = torch.tensor([[*self.source]]), torch.tensor([[token for row in rows for token in row]])
+        visible = torch.tensor(oracle.visibility(cells))
+        position = torch.tensor([row + time for row, time in cells])
+        with torch.no_grad():
+            logits = self.logits(ids, torch.ones_like(ids, dtype=torch.bool), tokens, visible, position)[0].numpy()
+        last = logits[np.cumsum([len(row) for row in rows]) - 1]
+        self.margin = min(
+            [self.margin, *(oracle.margin(x) for row, x in zip(rows, last, strict=True) if row[-1] != self.eos)]
+        )
+        return [int(x) for x in last.argmax(axis=1)]
+
+
+def check_algorithm_1(
+    model: Backbone,
+    models: Callable[[int], tuple[Any, Logits]],
+    count: int,
+    *,
+    delay: int,
+    literal: bool,
+    examples: int = 3,
+    time_max: int = 12,
+    sub_max: int = 4,
+) -> int:
+    """Rows, steps and truncation of `count` random models, in batches of mixed lengths; returns the longest answer.
+
+    `models`: the parameters and the logits of the one of a number.
+    """
+    strategy = Pipelined(delay, time_max, sub_max, literal, model.decoder_start_token_id, model.eos_token_id)
+    program = compiled(model, strategy, Sizes.fit(strategy, examples), backend=Backend())
+    compared, longest, answers = 0, 0, set()
+    for seed in range(count):
+        params, logits = models(seed)
+        texts = sources(np.random.default_rng([seed, delay]), examples, model.vocab_size)
+        decoded = jax.device_get(program(jax.tree.map(jnp.asarray, params), *padded(texts)))
+        for b, text in enumerate(texts):
+            chooses = Greedy(logits, text, delay, model.eos_token_id)
+            expected = oracle.algorithm1(
+                chooses,
+                delay=delay,
+                time_max=time_max,
+                sub_max=sub_max,
+                stop="literal" if literal else "empty_row",
+                bos=model.decoder_start_token_id,
+                eos=model.eos_token_id,
+            )
+            if chooses.margin < SURE:
+                continue
+            assert [row for row in rows_of(decoded, b) if row] == expected.rows, (seed, b)
+            assert decoded.steps[b] == expected.steps
+            assert TRUNCATIONS[decoded.truncated[b]] == expected.truncated
+            compared, longest = compared + 1, max([longest, *map(len, expected.rows)])
+            answers.add(str(expected.rows))
+    assert compared > 0.8 * count * examples and len(answers) > 0.3 * compared
+    return longest

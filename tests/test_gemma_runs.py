@@ -1,0 +1,131 @@
+"""Both T5Gemmas in runs: on eight devices as on one, in scans, with low-rank factors, in int8, and for transformers."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from flax.traverse_util import flatten_dict
+
+import pipejax
+from pipejax import checkpoint
+from pipejax import config as config_lib
+from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.convert.huggingface import to_hf
+from pipejax.inference.engine import Engine, Request
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.model.t5gemma2 import T5Gemma2Config
+from support import in_transformers
+from support.in_transformers import varied
+from support.tiny import RUN, change, metrics
+
+STACK = GemmaStack(16, 24, 4, 2, 4, query_pre_attn_scalar=4, sliding_window=3)
+SIZES: dict[str, Any] = {"vocab_size": 64, "num_layers": 2, "num_decoder_layers": 3}
+ONE = T5GemmaConfig(**SIZES, encoder=STACK, decoder=dataclasses.replace(STACK, hidden_size=12))
+MERGED = dataclasses.replace(STACK, full_every=3, full_rope_theta=100.0)
+TWO = T5Gemma2Config(encoder=MERGED, decoder=MERGED, **SIZES, eoi_token_index=7)
+BOTH = pytest.mark.parametrize("model", [ONE, pytest.param(TWO, marks=pytest.mark.slow)], ids=["1", "2"])
+
+
+def with_model(model: Any, **sections: dict[str, Any]) -> Config:
+    few = change(RUN, grid={"time_max": 6, "sub_max": 2}, train={"shapes": 1, "evaluate_every": 6})
+    return dataclasses.replace(change(few, **sections), model=model)
+
+
+@BOTH
+def test_a_scan_over_layers_that_slide_and_do_not_is_the_same(model):
+    params, given = varied(model, 0, centered=True), in_transformers.batch(model, 12)
+    if model is TWO:
+        params["shared"]["eoi_embedding"] = np.ones(16, np.float32)
+    plain, scanned = (
+        jax.jit(model.module(remat=remat).apply)({"params": params}, *given) for remat in ("none", "layers")
+    )
+    np.testing.assert_allclose(plain, scanned, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=[ONE, TWO], ids=["1", "2"])
+def trained(request, tmp_path_factory) -> Path:
+    """A run on eight devices, whose parameters are parted."""
+    config = with_model(request.param, mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    return Path(pipejax.fit(config, tmp_path_factory.mktemp("gemma") / "run"))
+
+
+@pytest.mark.slow
+def test_it_trains_on_eight_devices_as_on_one(trained, tmp_path):
+    one = change(config_lib.load(trained / "config.json"), mesh={"data": 1, "fsdp": 1, "tensor": 1})
+    pipejax.fit(one, tmp_path / "one")
+    several, alone = (metrics(place) for place in (trained, tmp_path / "one"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (several, alone)]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    assert pipejax.load(trained).decode(["red apples"])[0]["rows"] is not None
+
+
+@pytest.mark.slow
+def test_low_rank_factors_are_trained_alone(trained, tmp_path):
+    config = config_lib.load(trained / "config.json")
+    sections: dict[str, Any] = {"train": {"init_from": str(trained), "lora_rank": 2, "remat": "dots"}}
+    config = change(config, **sections, mesh={"data": 1, "fsdp": 1, "tensor": 1})
+    adapted = pipejax.fit(dataclasses.replace(config, model=None), tmp_path / "lora")
+    before, after = (flatten_dict(checkpoint.open_run(place).items["params"], sep="/") for place in (trained, adapted))
+    changed = {path for path, x in before.items() if not np.allclose(after[path], x, rtol=0, atol=1e-7)}
+    kernels = {path for path in before if path.endswith("/kernel")}
+    assert before.keys() == after.keys() and changed and changed <= kernels and len(changed) > 0.8 * len(kernels)
+    to_hf(adapted, tmp_path / "adapter", adapter=True, base_model="owner/base")
+
+
+@BOTH
+def test_bfloat16_and_int8_stay_near(model):
+    """Of int8 the table, too, which is head and embedding."""
+    params = varied(model, 3, centered=True)
+    if model is TWO:
+        params["shared"]["eoi_embedding"] = np.ones(16, np.float32)
+    source = [[5, 7, 9, 11, 13, 1]]
+    found = {}
+    for weights in ("auto", "int8"):
+        decode = DecodeConfig(max_length=4, weights=weights, scores=True)
+        config = Config(model=model, grid=GridConfig(time_max=4, sub_max=1), decode=decode)
+        (found[weights],) = Generator(config, params, None).decode(source, strategy="sequential")
+    assert found["auto"]["log_prob"] == pytest.approx(found["int8"]["log_prob"], abs=0.5)
+    given, half = in_transformers.batch(model, 12), model.module(dtype=jnp.bfloat16)
+    exact, rounded = (jax.jit(each.apply)({"params": params}, *given) for each in (model.module(), half))
+    assert abs(rounded - exact).mean() < 0.2 * abs(exact).mean()
+
+
+@pytest.mark.slow
+def test_of_a_run_transformers_is_given_no_program_that_it_could_not_run(trained, tmp_path, capsys):
+    to_hf(trained, tmp_path / "there")
+    assert not (tmp_path / "there" / "custom_generate").exists()
+    assert "writes the first row of an answer alone" in capsys.readouterr().err
+    kind = transformers.AutoConfig.from_pretrained(tmp_path / "there").model_type
+    assert kind == type(config_lib.load(trained / "config.json").model).model_types[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [ONE, TWO], ids=["1", "2"])
+def test_drafts_and_batches_whose_examples_come_and_go_write_the_same(model):
+    """As alone, one after the other: what is accepted of a draft lies in slots of any order."""
+    few = dataclasses.replace(model, vocab_size=9)
+    params = varied(few, 5, centered=True)
+    if model is TWO:
+        params["shared"]["eoi_embedding"] = np.ones(16, np.float32)
+    grid = GridConfig(delay=2, time_max=12, sub_max=4)
+    generator = Generator(Config(model=few, grid=grid, decode=DecodeConfig(draft_tokens=3)), params, None)
+    rng = np.random.default_rng(7)
+    given = [[*rng.integers(3, 9, rng.integers(2, 9)).tolist(), 1] for _ in range(16)]
+    alone = [generator.decode([source], batch_size=1)[0]["row_ids"] for source in given]
+    engine = Engine(generator, places=3, queue=100)
+    answers = [engine.submit(Request(Source(i, ids), "pipelined")) for i, ids in enumerate(given)]
+    engines = [[*answer.events()][-1]["row_ids"] for answer in answers]
+    engine.close(drain=True, seconds=60)
+    drafted = [x["row_ids"] for x in generator.decode(given, draft="source", batch_size=4)]
+    # Where two tokens are as likely, rounding may decide.
+    for found in (engines, drafted):
+        assert sum(a == b for a, b in zip(found, alone, strict=True)) >= 15
+    assert len({str(rows) for rows in alone}) > 5

@@ -1,0 +1,212 @@
+"""T5Gemma 2, text alone, beside transformers: weights, logits, gradients, rows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from pipejax import checkpoint, testing
+from pipejax.config import Config, DecodeConfig
+from pipejax.convert.huggingface import from_hf, to_hf
+from pipejax.inference.generator import Generator
+from pipejax.model.t5gemma import GemmaStack
+from pipejax.model.t5gemma2 import T5Gemma2Config
+from pipejax.system.errors import UserError
+from support import in_transformers
+from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
+
+# All features: groups, windows that answers leave, rotations of two kinds, a token with a vector of its own.
+ENCODER = GemmaStack(
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    query_pre_attn_scalar=2,
+    sliding_window=4,
+    full_every=3,
+    attn_logit_softcapping=0.0,
+    rope_theta=20.0,
+    full_rope_theta=50.0,
+    full_rope_factor=1.5,
+)
+TINY = T5Gemma2Config(
+    vocab_size=9,
+    num_layers=3,
+    num_decoder_layers=3,
+    encoder=ENCODER,
+    decoder=dataclasses.replace(ENCODER, intermediate_size=20, num_key_value_heads=1, head_dim=4, sliding_window=5),
+    final_logit_softcapping=4.0,
+    eoi_token_index=5,
+)
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def made(model: T5Gemma2Config) -> Any:
+    """A T5Gemma 2 of transformers, with a small vision tower."""
+    facts: dict[str, Any] = {k: x for k, x in model.facts().items() if k not in ("architectures", "model_type")}
+    facts["encoder"] |= {"vision_config": VISION, "mm_tokens_per_image": 4}
+    config = transformers.T5Gemma2Config(**facts)
+    return transformers.T5Gemma2ForConditionalGeneration(config).eval()
+
+
+def name_in_module(name: str) -> str:
+    """Of a tensor, by its name in files."""
+    return name.replace("model.encoder.", "model.encoder.text_model.")
+
+
+def loaded(torchs: Any, model: T5Gemma2Config, params: Any) -> Any:
+    """The model with these weights; its tower keeps its own."""
+    state = {name_in_module(name): x for name, x in in_transformers.tensors(model, params).items()}
+    found = torchs.load_state_dict(state, strict=False)
+    tied = ("lm_head.out_proj.weight", "model.decoder.embed_tokens.weight", "model.decoder.embed_tokens.eoi_embedding")
+    assert not found.unexpected_keys
+    assert all(name in tied or ".vision_tower." in name or "multi_modal" in name for name in found.missing_keys)
+    return torchs
+
+
+def logits_of(torchs: Any) -> in_transformers.Logits:
+    """See `in_transformers.Logits`: with explicit masks, of windows on positions as well, and positions."""
+
+    def logits(source: Any, real: Any, tokens: Any, visible: Any, position: Any) -> torch.Tensor:
+        window = torchs.config.decoder.sliding_window
+        near = visible & (position[:, None] - position[None] < window)
+        # SDPA joins them with the source's mask, which is one of booleans.
+        full, sliding = (x[None, None].expand(len(tokens), -1, -1, -1) for x in (visible, near))
+        found: torch.Tensor = torchs(
+            input_ids=source,
+            attention_mask=real.long(),
+            decoder_input_ids=tokens,
+            decoder_attention_mask={"full_attention": full, "sliding_attention": sliding},
+            decoder_position_ids=position[None],
+            use_cache=False,
+        ).logits
+        return found
+
+    return logits
+
+
+def params_of(seed: int) -> Any:
+    params = varied(TINY, seed, centered=True)
+    params["shared"]["eoi_embedding"] = np.random.default_rng(seed).standard_normal(16).astype(np.float32) * 4
+    return params
+
+
+def test_logits_and_gradients_are_torchs():
+    params = params_of(0)
+    torchs = loaded(made(TINY), TINY, params)
+    own, names = dict(torchs.named_parameters()), TINY.tensors()
+    table = lambda path: own[name_in_module(names[path][0])]  # noqa: E731
+    print(check_logits_and_gradients(TINY, params, torchs, logits_of(torchs), table))
+
+
+def test_greedy_tokens_of_one_row_are_generates():
+    params = params_of(2)
+    torchs = loaded(made(TINY), TINY, params)
+    generator = Generator(Config(model=TINY, decode=DecodeConfig(max_length=12)), params, None)
+    rng, texts = np.random.default_rng(2), []
+    for source in [[*rng.integers(3, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
+        (found,) = generator.decode([source], strategy="sequential")
+        expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
+        texts.append(expected)
+        assert found["row_ids"] == [[token for token in expected if token != 1]]
+    assert len(set(map(str, texts))) > 2
+
+
+def test_it_goes_there_and_back(tmp_path, capsys):
+    """From `save_pretrained`, which names the class by its model_type, and bit by bit back again, but for the tower."""
+    torchs = loaded(made(TINY), TINY, params_of(3))
+    torchs.save_pretrained(tmp_path / "there")
+    from_hf(tmp_path / "there", tmp_path / "run")
+    assert "tensors of the vision tower: sources are text alone here" in capsys.readouterr().err
+    assert checkpoint.open_run(tmp_path / "run").config.model == TINY
+    to_hf(tmp_path / "run", tmp_path / "back")
+    there, back = (load_file(tmp_path / place / "model.safetensors") for place in ("there", "back"))
+    left = {name for name in there if ".vision_tower." in name or ".multi_modal_projector." in name}
+    assert there.keys() - left == back.keys() and all(np.array_equal(there[name], x) for name, x in back.items())
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    config.encoder.vision_config, config.encoder.mm_tokens_per_image = torchs.config.encoder.vision_config, 4
+    again = transformers.T5Gemma2ForConditionalGeneration.from_pretrained(tmp_path / "back", config=config)
+    given = [torch.from_numpy(x) for x in in_transformers.batch(TINY, 9)]
+    with torch.no_grad():
+        logits = [logits_of(x)(*given[:3], given[3][0], given[4][0]) for x in (torchs, again)]
+    assert torch.equal(*logits)
+
+
+def test_the_source_is_seen_by_row_plus_time_alone():
+    """Cells of one sum see it alike, and one of another sum otherwise, though each sees no slot but itself."""
+    params = params_of(4)
+    source, real, *_ = in_transformers.batch(TINY, 6)
+    cells = [(0, 4), (1, 3), (2, 2), (4, 0), (0, 5), (3, 2)]
+    position = np.asarray([[row + time for row, time in cells]])
+    tokens, alone = np.full((3, len(cells)), 7), np.eye(len(cells), dtype=bool)[None]
+    found = np.asarray(jax.jit(TINY.module().apply)({"params": params}, source, real, tokens, alone, position))
+    assert np.array_equal(found[:, 0], found[:, 1]) and np.array_equal(found[:, 0], found[:, 3])
+    assert np.array_equal(found[:, 4], found[:, 5]) and abs(found[:, 0] - found[:, 4]).max() > 1e-2
+
+
+@pytest.fixture(scope="module")
+def models() -> Any:
+    torchs = made(TINY)
+
+    def model(seed: int) -> tuple[Any, in_transformers.Logits]:
+        params = params_of(seed)
+        return params, logits_of(loaded(torchs, TINY, params))
+
+    return model
+
+
+@pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
+def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models):
+    farthest = check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
+    assert farthest > TINY.decoder.sliding_window
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("literal", [False, True])
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, literal, models):
+    check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
+
+
+@pytest.mark.slow
+def test_check_backbone_passes():
+    assert "T5Gemma2Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
+
+
+def test_rotations_of_both_kinds_of_layers_are_read():
+    """As transformers writes them, and as older files do."""
+    facts: Any = TINY.facts()
+    assert T5Gemma2Config.read_facts(facts)["decoder"] == TINY.decoder
+    decoder = facts["decoder"]
+    del decoder["rope_parameters"]
+    decoder |= {"rope_theta": 50.0, "rope_local_base_freq": 20.0}
+    decoder["rope_scaling"] = {"rope_type": "linear", "factor": 1.5}
+    assert T5Gemma2Config.read_facts(facts)["decoder"] == TINY.decoder
+    decoder["rope_scaling"] = {"rope_type": "yarn", "factor": 1.5}
+    with pytest.raises(
+        UserError, match=r"decoder.rope_parameters: found .*; expected rope_type default, or full ones lin"
+    ):
+        T5Gemma2Config.read_facts(facts)
+
+
+def test_sides_are_equally_wide():
+    with pytest.raises(UserError, match=r"here: model.encoder.hidden_size: found 8; expected the decoder's, 16"):
+        dataclasses.replace(TINY, encoder=dataclasses.replace(ENCODER, hidden_size=8)).check("here")
+
+
+def test_the_encoders_window_is_parted_to_both_sides():
+    assert TINY.window("encoder") == (2, 3) and TINY.window("decoder")[0] == 5

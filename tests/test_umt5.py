@@ -1,0 +1,235 @@
+"""UMT5 and MADLAD-400 beside transformers: weights, logits, gradients, rows; and what trains and decodes a UMT5."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
+
+import pipejax
+from pipejax import checkpoint, testing
+from pipejax import config as config_lib
+from pipejax.apps.export import export
+from pipejax.config import Config, DecodeConfig, T5Config
+from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
+from pipejax.inference.backends import Xla, portable
+from pipejax.inference.generator import Generator
+from pipejax.model.interface import BACKBONES
+from pipejax.model.umt5 import UMT5Config
+from support import in_transformers, oracle
+from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
+from support.tiny import FEW_WORDS, RUN, change, metrics
+
+SIZES: dict[str, Any] = vars(FEW_WORDS) | {"d_model": 16, "num_layers": 2, "dropout_rate": 0.0}
+TINY = UMT5Config(**SIZES | {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False})
+
+
+def made(model: UMT5Config) -> Any:
+    """A UMT5 of transformers; its head is its own, as the published ones', which it would tie."""
+    facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
+    torchs = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))
+    torchs.lm_head.weight = torch.nn.Parameter(torch.empty_like(torchs.shared.weight))
+    return torchs.eval()
+
+
+def loaded(torchs: Any, params: Any) -> Any:
+    """The model with these weights."""
+    state = in_transformers.tensors(TINY, params)
+    aliases = {f"{stack}.embed_tokens.weight": state["shared.weight"] for stack in ("encoder", "decoder")}
+    torchs.load_state_dict(state | aliases)
+    return torchs
+
+
+def logits_of(torchs: Any) -> in_transformers.Logits:
+    """See `in_transformers.Logits`. It has no argument for positions, so its biases are made of them here."""
+
+    def logits(source: Any, real: Any, tokens: Any, visible: Any, position: Any) -> torch.Tensor:
+        apart = position[None] - position[:, None]
+        for block in torchs.decoder.block:
+            own = block.layer[0].SelfAttention
+            bias = own.relative_attention_bias(own._relative_position_bucket(apart)).permute(2, 0, 1)[None]
+            own.compute_bias = lambda *given, bias=bias, **more: bias
+        seen = torch.where(visible, 0.0, -torch.inf)[None, None].expand(len(tokens), -1, -1, -1)
+        given = {"attention_mask": real.long(), "decoder_attention_mask": seen, "use_cache": False}
+        found = torchs(input_ids=source, decoder_input_ids=tokens, **given).logits
+        for block in torchs.decoder.block:
+            del block.layer[0].SelfAttention.compute_bias
+        # It divides by the root of the width, whatever config.json says; T5X, where UMT5 comes from, does not.
+        scaled: torch.Tensor = found * torchs.config.d_model**0.5
+        return scaled
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return varied(TINY, 0)
+
+
+@pytest.fixture(scope="module")
+def torchs(params) -> Any:
+    return loaded(made(TINY), params)
+
+
+@pytest.fixture(scope="module")
+def theirs(torchs, tmp_path_factory) -> Path:
+    """Its directory, as published: `save_pretrained` would leave the head out."""
+    place = tmp_path_factory.mktemp("umt5")
+    torchs.config.save_pretrained(place)
+    tensors = {name: x.detach().numpy() for name, x in torchs.named_parameters()}
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+def test_umt5_is_torchs(params, torchs):
+    """Logits on a grid, and the gradient of each parameter."""
+    own = dict(torchs.named_parameters())
+    names = TINY.tensors()
+    apart = check_logits_and_gradients(TINY, params, torchs, logits_of(torchs), lambda path: own[names[path][0]])
+    print(apart)
+
+
+def test_greedy_tokens_of_one_row_are_generates(params, torchs):
+    generator = Generator(Config(model=TINY, decode=DecodeConfig(max_length=12)), params, None)
+    rng, texts = np.random.default_rng(2), []
+    for source in [[*rng.integers(2, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
+        (found,) = generator.decode([source], strategy="sequential")
+        expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
+        texts.append(expected)
+        assert found["row_ids"] == [[token for token in expected if token != 1]]
+    assert len(set(map(str, texts))) > 2
+
+
+def test_umt5_goes_there_and_back(theirs, tmp_path):
+    """Its model_type is enough to know the class; its tensors are those that came in."""
+    from_hf(theirs, tmp_path / "run")
+    described = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert described["class"] == "pipejax.model.umt5:UMT5Config"
+    assert checkpoint.open_run(tmp_path / "run").config.model == TINY
+    to_hf(tmp_path / "run", tmp_path / "back")
+    there, back = (load_file(place / "model.safetensors") for place in (theirs, tmp_path / "back"))
+    assert there.keys() == back.keys() and all(np.array_equal(there[name], x) for name, x in back.items())
+    transformers.UMT5ForConditionalGeneration.from_pretrained(tmp_path / "back")
+
+
+def test_a_run_of_a_shipped_backbone_opens_where_it_was_never_imported(monkeypatch):
+    text = config_lib.to_json(Config(model=TINY))
+    monkeypatch.delitem(config_lib.files.sys.modules, "pipejax.model.umt5")
+    assert type(config_lib.from_json(text, where="here").model).__qualname__ == "UMT5Config"
+    assert {*BACKBONES} == {
+        kind for name in BACKBONES.values() for kind in config_lib.find_class(name, "model").model_types
+    }
+
+
+@pytest.fixture(scope="module")
+def models() -> Any:
+    torchs = made(TINY)
+
+    def model(seed: int) -> tuple[Any, in_transformers.Logits]:
+        params = varied(TINY, seed)
+        return params, logits_of(loaded(torchs, params))
+
+    return model
+
+
+@pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
+def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models):
+    check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("literal", [False, True])
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, literal, models):
+    check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
+
+
+@pytest.mark.slow
+def test_check_backbone_passes():
+    assert "UMT5Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
+
+
+def test_the_layers_are_told_in_one_line(caplog):
+    with caplog.at_level(logging.INFO, "pipejax"):
+        portable(TINY.module())
+    assert "pipejax.model.umt5.UMT5 layer by layer" in caplog.text.replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of a UMT5 on eight devices, whose parameters are parted."""
+    model = dataclasses.replace(TINY, vocab_size=64, d_kv=4, num_heads=4, num_layers=1)
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    few = change(RUN, grid={"time_max": 6, "sub_max": 2}, train={"shapes": 1, "evaluate_every": 6}, mesh=mesh)
+    config = dataclasses.replace(few, model=model)
+    return Path(pipejax.fit(config, tmp_path_factory.mktemp("umt5") / "run"))
+
+
+@pytest.mark.slow
+def test_umt5_trains_on_eight_devices_as_on_one(trained, tmp_path):
+    one = dataclasses.replace(config_lib.load(trained / "config.json"), mesh=config_lib.MeshConfig(data=1))
+    pipejax.fit(one, tmp_path / "one")
+    several, alone = (metrics(place) for place in (trained, tmp_path / "one"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (several, alone)]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert pipejax.load(trained).decode(["red apples"])[0]["rows"] is not None
+
+
+@pytest.mark.long
+def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
+    config = config_lib.load(trained / "config.json")
+    config = dataclasses.replace(
+        change(config, train={"init_from": str(trained), "lora_rank": 2, "remat": "layers"}, mesh={"data": 1}),
+        model=None,
+    )
+    adapted = pipejax.fit(config, tmp_path / "lora")
+    before, after = (flatten_dict(checkpoint.open_run(place).items["params"], sep="/") for place in (trained, adapted))
+    changed = {path for path, x in before.items() if not np.allclose(after[path], x, rtol=0, atol=1e-7)}
+    assert before.keys() == after.keys() and len(changed) == 2 * (4 + 3) + 2 * (
+        4 + 4 + 3
+    )  # of attention and feed-forward
+    assert all(path.startswith(("encoder/", "decoder/")) and path.endswith("kernel") for path in changed)
+    export(adapted, tmp_path / "export", strategies=["pipelined"], platforms=["cpu"], batch=1, length=16)
+    assert (tmp_path / "export" / "pipelined-cpu.jax").is_file()
+
+
+# MADLAD-400: a T5 v1.1 whose table lies under another name, and whose start token is not that which pads.
+
+
+MADLAD = T5Config(
+    **SIZES
+    | {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "pad_token_id": 1, "eos_token_id": 2}
+)
+
+
+def test_madlad_reads_the_names_of_its_file_and_starts_with_its_own_token(tmp_path):
+    params = varied(MADLAD, 3)
+    write_hf(MADLAD, params, tmp_path / "there", None)
+    file, facts = tmp_path / "there" / "model.safetensors", tmp_path / "there" / "config.json"
+    tensors = load_file(file)
+    tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    written = json.loads(facts.read_text())
+    del written["scale_decoder_outputs"]  # which its file does not have
+    facts.write_text(json.dumps(written))
+    found, back = read_hf(tmp_path / "there")
+    assert found == MADLAD and type(portable(found.module())) is Xla  # the stock T5, so all fast decoders take it
+    before, after = (flatten_dict(x, sep="/") for x in (params, back))
+    assert before.keys() == after.keys() and all(np.array_equal(before[path], x) for path, x in after.items())
+    encoded = oracle.encode(params, MADLAD, [5, 6, 7, 2])
+    expected = oracle.sequential(params, MADLAD, encoded, 12)
+    generator = Generator(Config(model=found, decode=DecodeConfig(max_length=12)), back, None)
+    (record,) = generator.decode([[5, 6, 7, 2]], strategy="sequential")
+    assert record["row_ids"] == [expected.tokens] and expected.tokens
+
+
+def test_no_umt5_scales_its_head():
+    """As no mT5 does: T5X has no such factor, whatever a config.json says."""
+    assert UMT5Config.read_facts(TINY.facts() | {"scale_decoder_outputs": True})["scale_head"] is False
