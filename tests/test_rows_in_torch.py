@@ -55,7 +55,7 @@ print(json.dumps(found))
 def transformers_writes(directory: Path, cases: list[dict[str, Any]]) -> list[Any]:
     """The answers of the child to each case: sequences, rows, steps and bounds of a batch."""
     (directory / "custom_generate").mkdir()
-    (directory / description.GENERATE).write_text(description.custom_generate(Config(), None) or "")
+    (directory / description.GENERATE).write_text(description.custom_generate(Config(model=FEW_WORDS), None) or "")
     (directory / "cases.json").write_text(json.dumps(cases))
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
@@ -108,7 +108,7 @@ def test_rows_are_those_of_algorithm_1(models: int, tmp_path: Path) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The module that `to-hf` writes, with a model beside it; its rows take 6 steps at the most."""
     place = tmp_path_factory.mktemp("written") / "generate.py"
-    config = Config(grid=GridConfig(delay=1, time_max=6, sub_max=3))
+    config = Config(model=FEW_WORDS, grid=GridConfig(delay=1, time_max=6, sub_max=3))
     place.write_text(description.custom_generate(config, None) or "")
     spec = importlib.util.spec_from_file_location("written_generate", place)
     assert spec is not None and spec.loader is not None
