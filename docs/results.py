@@ -163,20 +163,8 @@ def batches(results: list[dict[str, Any]]) -> list[str]:
     return table(head, rows, words=1)
 
 
-def fits(results: list[dict[str, Any]]) -> list[str]:
-    """Of `lab.benchmarks.fits`: GiB of a training step, by the compiler's plan."""
-    rows = []
-    for r in results:
-        gib = [f"{r[key] / 2**30:.1f}" if key in r else "" for key in ("card_bytes", "compiled", "estimate")]
-        fits = "yes" if "compiled" in r and r["compiled"] <= r["card_bytes"] else "no"
-        rows.append([r["card"], r["model"], r["batch"], r.get("remat", ""), fits, f"{r['source']:,}", *gib])
-    head = ["card", "T5", "a step", "remat", "fits", "source", "card, GiB", "compiler, GiB", "estimate, GiB"]
-    return table(head, rows, words=5)
-
-
 # By its name, or a key of a result.
 KINDS = {
-    "card_bytes": fits,
     "both": batches,
     "whole_s": first_answers,
     "programs_tpu.json": steps,
