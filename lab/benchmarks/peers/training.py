@@ -95,7 +95,7 @@ def stepper(config: Config, way: str, device: str) -> Callable[[], float]:
         source = torch.randint(2, given.vocab_size, (size["batch"], size["source"]))
         labels = torch.randint(2, given.vocab_size, (size["batch"], size["slots"]))
     if way == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     called: Any = torch.compile(model) if way == "compiled" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     parts = config.train.accumulate
