@@ -12,16 +12,15 @@ import transformers
 from safetensors.numpy import load_file
 
 from pipejax import checkpoint, testing
-from pipejax.config import Config, DecodeConfig
+from pipejax.config import Config
 from pipejax.convert import description
 from pipejax.convert.huggingface import from_hf, to_hf
-from pipejax.inference.generator import Generator
 from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from support import in_transformers
-from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
+from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
 from support.tiny import FEW_WORDS
 
 # All features: groups, sides of unequal widths, caps that bend, windows that answers leave.
@@ -111,14 +110,7 @@ def test_the_encoder_is_torchs():
 def test_greedy_tokens_of_one_row_are_generates():
     params = varied(TINY, 2, centered=True)
     torchs = loaded(made(TINY), TINY, params)
-    generator = Generator(Config(model=TINY, decode=DecodeConfig(max_length=12)), params, None)
-    rng, texts = np.random.default_rng(2), []
-    for source in [[*rng.integers(3, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
-        (found,) = generator.decode([source], strategy="sequential")
-        expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
-        texts.append(expected)
-        assert found["row_ids"] == [[token for token in expected if token != 1]]
-    assert len(set(map(str, texts))) > 2
+    check_greedy_tokens(TINY, params, torchs, lowest=3)
 
 
 @pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])

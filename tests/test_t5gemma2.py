@@ -11,14 +11,12 @@ import transformers
 from safetensors.numpy import load_file
 
 from pipejax import checkpoint, testing
-from pipejax.config import Config, DecodeConfig
 from pipejax.convert.huggingface import from_hf, to_hf
-from pipejax.inference.generator import Generator
 from pipejax.model.t5gemma import GemmaStack
 from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.system.errors import UserError
 from support import in_transformers
-from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
+from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
 
 # All features: groups, windows that answers leave, rotations of two kinds, a token with a vector of its own.
 ENCODER = GemmaStack(
@@ -116,14 +114,7 @@ def test_logits_and_gradients_are_torchs():
 def test_greedy_tokens_of_one_row_are_generates():
     params = params_of(2)
     torchs = loaded(made(TINY), TINY, params)
-    generator = Generator(Config(model=TINY, decode=DecodeConfig(max_length=12)), params, None)
-    rng, texts = np.random.default_rng(2), []
-    for source in [[*rng.integers(3, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
-        (found,) = generator.decode([source], strategy="sequential")
-        expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
-        texts.append(expected)
-        assert found["row_ids"] == [[token for token in expected if token != 1]]
-    assert len(set(map(str, texts))) > 2
+    check_greedy_tokens(TINY, params, torchs, lowest=3)
 
 
 def test_it_goes_there_and_back(tmp_path, capsys):

@@ -24,7 +24,7 @@ from pipejax.inference.generator import Generator
 from pipejax.model.interface import BACKBONES
 from pipejax.model.umt5 import UMT5Config
 from support import in_transformers, oracle
-from support.in_transformers import check_algorithm_1, check_logits_and_gradients, varied
+from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
 from support.tiny import FEW_WORDS, RUN, change, metrics
 
 SIZES: dict[str, Any] = vars(FEW_WORDS) | {"d_model": 16, "num_layers": 2, "dropout_rate": 0.0}
@@ -97,14 +97,7 @@ def test_umt5_is_torchs(params, torchs):
 
 
 def test_greedy_tokens_of_one_row_are_generates(params, torchs):
-    generator = Generator(Config(model=TINY, decode=DecodeConfig(max_length=12)), params, None)
-    rng, texts = np.random.default_rng(2), []
-    for source in [[*rng.integers(2, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
-        (found,) = generator.decode([source], strategy="sequential")
-        expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
-        texts.append(expected)
-        assert found["row_ids"] == [[token for token in expected if token != 1]]
-    assert len(set(map(str, texts))) > 2
+    check_greedy_tokens(TINY, params, torchs, lowest=2)
 
 
 def test_umt5_goes_there_and_back(theirs, tmp_path):

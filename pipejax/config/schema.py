@@ -76,9 +76,7 @@ class TrainConfig:
     accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
     pack: int = setting(0, least=0)  # examples whose targets share a row of slots; 0: up to four, by the batch size
     length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: each alone
-    remat: str = setting(
-        "auto", choices=REMATS
-    )  # what the backward pass repeats; "auto": little or much, by the memory of a GPU
+    remat: str = setting("auto", choices=REMATS)  # what the backward pass repeats; "auto": by the memory of a GPU
     shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths; each compiles once
     optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
     freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values

@@ -138,9 +138,8 @@ def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tupl
     """The trainer, which has compiled nothing yet, and the estimate in bytes by term; `devices`: None for our own."""
     from pipejax.training.step import Trainer
 
-    config = choose_remat(config, None, devices)  # as the trainer does where nobody has chosen
     trainer = Trainer(config, devices)
-    return trainer, _estimator(trainer)(config)
+    return trainer, _estimator(trainer)(trainer.config)
 
 
 def _estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:

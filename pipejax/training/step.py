@@ -3,6 +3,7 @@
 Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -176,14 +177,15 @@ class Trainer:
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
         """Compiles nothing yet; checks that the batch divides over the mesh. `devices`: see `sharding.make_mesh`."""
+        if config.train.remat == "auto":  # and nobody has asked `plan.choose_remat`
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="none"))
         assert config.model is not None
         self.config, self.mesh = config, sharding.make_mesh(**vars(config.mesh), devices=devices)
         train = config.train
         check_batch(config, self.mesh)
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
-        remat = "none" if train.remat == "auto" else train.remat  # see `plan.choose_remat`
-        make = partial(config.model.module, dtype=dtype, remat=remat, pin=pin)
+        make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
         self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
         if self.blocks:  # a module that does not take them is not told
             make = partial(make, blocks=self.blocks)

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from pipejax.config import Config, DecodeConfig
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sizes
 from pipejax.inference.backends import Backend
+from pipejax.inference.generator import Generator
 from pipejax.model.interface import Backbone
 from support import oracle
 from support.batches import padded, rows_of, sources
@@ -159,3 +161,15 @@ def check_algorithm_1(
             answers.add(str(expected.rows))
     assert compared > 0.8 * count * examples and len(answers) > 0.3 * compared
     return longest
+
+
+def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: int) -> None:
+    """Compares sequential answers to sources of ids from `lowest` on with those of transformers' `generate`."""
+    generator = Generator(Config(model=model, decode=DecodeConfig(max_length=12)), params, None)
+    rng, texts = np.random.default_rng(2), []
+    for source in [[*rng.integers(lowest, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
+        (found,) = generator.decode([source], strategy="sequential")
+        expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
+        texts.append(expected)
+        assert found["row_ids"] == [[token for token in expected if token != 1]]
+    assert len(set(map(str, texts))) > 2
