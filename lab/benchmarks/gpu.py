@@ -5,7 +5,8 @@
 FOLDER is $OUT, or runs/gpu. Each part is a process that writes FOLDER/PART.json as soon as it knows something, and is
 ended when its time is over; what a part does not need the next ones get, and the last ones live of it. After each part
 all results so far are in FOLDER/summary.json. Copied to lab/benchmarks/results/gpu.json, that makes the GPU section of
-docs/speed.md. --rehearse runs the same on the CPU, with a tiny model: its figures mean nothing. --parts gives these the
+docs/speed.md. --rehearse runs the same on the CPU, with a tiny model, and PyTorch compiles nothing: its figures mean
+nothing. --parts gives these the
 time of all. Exits with 1 if a part failed or did not end in time.
 """
 
@@ -93,12 +94,12 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
         Part("decode", 80, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
         Part("profile", 30, "kernels and waiting", steps("profile", *answer)),
         Part("graph", 20, "a step by hand in PyTorch, in a CUDA graph", module("graph", *tiny, *out)),
+        Part("kernels", 30, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
         Part("auto", 25, "a training step, `remat` chosen", steps("steps", "--set", "train.remat=auto")),
         Part("lengths", 50, "training steps by length", steps("steps", *lengths, count="3")),
         Part("lengths-peers", 25, "transformers by length", steps(peers, *lengths, *one, count="3")),
         Part("models", 40, "training steps by size", steps("steps", models="small,large")),
         Part("models-peers", 20, "transformers by size", steps(peers, *one, models="small,large")),
-        Part("kernels", 30, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
         Part(
             "compiled",
             25,
@@ -235,7 +236,8 @@ def environment(site: Path, *, rehearse: bool) -> tuple[dict[str, str], dict[str
     variables = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     if rehearse:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()  # compiles faster
-        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        # PyTorch's compiler writes C++ here and not what it writes for a GPU, and takes minutes.
+        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TORCH_COMPILE_DISABLE": "1"}
     return variables, installed
 
 
