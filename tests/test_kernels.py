@@ -5,6 +5,7 @@ import dataclasses
 import os
 import platform
 import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,10 @@ from pipejax.inference.kernels import fields
 from pipejax.inference.weights import narrow
 from pipejax.model import t5
 from pipejax.model.quantization import quantize
-from pipejax.system import compile_cache, processor
+from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 from support import oracle, quantised
-from support.kernel_models import HERE, SHAPES, WEIGHTS, in_rows, laid_out, made
+from support.kernel_models import HERE, SHAPES, WEIGHTS, in_one_digit, in_rows, laid_out, made
 from support.one_program import compiled
 from support.tiny import IN_BLOCKS
 from support.trees import same_bits
@@ -44,11 +45,6 @@ LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
 # that comes after it in its column feels that: so many columns may be off, and by so much.
 FALLEN, OFF = 0.1, 0.02
 KEYS = 2**-7, 0.02  # keys and values of narrow weights are bfloat16; with one digit a number may fall
-
-
-def in_one_digit(weights, level):
-    features = processor.features() if level.name == "native" else level.needs
-    return weights == "int8" and "avx512_vnni" in features and "amx_int8" not in features
 
 
 def rounding(weights, level):
@@ -233,6 +229,29 @@ def test_each_level(name, kernel_cache, monkeypatch):
         for calls in CALLS[1:3] if weights == "int8" else CALLS[2:3]:
             check_calls(other, "silu", weights, calls)
         check_encoder(other, "silu", weights)
+
+
+FULL = """
+#include "team.h"
+struct Full {  // a pool whose queue has no room, so that its caller runs everything
+  int64_t num_threads() const { return 3; }
+  template <typename Task> void Schedule(Task task) { task(); }
+};
+int main() {
+  Full pool;
+  int64_t sum = 0;
+  pipejax::Team(pool).Run(10, 1, [&](int64_t i) { sum += i; });
+  return sum != 45;
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")
+def test_a_pool_without_room_stops_no_team(tmp_path):
+    (tmp_path / "full.cc").write_text(FULL)
+    program = [str(tmp_path / "full"), str(tmp_path / "full.cc")]
+    subprocess.run(["c++", "-std=c++17", "-pthread", f"-I{kernels.SOURCES[0].parent}", "-o", *program], check=True)
+    subprocess.run(program[:1], check=True, timeout=10)
 
 
 @pytest.mark.long

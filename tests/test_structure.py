@@ -63,7 +63,7 @@ NON_EDGES = (
 
 # Libraries that may have to be replaced one day, or that are slow to import, and the modules that know them.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "flax.linen": ("model.t5", "model.layers", "model.t5gemma*"),
+    "flax.linen": ("model.t5", "model.layers", "model.t5gemma*", "inference.products"),
     "flax.nnx": (),
     "orbax": ("checkpoint.arrays",),
     "transformers": ("convert.*", "data.tokenizer", "data.demo"),

@@ -30,6 +30,7 @@ from lab.benchmarks.systems import (
     Rows,
     Run,
     System,
+    backbone,
     bandwidth,
     build_each,
     interleaved,
@@ -54,7 +55,7 @@ OURS = ("pipejax-pipelined", "pipejax-sequential")
 def main(argv: Sequence[str]) -> int:
     """Measures, prints a table, writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.decode", description=__doc__)
-    parser.add_argument("--model", choices=SIZES, default="base")
+    parser.add_argument("--model", default="base", metavar="NAME", help=f"of {', '.join(SIZES)}, umt5-base, ... (base)")
     parser.add_argument("--patterns", default="8x14,5x4,7x40", metavar="NxM,...")
     parser.add_argument("--source", type=int, default=512, metavar="L", help="tokens of each source (512)")
     parser.add_argument("--batch", default="1", metavar="B,...", help="examples decoded together (1)")
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         if sum(rows) + len(rows) > flags.max_length:
             raise UserError(f"--patterns {text}: found {sum(rows) + len(rows)} tokens; expected {flags.max_length}")
 
-    config = SIZES[flags.model]
+    config = backbone(flags.model)
     params = random_params(config)
     strategies: dict[str, Pipelined | Sequential] = {OURS[0]: Pipelined(1, times[0], rows_of_grid[0])}
     strategies[OURS[1]] = Sequential(flags.max_length)

@@ -16,8 +16,9 @@ from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready
 from pipejax.inference.weights import Weights
+from pipejax.model.interface import Module
 from pipejax.model.precision import precision
-from pipejax.model.t5 import T5, Memory
+from pipejax.model.t5 import Memory
 
 Array = jax.Array
 
@@ -115,7 +116,7 @@ class Forced(Plain):
 class Decoder:
     """Encodes and decodes with one forced strategy; compiles on the first use of a shape."""
 
-    def __init__(self, model: T5, ready: Ready, strategy: Forced, *, backend: Backend) -> None:
+    def __init__(self, model: Module, ready: Ready, strategy: Forced, *, backend: Backend) -> None:
         """Nothing compiles yet."""
         self.model, self.ready, self.strategy, self.backend = model, ready, strategy, backend
         self._encode = jax.jit(partial(programs.encode_batch, model, backend=backend))

@@ -4,32 +4,35 @@ All raise an error if what they decoded has not the lengths asked for, and use t
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
 import os
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from lab.benchmarks.forced import Decoder, Forced
 from lab.benchmarks.peers.vocabulary import SPECIAL, words_of
 from lab.benchmarks.peers.worker import error_line
-from pipejax.config import T5Config
 from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Ready
-from pipejax.model.t5 import T5
-from pipejax.model.t5_config import ARCHITECTURES
+from pipejax.model.interface import Backbone, Module
+from pipejax.model.t5_config import ARCHITECTURES, T5Config, architecture
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 
@@ -86,8 +89,18 @@ def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
     return [*names]
 
 
-def random_params(config: T5Config, seed: int = 0) -> Any:
-    """Parameters of Hugging Face's initial scales, from NumPy's generator."""
+def backbone(name: str) -> Backbone:
+    """One of `SIZES`, or of a name that `--set model=` takes, with the ids of `SPECIAL`.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    found: Any = SIZES.get(name) or architecture(name)
+    return dataclasses.replace(found, pad_token_id=0, eos_token_id=1) if found.eos_token_id != 1 else found
+
+
+def random_params(config: Backbone, seed: int = 0) -> Any:
+    """Parameters of about Hugging Face's initial scales, from NumPy's generator."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
 
@@ -96,14 +109,14 @@ def random_params(config: T5Config, seed: int = 0) -> Any:
         if name.endswith("scale"):
             return np.ones(x.shape, np.float32)
         std = 1.0 if name.startswith("shared") else x.shape[0] ** -0.5
-        if name.endswith("query/kernel"):
+        if name.endswith("query/kernel") and isinstance(config, T5Config):
             std *= config.d_kv**-0.5
         return rng.standard_normal(x.shape, np.float32) * np.float32(std)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def write(config: T5Config, params: Any, directory: Path) -> Path:
+def write(config: Backbone, params: Any, directory: Path) -> Path:
     """Writes DIR/hf, unless it is there: its words, made up, between spaces; id i is "t<i>", but for `SPECIAL`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -116,6 +129,7 @@ def write(config: T5Config, params: Any, directory: Path) -> Path:
     inner = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[2]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    special["bos_token"] = SPECIAL[config.decoder_start_token_id]
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(target)
     return target
 
@@ -135,7 +149,7 @@ class Pipejax:
     """Ours, pipelined or sequential."""
 
     def __init__(
-        self, name: str, model: T5, ready: Ready, strategy: Pipelined | Sequential, *, backend: Backend
+        self, name: str, model: Module, ready: Ready, strategy: Pipelined | Sequential, *, backend: Backend
     ) -> None:
         """Nothing compiles yet."""
         self.name, self.kernels = name, type(backend).__name__  # "own" ones may not work here: this is who computes
@@ -179,12 +193,18 @@ def _device_bandwidth(size: int = 2**30) -> float:
     return 4 * size / min(times)
 
 
-def step_bytes(config: T5Config, *, source: int, slots: int, itemsize: int) -> int:
+def step_bytes(config: Backbone, *, source: int, slots: int, itemsize: int) -> int:
     """Bytes that one decoder step of one example reads: weights, memory, the cache of that many slots."""
-    inner = config.num_heads * config.d_kv
-    feed = (3 if config.feed_forward != "relu" else 2) * config.d_model * config.d_ff
-    layer = 6 * config.d_model * inner + feed + 2 * inner * (source + slots)
-    return itemsize * (config.num_decoder_layers * layer + config.d_model * config.vocab_size)
+    module, length = config.module(), jax.ShapeDtypeStruct((1, source), jnp.int32)
+    params = jax.eval_shape(config.init_params, jax.random.key(0))
+    memory = jax.eval_shape(lambda p, x: module.apply({"params": p}, x, x > 0, method="encode"), params, length)
+    cache = jax.eval_shape(lambda p: module.apply({"params": p}, 1, slots, method="empty_cache"), params)
+    kernels = {path: x for path, x in traverse_util.flatten_dict(params, sep="/").items() if path.endswith("/kernel")}
+    projections = re.compile(r".*cross_attention/(key|value)/kernel")  # of the source, once for all steps
+    read = [x for path, x in kernels.items() if not path.startswith("encoder/") and not projections.fullmatch(path)]
+    if not any(path.startswith("lm_head/") for path in kernels):  # the table is the head
+        read.append(traverse_util.flatten_dict(params, sep="/")[config.tables[-1]])
+    return itemsize * sum(math.prod(x.shape) for x in jax.tree.leaves((read, memory.keys, memory.values, cache)))
 
 
 def interleaved(
@@ -259,7 +279,7 @@ def save(path: str, value: Any) -> None:
 
 
 def build(
-    config: T5Config,
+    config: Backbone,
     params: Any,
     dtype: str,
     *,
@@ -268,14 +288,15 @@ def build(
     kernels: str = "own",
 ) -> list[Pipejax]:
     """Ours, on shared weights, held in what `weights` says; `kernels`: one of `KERNELS`."""
-    model = T5(config, dtype=jnp.dtype(dtype))
-    backend = backends.fastest(config, model.dtype, weights) if kernels == "own" else backends.Xla(weights)
+    model = config.module(dtype=jnp.dtype(dtype))
+    own = backends.fastest if kernels == "own" else partial(backends.choose, backends.XLA)
+    backend = own(config, dtype=model.dtype, weights=weights)
     ready = jax.jit(lambda p: backend.prepare(model, p))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]
 
 
 def build_each(
-    config: T5Config,
+    config: Backbone,
     params: Any,
     dtype: str,
     *,

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
-from pipejax.inference import kernel_decoder, kernels
+from pipejax.inference import kernel_decoder, kernels, products
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
 from pipejax.inference.launch import Blocks
@@ -29,7 +30,7 @@ from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization
 from pipejax.model.interface import Backbone, Module
-from pipejax.model.parameters import check_read
+from pipejax.model.parameters import check_read, paths_read
 from pipejax.model.t5 import Memory, is_stock
 from pipejax.model.t5_config import T5Config
 from pipejax.system import Tree
@@ -146,6 +147,53 @@ class LayerDecoder:
         """See `Model`."""
         logits, cache = self(step, cache)
         return first_argmax(logits), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(Backend):
+    """Computes with the layers of any backbone in float32 on a CPU, and our kernel multiplies in a step."""
+
+    level: kernels.Level = kernels.LEVELS[-1]
+
+    def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
+        """See `Backend`. What both sides read is there once, but for matrices that both multiply with."""
+        held = Backend.prepare(self, model, params, compute=compute).encoding
+        one, length = jnp.zeros((1, kernels.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
+        memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
+        single = products.take_apart(partial(_step, model, memory), held, compute=compute, weights=self.weights)
+        read = paths_read(lambda params: self.encode(model, params, one, length), held)
+        flat = flatten_dict(held, sep="/")
+        return Ready(unflatten_dict({path: x for path, x in flat.items() if path in read}, sep="/"), single)
+
+    def decoder(self, model: Module, weights: products.Parts, memory: Memory) -> Model[Tree]:
+        """See `Backend`."""
+        return ProductDecoder(model, weights, memory, self.level)
+
+    @property
+    def reading(self) -> Reading:
+        """See `Backend`."""
+        return self.level.reading
+
+
+def _step(model: Module, memory: Memory, params: Tree) -> Tree:
+    """A step of one query, to be traced."""
+    zeros = partial(jnp.zeros, dtype=jnp.int32)
+    memory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), memory)
+    given = jnp.ones((1, 1, 1), bool), zeros((1, 1)), zeros((1, 1)), memory, model.empty_cache(1, 1), zeros(1)
+    hidden, _ = model.apply({"params": params}, zeros((1, 1)), *given, method="step")
+    return model.apply({"params": params}, hidden[0], method="logits")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductDecoder(LayerDecoder):
+    """The same with our kernel's products."""
+
+    level: kernels.Level
+
+    def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
+        """See `Model`."""
+        with products.multiplying(self.weights.matrices, self.level):
+            return LayerDecoder(self.model, self.weights.others, self.memory)(step, cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,10 +343,10 @@ def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights
 def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Backend:
     """The fastest on this machine in that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     found = portable(backbone.module(dtype=dtype), weights)
+    level = kernels.use() if dtype == jnp.float32 else None
     if type(found) is not Xla or not isinstance(backbone, T5Config):
-        return found
-    level = kernels.use() if dtype == jnp.float32 and kernel_decoder.fits(backbone) else None
-    if level:
+        return Products(weights, level) if level else found
+    if level and kernel_decoder.fits(backbone):
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         from pipejax.inference import gpu

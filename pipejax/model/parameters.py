@@ -1,6 +1,6 @@
 """The parameters of a checkpoint beside those that its backbone has: paths and shapes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.core import eval_jaxpr
@@ -72,16 +72,22 @@ def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
 
 def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, ...]) -> None:
     """Flax ignores what a module does not ask for: scales and factors that nobody reads would change nothing."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-
-    def run(arrays: Sequence[jax.Array]) -> Tree:
-        return model.apply({"params": jax.tree.unflatten(structure, arrays)}, *smallest_batch())
-
-    found = jax.make_jaxpr(run)([jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]).jaxpr
-    read = {id(x) for step in found.eqns for x in step.invars}
-    for (keys, _), variable in zip(leaves, found.invars, strict=True):
+    read = paths_read(lambda params: model.apply({"params": params}, *smallest_batch()), params)
+    for keys, _ in jax.tree_util.tree_leaves_with_path(params):
         path = path_of(keys)
-        if path.endswith(kind) and not path.endswith(VECTORS) and id(variable) not in read:
+        if path.endswith(kind) and not path.endswith(VECTORS) and path not in read:
             raise UserError(
                 f"{where}: {path}: {type(model).__name__} does not read it; expected the layers of pipejax.model.layers"
             )
+
+
+def paths_read(function: Callable[[Tree], object], params: Tree) -> set[str]:
+    """Of the parameters that a function computes something with."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+
+    def run(arrays: Sequence[jax.Array]) -> object:
+        return function(jax.tree.unflatten(structure, arrays))
+
+    found = jax.make_jaxpr(run)([jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]).jaxpr
+    read = {id(x) for step in found.eqns for x in step.invars}
+    return {path_of(keys) for (keys, _), variable in zip(leaves, found.invars, strict=True) if id(variable) in read}

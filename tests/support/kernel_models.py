@@ -26,6 +26,12 @@ SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of
 }
 
 
+def in_one_digit(weights, level):
+    """Whether activations become one int8 digit."""
+    features = processor.features() if level.name == "native" else level.needs
+    return weights == "int8" and "avx512_vnni" in features and "amx_int8" not in features
+
+
 @functools.cache
 def made(shape, weights, level):
     """A model with random weights, for our kernel; and NumPy's rounding of the weights.

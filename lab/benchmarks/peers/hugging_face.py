@@ -25,7 +25,7 @@ class Generating:
             begun = time.perf_counter()
             ids = self.torch.tensor(source, dtype=self.torch.long, device=self.device)
             mask = self.torch.ones_like(ids)
-            encoded = self.model.encoder(input_ids=ids, attention_mask=mask)
+            encoded = self.model.get_encoder()(input_ids=ids, attention_mask=mask)
             if self.device == "cuda":
                 self.torch.cuda.synchronize()
             middle = time.perf_counter()
@@ -68,11 +68,11 @@ class HuggingFace(Generating):
     ) -> None:
         """Loads the model."""
         import torch
-        from transformers import CompileConfig, T5ForConditionalGeneration
+        from transformers import AutoModelForSeq2SeqLM, CompileConfig
 
         torch.set_num_threads(threads)
         dtype = {"hf-bf16": "bfloat16", "hf-int8": "float32"}.get(name, dtype)
-        model = T5ForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, dtype))
+        model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         super().__init__(model.to(device).eval(), device)
         if name == "hf-int8":
             with warnings.catch_warnings():  # its successor is a library of its own
@@ -85,7 +85,7 @@ class HuggingFace(Generating):
                 compiling = CompileConfig(mode="default")
                 compiling._compile_all_devices = True
                 self.options["compile_config"] = compiling
-                self.model.encoder.compile()
+                self.model.get_encoder().compile()
 
 
 if __name__ == "__main__":

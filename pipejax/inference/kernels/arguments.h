@@ -139,6 +139,8 @@ NUMBERS(EncodeNumbers, ENCODE_NUMBERS)
 FIELDS(EncodeFields, EncodeNumbers, ENCODE_NUMBERS, ENCODE_FIELDS)
 FIELDS(EncoderLayer, EncodeNumbers, ENCODE_NUMBERS, ENCODER_LAYER_FIELDS)
 FIELDS(MemoryLayer, EncodeNumbers, ENCODE_NUMBERS, MEMORY_FIELDS)
+NUMBERS(ProductNumbers, PRODUCT_NUMBERS)
+FIELDS(ProductFields, ProductNumbers, PRODUCT_NUMBERS, PRODUCT_FIELDS)
 
 // So many layers.
 template <typename Layer, typename Numbers>

@@ -81,3 +81,13 @@
 
 #define MEMORY_FIELDS(ARRAY, MATRIX, PANELS)                                                      \
   MATRIX(projection, 2 * H * K, D) /* keys and values */
+
+#define PRODUCT_NUMBERS(NUMBER)                                                                   \
+  NUMBER(N) /* columns */                                                                         \
+  NUMBER(I) /* numbers of a column */                                                             \
+  NUMBER(O) /* outputs, whole panels */                                                           \
+  NUMBER(finer) /* whether columns have two digits where they would have one */
+
+#define PRODUCT_FIELDS(ARRAY, MATRIX, PANELS)                                                     \
+  ARRAY(columns, f32, N, I)                                                                       \
+  MATRIX(matrix, O, I)

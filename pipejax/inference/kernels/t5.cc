@@ -345,6 +345,25 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   return ffi::Error::Success();
 }
 
+// A product of fields.h, f32 [N, O].
+ffi::Error Product(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuffer<ffi::F32> result,
+                   ffi::Span<const int64_t> attribute) {
+  if (attribute.size() != ProductNumbers::kCount) return Wrong("product: numbers of another table");
+  const ProductNumbers numbers(attribute.begin());
+  Arguments arguments(given);
+  const ProductFields fields(arguments, numbers);
+  if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("product: " + wrong);
+  if (static_cast<int64_t>(result->element_count()) != numbers.N * numbers.O) return Wrong("product: a result of another size");
+  thread_local Operand kept;
+  Operand& operand = kept;  // the one of the thread that leads, for all
+  constexpr int64_t kSmall = 1 << 20;  // products of two numbers
+  Team team(pool, numbers.N * numbers.I * numbers.O < kSmall);
+  const Matrix matrix = numbers.finer ? Finer(fields.matrix) : fields.matrix;
+  operand.Set(team, matrix, numbers.N, [&](int64_t c, float*) { return fields.columns + c * numbers.I; });
+  operand.Times(team, matrix, {result->typed_data(), numbers.O});
+  return ffi::Error::Success();
+}
+
 // How many steps are left, below zero if the switch is thrown: an i32 of the host's at that address, low half first.
 ffi::Error Left(ffi::Buffer<ffi::S32> left, ffi::Buffer<ffi::U32> address, ffi::ResultBuffer<ffi::S32> result) {
   if (left.element_count() != 1 || address.element_count() != 2 || result->element_count() != 1)
@@ -373,5 +392,7 @@ extern "C" int pipejax_ready() {
       .Attr<ffi::Span<const int64_t>>("numbers").Attr<float>("epsilon")
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_encode, pipejax::Encode, STACK);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_product, pipejax::Product, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs()
+                              .Ret<ffi::Buffer<ffi::F32>>().Attr<ffi::Span<const int64_t>>("numbers"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_left, pipejax::Left, ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>()
                               .Arg<ffi::Buffer<ffi::U32>>().Ret<ffi::Buffer<ffi::S32>>());

@@ -7,16 +7,22 @@
 #include <memory>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
-
 namespace pipejax {
 
 // The caller leads; threads of XLA's pool join when they can and spin between phases, which are too short to sleep
-// through. Nobody waits for a thread that has not begun.
+// through. Nobody waits for a thread that has not begun. A pool whose queue is full has the caller itself run what it
+// schedules: a leader that helped would wait for its own end.
 class Team {
  public:
-  explicit Team(xla::ffi::ThreadPool& pool) : state_(std::make_shared<State>()), threads_(std::max<int64_t>(1, pool.num_threads())) {
-    for (int64_t i = 1; i < pool.num_threads(); ++i) pool.Schedule([state = state_] { Help(*state); });
+  // `alone`: the leader does everything, which is worth no other thread's attention.
+  template <typename Pool>
+  explicit Team(Pool& pool, bool alone = false)
+      : state_(std::make_shared<State>()), threads_(alone ? 1 : std::max<int64_t>(1, pool.num_threads())) {
+    const auto leader = std::this_thread::get_id();
+    for (int64_t i = 1; i < threads_; ++i)
+      pool.Schedule([state = state_, leader] {
+        if (std::this_thread::get_id() != leader) Help(*state);
+      });
   }
 
   ~Team() { state_->ticket.store(kOver, std::memory_order_release); }

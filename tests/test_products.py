@@ -1,0 +1,151 @@
+"""Our kernel's products in the layers of any backbone: NumPy's products, and the steps that XLA computes."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from pipejax.decoding import GREEDILY, Pipelined, Wishes
+from pipejax.inference import backends, products
+from pipejax.inference.backends import Backend, Products
+from pipejax.inference.kernel_decoder import matrix
+from pipejax.inference.programs import Programs
+from pipejax.inference.report import Report
+from pipejax.model.quantization import quantize
+from pipejax.model.t5_config import T5Config
+from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.model.t5gemma2 import T5Gemma2Config
+from pipejax.model.umt5 import UMT5Config
+from support.in_transformers import varied
+from support.kernel_models import WEIGHTS, in_one_digit
+
+SIDE = GemmaStack(32, 48, 4, 2, 8, 8, sliding_window=3, attn_logit_softcapping=2.0)
+GEMMA = T5GemmaConfig(SIDE, dataclasses.replace(SIDE, hidden_size=16), 50, 2, 2, final_logit_softcapping=4.0)
+BACKBONES = {
+    "t5gemma": GEMMA,
+    "untied": dataclasses.replace(GEMMA, tied_head=False),
+    "t5gemma2": T5Gemma2Config(SIDE, SIDE, 50, 2, 2),
+    "umt5": UMT5Config(50, 16, 8, 32, 2, 2, 2, feed_forward="gated-gelu", tied_head=False, scale_head=False),
+}
+# By the largest number, as in test_kernels: of two digits or float32; and of one digit.
+NEAR, OFF = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}, 0.02
+SOURCES = [[7, 3, 9, 4, 5, 1], [8, 1], [6, 6, 2, 1]]
+GRID = Pipelined(1, 12, 4)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("outputs, inputs, columns", [(16, 16, 1), (50, 32, 3), (7, 48, 10)])
+def test_products_are_numpys(outputs, inputs, columns, weights, kernel):
+    rng = np.random.default_rng(outputs)
+    rows = rng.standard_normal((outputs, inputs)).astype(np.float32)
+    x = rng.standard_normal((2, columns, inputs)).astype(np.float32)
+    by = products.Panels(matrix({"embedding": jnp.asarray(rows)}, weights=weights), outputs)
+    held = rows
+    if weights == "bfloat16":
+        held = np.asarray(jnp.asarray(rows).astype(jnp.bfloat16), np.float32)
+    if weights == "int8":
+        whole, scale = map(np.asarray, quantize(jnp.asarray(rows), axis=1))
+        held = whole * scale[:, None]
+    wanted = x.astype(np.float64) @ held.T.astype(np.float64)
+    for finer in (False, True):
+        found = jax.jit(partial(products._multiply, level=kernel, finer=finer))(x, by)
+        assert found.shape == wanted.shape and found.dtype == jnp.float32
+        near = OFF if in_one_digit(weights, kernel) and not finer else NEAR[weights]
+        assert np.abs(found - wanted).max() <= near * np.abs(wanted).max()
+
+
+def decoded(model, params, backend, wishes=GREEDILY):
+    programs = Programs(model, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=backend)
+    programs.set_params(params)
+    return programs.decode(SOURCES, GRID, batch_size=3, across=1, report=Report(), wishes=wishes)
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in BACKBONES])
+def test_answers_are_those_of_the_layers(name, kernel):
+    model, forced = BACKBONES[name], np.random.default_rng(3).integers(3, 50, (3, 4, 12))
+    params = varied(model, 1, centered=name != "umt5")
+    scored = Wishes(forced=forced.astype(np.int32), scores=True)
+    found, wanted = (
+        decoded(model, params, backend, scored).log_probs for backend in (Products("auto", kernel), Backend())
+    )
+    assert np.abs(wanted).max() > 1
+    assert np.abs(np.asarray(found) - wanted).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", WEIGHTS[1:])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_narrow_weights_are_rounded_as_the_layers_round_them(name, weights, kernel):
+    model, forced = BACKBONES[name], np.random.default_rng(3).integers(3, 50, (3, 4, 12))
+    params = varied(model, 1, centered=name != "umt5")
+    scored = Wishes(forced=forced.astype(np.int32), scores=True)
+    found, wanted = (
+        decoded(model, params, backend, scored).log_probs for backend in (Products(weights, kernel), Backend(weights))
+    )
+    assert np.abs(np.asarray(found) - wanted).max() < (0.5 if in_one_digit(weights, kernel) else 0.02)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_steps_matrices_are_held_once(name, kernel):
+    model = BACKBONES[name]
+    params = varied(model, 1)
+    ready = Products("auto", kernel).prepare(model.module(), params)
+    flat = flatten_dict(params, sep="/")
+    kernels = {path for path in flat if path.endswith("/kernel") and not path.startswith("encoder/")}
+    of_source = {path for path in kernels if "cross_attention/key" in path or "cross_attention/value" in path}
+    multiplied = {path.rpartition("/")[0] for path in kernels - of_source}
+    tables = {*model.tables}
+    if not any("lm_head" in path for path in flat):
+        multiplied |= {model.tables[-1].rpartition("/")[0]}
+    assert {*ready.decoding.matrices} == multiplied
+    others = {*flatten_dict(ready.decoding.others, sep="/")}
+    assert not any(path.endswith("/kernel") for path in others) and others & tables
+    read = {*flatten_dict(ready.encoding, sep="/")}
+    both = {
+        path
+        for path in kernels
+        if name == "t5gemma2" and "self_attention/" in path and path.split("/")[3] in ("key", "value")
+    }
+    assert {path for path in read if path in kernels} == of_source | both
+    assert sum(path.startswith("encoder/") for path in read) == sum(path.startswith("encoder/") for path in flat)
+
+
+def test_inputs_that_fill_no_panels_are_left_to_the_layers(kernel):
+    model = dataclasses.replace(GEMMA, decoder=dataclasses.replace(GEMMA.decoder, intermediate_size=20))
+    matrices = Products("auto", kernel).prepare(model.module(), varied(model, 1)).decoding.matrices
+    assert "decoder/layers_0/feed_forward/wi_0" in matrices and "decoder/layers_0/feed_forward/wo" not in matrices
+    params = varied(model, 2, centered=True)
+    found, wanted = (decoded(model, params, backend) for backend in (Products("auto", kernel), Backend()))
+    assert (found.tokens == wanted.tokens).all() and (found.steps == wanted.steps).all() and found.lengths.sum() > 9
+
+
+def test_the_kernel_is_asked_where_it_can_be(kernel, monkeypatch):
+    monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
+    chosen = backends.fastest(GEMMA, jnp.float32, "int8")
+    assert type(chosen) is Products and chosen.weights == "int8"
+    assert type(backends.fastest(GEMMA, jnp.bfloat16)) is Backend
+    assert type(backends.choose(backends.XLA, GEMMA, jnp.float32, "auto")) is Backend
+    assert type(backends.fastest(T5Config(50, 16, 16, 32, 2, 2, 2), jnp.float32)) is backends.OwnKernel
+    monkeypatch.setattr(backends.kernels, "use", lambda: None)
+    assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
+
+
+@pytest.mark.parametrize(
+    "columns, outputs, says",
+    [((2, 16), 16, "matrix: found F32 [1, 32, 16, 1]; expected F32 [1, 16, 16, 1]"), ((2, 32), 40, "another size")],
+)
+def test_the_kernel_refuses_other_sizes(columns, outputs, says, kernel):
+    by = products.Panels(matrix({"embedding": jnp.ones((16, 32))}, weights="auto"), 16)
+    wrong = by.matrix.replace(rows=jnp.broadcast_to(by.matrix.rows, (outputs // 16, *by.matrix.rows.shape[1:])))
+    sizes = {"N": columns[0], "I": columns[1], "O": 16, "finer": 0}
+    call = jax.ffi.ffi_call(f"pipejax_product_{kernel.name}", jax.ShapeDtypeStruct((columns[0], outputs), jnp.float32))
+    given = products.fields.arrays(
+        "PRODUCT_FIELDS", {"columns": jnp.ones(columns), "matrix": by.matrix if outputs == 40 else wrong}
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"product: .*") as caught:
+        call(*given, numbers=products.fields.numbers("PRODUCT_NUMBERS", sizes))
+    assert says in str(caught.value)
