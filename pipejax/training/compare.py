@@ -47,7 +47,6 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
     parser = cli.Parser(prog="pipejax compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a --workdir of pipejax train")
     parser.add_argument("--json", action="store_true", help="print JSON lines")

@@ -57,8 +57,6 @@ class _Stopped(Exception):
 
 
 class Examiner:
-    """Scores the dev split and keeps the best parameters apart."""
-
     def __init__(
         self,
         config: Config,
@@ -70,7 +68,6 @@ class Examiner:
         best: Best | None,
         write: Callable[[Line], None],
     ) -> None:
-        """Encodes the dev examples once; `best` keeps the best parameters."""
         self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)

@@ -29,7 +29,6 @@ def fit(
     overrides: Overrides,
     method: Method | None = None,
 ) -> Path:
-    """See `pipejax.fit`."""
     if isinstance(config, Mapping):
         config = config_lib.override(Config(), config, where="config")
     elif isinstance(config, str | os.PathLike):

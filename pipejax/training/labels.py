@@ -47,7 +47,6 @@ class Labels:
     counts: dict[str, int]  # of sources and answers
 
     def lines(self) -> list[str]:
-        """The counts for people."""
         c = self.counts
         return [
             f"{c['sources']} answers: {c['train']} to learn from, with {c['rows']} rows; {c['held_out']} held out",

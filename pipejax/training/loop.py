@@ -1,5 +1,6 @@
 """Fine-tuning and training from scratch, with the pipelined or the sequential objective. Read it top to bottom."""
 
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -28,7 +29,7 @@ from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.examiner import Examiner
-from pipejax.training.monitoring import Clock, Trace, Window, warn_of_examples
+from pipejax.training.monitoring import Clock, Window, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line
 from pipejax.training.start import Start, begin
@@ -145,7 +146,6 @@ class Run:
     def __init__(
         self, start: Start, examples: Examples, directory: RunDirectory, store: Store, stop: Stop, *, profile: int
     ) -> None:
-        """Prepares all that the steps need; `profile`: how many of them are traced."""
         self.trainer, self.state, self.step = start.trainer, start.state, start.step
         self.config = config = start.trainer.config
         self.directory, self.store, self.stop = directory, store, stop
@@ -179,7 +179,8 @@ class Run:
         self.progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=shown)
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
-        self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
+        first = start.step + 2
+        self.profile, self.profiled = contextlib.ExitStack(), range(first, first + profile)  # steps
         self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
         self.note = ""
 
@@ -196,20 +197,22 @@ class Run:
         program = self._program(batch)
         if not distributed.several():  # else all would have to compile in the same order
             self.trainer.prepare(self.shapes.in_use(min(self.step + EVERY, self.config.train.steps - 1)))
-        self.trace.before(self.step + 1)
+        if self.step == self.profiled.start and self.profiled:
+            self.profile.enter_context(jax.profiler.trace(self.directory.path / "profile"))
         self.state, metrics = program(self.state, arrays, self.trainer.dropout_key(self.step + 1))
         self.step += 1
         if self.step == self.saved + 1:  # the save ran beside this one step; now it ends, so a crash costs one interval
             jax.block_until_ready(metrics)
             with self.clock("checkpoint"):
                 self.store.settle()
-        self.trace.after(self.step, metrics)
+        if self.step == self.profiled.stop and self.profiled:
+            jax.block_until_ready(metrics)
+            self.profile.close()
         self.window.add(self.step, batch, metrics)
         if self.evaluation_is_due() or self._save_is_due():
             jax.block_until_ready(metrics)  # so that the step's time is not booked as that of an evaluation or a save
 
     def log_if_due(self) -> None:
-        """A line of metrics.jsonl for the steps since the last one."""
         self.note = ""
         if self.step == self.config.train.steps or self.step % self.config.train.log_every == 0:
             with distributed.together(UserError):
@@ -218,30 +221,25 @@ class Run:
             self.note = loss + (f", epoch {values['epoch']:.1f}" if "epoch" in values else "")
 
     def log_the_rest(self) -> None:
-        """A line for steps that none was due for before the run was stopped."""
         if self.window.steps:
             with distributed.together(UserError):
                 self.window.flush()
 
     def evaluate(self) -> None:
-        """Scores the dev split; the best parameters are kept apart."""
         with self.clock("evaluation"), self.progress.aside("evaluating", f"{len(self.examiner.examples)} examples"):
             self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked)
 
     def save_if_due(self) -> None:
-        """Begins a checkpoint every `train.checkpoint_every` steps; `end` sees to the last."""
         if self._save_is_due():
             with self.clock("checkpoint"):
                 if self._save():
                     self.saved = self.step
 
     def write(self, values: Line) -> None:
-        """A line of metrics.jsonl, and of what else is kept of it."""
         self.directory.log_metrics(values)
         self.trackers.write(values)
 
     def end(self) -> int:
-        """The last checkpoint and the last lines; the exit code of `fit`."""
         with self.clock("checkpoint"):
             done = self.store.settle()
             if self.saved < self.step or not done:
@@ -287,7 +285,7 @@ class Run:
             if not distributed.lost(error):  # else whom we would tell is gone
                 self.exchange.close()
             self.progress.close()
-        self.trace.close()
+        self.profile.close()
         self.trainer.close()
         if error is not None:
             self.trackers.close()

@@ -70,7 +70,6 @@ def updates_made(state: optax.OptState) -> jax.Array:
 
 
 def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
-    """Tells whether the parameter of a path is trained."""
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
 
 
@@ -83,5 +82,4 @@ def split(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
 
 
 def join(trained: Tree, fixed: Tree) -> Tree:
-    """Puts together the trees that `split` took apart."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

@@ -27,7 +27,6 @@ UPDATES = 500
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.apps.probe` and `pipejax.training.adaptation`."""
     parser = cli.Parser(prog="pipejax probe", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--input", required=True, metavar="FILE", help="labelled examples to measure")

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Start:
-    """Where a run begins."""
-
     trainer: Trainer
     state: TrainState
     step: int  # updates already made

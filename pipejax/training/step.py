@@ -216,8 +216,7 @@ class Trainer:
         )
         self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        loss = partial(batch_loss, make(), dropout=None)
-        loss = partial(loss, **asked)
+        loss = partial(batch_loss, make(), dropout=None, **asked)
         self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
 
     def _newborn(self, params: Tree) -> TrainState:
@@ -226,7 +225,6 @@ class Trainer:
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Tree) -> Tree:
-        """The part of a tree of parameters that is trained."""
         return split(params, self._is_trained)[0]
 
     def _shardings(self) -> TrainState:
@@ -253,14 +251,12 @@ class Trainer:
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Tree]:
-        """The templates that `checkpoint.Store.restore` needs to put a saved state on this mesh."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
         return {"params": placed.params, "state": placed.optimizer}
 
     def step(self, state: TrainState, batch: Arrays, key: Array) -> tuple[TrainState, dict[str, Array]]:
-        """Makes one update with a placed batch; the given state is used up."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
     def program(self, batch: ArrayShapes) -> jax.stages.Compiled:
@@ -270,11 +266,10 @@ class Trainer:
         # A program that waits behind another one is compiled sooner here; one that failed there may succeed now.
         if known is None or known.cancel() or known.exception():
             known = self._programs[key] = Future()
-            known.set_result(self._compile(batch))
+            known.set_result(self.lower(batch).compile())
         return known.result()
 
     def is_ready(self, batch: ArrayShapes) -> bool:
-        """Whether `program` would give it at once."""
         known = self._programs.get(_key(batch))
         return known is not None and known.done() and not known.cancelled() and not known.exception()
 
@@ -286,18 +281,13 @@ class Trainer:
                 self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
 
     def close(self) -> None:
-        """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile_ahead(self, batch: ArrayShapes) -> jax.stages.Compiled:
         with cli.unneeded():
-            return self._compile(batch)
-
-    def _compile(self, batch: ArrayShapes) -> jax.stages.Compiled:
-        return self.lower(batch).compile()
+            return self.lower(batch).compile()
 
     def lower(self, batch: ArrayShapes) -> Tree:
-        """The step for such batches, as JAX hands it to the compiler."""
         return self.trace(batch).lower()
 
     def trace(self, batch: ArrayShapes) -> Tree:
@@ -317,7 +307,6 @@ class Trainer:
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
 
     def dropout_key(self, step: int) -> Array:
-        """The key of a step (1-based)."""
         return jax.random.fold_in(self.key, step)
 
 

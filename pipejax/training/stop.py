@@ -17,7 +17,6 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        """Installs the handlers."""
         numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
         self.signal: int | None = None  # that this process got
         self.agreed = 0  # that all know of
@@ -40,6 +39,5 @@ class Stop:
         return self.agreed > 0
 
     def restore(self) -> None:
-        """Puts the former handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
