@@ -545,12 +545,18 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     target.write_text(as_lines([{"id": "1"}]))
     settings, ids = unfinished.settings_of(generator, "sequential", checked), [source.id for source in checked]
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
-    assert unfinished.Unfinished(str(target), settings).kept(ids) == (1, target.stat().st_size)
+
+    def kept(settings):
+        output = unfinished.Unfinished(str(target), settings)
+        output.resume(ids)
+        return output.records, output.size
+
+    assert kept(settings) == (1, target.stat().st_size)
     older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
-    assert unfinished.Unfinished(str(target), settings).kept(ids) == (1, target.stat().st_size)
+    assert kept(settings) == (1, target.stat().st_size)
     with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
-        unfinished.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(ids)
+        kept(settings | {"strategy": "pipelined"})
     spoil(tmp_path)
     before = target.read_bytes()
     with pytest.raises(UserError, match=words):

@@ -97,10 +97,10 @@ def decode_file(
         output = Unfinished(target, settings, place=f"--output {target}")
         if is_plain and resume:
             output.resume([source.id for source in checked])
-        sources = iter(checked[output.there.records :])
-        if output.there.records == total:
+        sources = iter(checked[output.records :])
+        if output.records == total:
             logger.info(f"{target}: holds the records of all {total} lines already")
-    progress = Progress("decoding", total and total - output.there.records, unit="example", shown=not live)
+    progress = Progress("decoding", total and total - output.records, unit="example", shown=not live)
     if live:
         records = _show(generator, sources, name, report)
     else:

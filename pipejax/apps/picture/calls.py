@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, column_of, top_of
-from pipejax.apps.picture.text import FONT, INK, QUIET, count, dotted, escape, label, shorten
+from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, begin, column_of, time_axis, top_of
+from pipejax.apps.picture.text import INK, QUIET, count, dotted, escape, label, shorten
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
 MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
@@ -82,17 +82,15 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
     pitch, top = BOX + DRAFT + GAP, top_of(page=True)
     width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-labelledby="calls-title" font-family="{FONT}">',
+        begin(width, height, "calls-title"),
         f'<title id="calls-title">{escape(facts(grid, calls))}; the table below says the same in words</title>',
-        label(LEFT - 12, top - 6, "time-step", anchor="end"),
-        *(label(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, columns)),
+        *time_axis(columns - 1, column, top),
     ]
     for i in range(height_in_rows):
         middle, start = top + i * pitch + GAP / 2 + BOX / 2, LEFT + i * grid.delay * column
         drafted = sum(len(one.drafted) for call in calls for one in call if one.row == i)
         accepted = sum(one.accepted for call in calls for one in call if one.row == i)
-        parts.append(label(LEFT - 12, middle + 4, _name(i, grid), anchor="end"))
+        parts.append(label(LEFT - 12, middle + 4, grid.name_of(i), anchor="end"))
         if drafted:
             sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
             parts.append(sums.replace("<text ", f'<text data-sum="{i}" ', 1))
@@ -112,7 +110,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
 def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: float) -> str:
     left, tall = LEFT + mark.time * column, BOX
     early = ", right, but a row above was not so far" if mark.kind == "rejected" and mark.is_written else ""
-    tip = f"call {mark.call}, {_name(mark.row, grid)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
+    tip = f"call {mark.call}, {grid.name_of(mark.row)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
     classes, extra = [mark.kind], ""
     if mark.kind == "rejected":
         tall, size = DRAFT, 10.0
@@ -144,14 +142,10 @@ def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
             if not one.written:
                 texts[-1] = "the row could not begin yet"
             cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-            lines.append(f'<tr><td>{number}</td><th scope="row">{_name(one.row, grid)}</th>{cells}</tr>')
+            lines.append(f'<tr><td>{number}</td><th scope="row">{grid.name_of(one.row)}</th>{cells}</tr>')
     names = ("call", "row", "accepted drafts", "rejected drafts", "written without a draft")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _name(row: int, grid: Grid) -> str:
-    return "empty row" if len(grid.rows) == row < grid.height else f"row {row + 1}"
 
 
 def _box(left: float, y: float, column: int, height: int) -> str:

@@ -143,7 +143,7 @@ def conditions(targets: Sequence[Target]) -> list[Condition]:
 
 def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
     """Measures all examples, writes their lines, and gives their summary."""
-    size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.there.records
+    size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.records
     model, asked = work.config.model, conditions(work.targets)
     assert model is not None
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from pipejax import methods
@@ -24,7 +24,7 @@ from pipejax.apps.serving.asked import Asked, Form
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
-from pipejax.inference.engine import Engine
+from pipejax.inference.engine import Closed, Engine
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import template_of
@@ -58,15 +58,11 @@ class Limits:
     schemas: bool = True  # whether it may have one
 
 
-class Post(NamedTuple):
-    form: Form  # of what is asked
-    objects: type[Completions] | type[Responses]  # of the answers
-
-
-POSTS = {
-    "/v1/completions": Post(asked.COMPLETIONS, Completions),
-    "/v1/chat/completions": Post(asked.CHAT, Chats),
-    "/v1/responses": Post(asked.RESPONSES, Responses),
+# Of each route the fields of what is asked, and the objects of the answers.
+POSTS: dict[str, tuple[Form, type[Completions] | type[Responses]]] = {
+    "/v1/completions": (asked.COMPLETIONS, Completions),
+    "/v1/chat/completions": (asked.CHAT, Chats),
+    "/v1/responses": (asked.RESPONSES, Responses),
 }
 
 
@@ -107,7 +103,7 @@ class Service:
         self.active += 1
         try:
             if self.draining:
-                raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
+                raise Closed
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
             wanted: Asked = await _race(self._read(body, form), receive, begun + self.limits.seconds)
@@ -119,8 +115,11 @@ class Service:
             completion = Completion(wanted, generator, self.engine, self.counters)
             objects = made(completion, model=wanted.model, fingerprint=generator.origin.get("params_fp"))
             try:
-                answer = _stream if wanted.stream else _whole
-                await answer(completion, objects, scope, receive, send, ends=begun + self.limits.seconds)
+                if wanted.stream:
+                    await _stream(completion, objects, receive, send, ends=begun + self.limits.seconds)
+                else:
+                    await _race(completion.finish(SILENCE), receive, begun + self.limits.seconds)
+                    await _json(objects.whole())(scope, receive, send)
             finally:
                 completion.close()
         except ClientDisconnect:
@@ -322,20 +321,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def _whole(
-    completion: Completion, objects: Objects, scope: Scope, receive: Receive, send: Send, *, ends: float
-) -> None:
-    async def wait() -> None:
-        async for _ in completion.run(SILENCE):
-            pass
-
-    await _race(wait(), receive, ends)
-    await _json(objects.whole())(scope, receive, send)
-
-
-async def _stream(
-    completion: Completion, objects: Objects, scope: Scope, receive: Receive, send: Send, *, ends: float
-) -> None:
+async def _stream(completion: Completion, objects: Objects, receive: Receive, send: Send, *, ends: float) -> None:
     """Answers with server-sent events while it is written; an error is the last of them."""
 
     async def say(*events: str, more: bool = True) -> None:
