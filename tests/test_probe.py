@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, grid, methods
-from pipejax.apps.picture.text import escape
+from pipejax.apps.markup import escape
 from pipejax.apps.probe import likelihoods, measuring, page, summary
 from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Target, of_rows
 from pipejax.config import Config, DataConfig, GridConfig
@@ -261,7 +261,7 @@ def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: P
     rows = "data.rows=delimiter", "data.delimiter=|"
     with Path(paths[1]).open("w") as file:
         file.writelines(json.dumps({"source": text, "targets": "a | b"}) + "\n" for text in twins)
-    work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, lessons=100, overrides=rows)
+    work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=100, overrides=rows)
     assert [example.source for example in work.examples] == measured
     assert any(line.endswith("more.jsonl: 4 of 5 sources are measured, too: costs may be too low") for line in said)
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         flags.adapt,
         best=flags.best,
         limit=flags.limit,
-        lessons=flags.updates * BATCH,
+        most=flags.updates * BATCH,
         overrides=overrides,
     )
     updates = flags.updates if flags.adapt else 0
@@ -86,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
         "input": flags.input,
         "adapt": flags.adapt,
         "updates": updates,
-        **work.origin,
+        "step": work.step,
+        "params_fp": work.params_fp,
         **measuring.measure(work, unfinished, batch_size=flags.batch_size),
     }
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -204,7 +204,7 @@ class Trainer:
         place = partial(sharding.gather_tables, config.model, mesh=self.mesh)
         self.method = methods.trained(config)
         ids = methods.Ids.of(config.model)
-        asked = {"loss": self.method.loss, "position": methods.strategy_of(self.method, ids).position}
+        asked: dict[str, Any] = {"loss": self.method.loss, "position": methods.strategy_of(self.method, ids).position}
         options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
         options |= asked | {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         options["branch"] = self.mesh.devices.flat[0].platform == "cpu"

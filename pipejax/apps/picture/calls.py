@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipejax.apps.markup import count, escape
 from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, begin, column_of, time_axis, top_of
-from pipejax.apps.picture.text import INK, QUIET, count, dotted, escape, label, shorten
+from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
 MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read

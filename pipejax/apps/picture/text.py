@@ -1,19 +1,12 @@
-"""The text of a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
+"""The text of a picture: measured, cut, placed; and a source with the rows found in it marked."""
 
-import html
 import re
 import unicodedata
 from collections.abc import Sequence
 
+from pipejax.apps.markup import escape
+
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
-FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-
-_VISIBLE = {**{i: 0x2400 + i for i in range(32)}, **dict.fromkeys([*range(0xD800, 0xE000), 0xFFFE, 0xFFFF], 0xFFFD)}
-
-
-def escape(text: str) -> str:
-    """Text for XML and HTML. Control characters, which XML forbids, become their pictures."""
-    return html.escape(text.translate(_VISIBLE))
 
 
 def text_width(text: str) -> float:
@@ -56,10 +49,6 @@ def dotted(left: float, y: float, right: float) -> str:
     """A line of dots in an SVG, where a row waits for its start."""
     line = f'<path d="M{left} {y:g}H{right}" stroke="{QUIET}" stroke-opacity=".4" stroke-dasharray="1 5"'
     return f'{line} stroke-linecap="round"/>'
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:

@@ -17,13 +17,14 @@ import numpy as np
 from pipejax import grid
 from pipejax.config import GRID
 from pipejax.data.encoding import Encoded
-from pipejax.data.shapes import Shapes, pad
+from pipejax.data.shapes import Shapes, choose, pad
 from pipejax.model.interface import Module
 from pipejax.model.precision import precision
 from pipejax.system import Tree
 
 Array = jax.Array
 SLOTS = 512  # of a call and example, at the most, where a target has fewer: their attention grows with the square
+SHAPES = 4  # padded sizes, at the most: each is compiled
 WHOLE, HIDDEN = GRID, -GRID  # as a Δt: rows above are seen to their ends, or not at all
 NONE = -1  # no row
 
@@ -92,6 +93,13 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
 
     # One condition's logits at a time: they are the largest arrays.
     return jax.lax.map(of_condition, hidden.reshape(size, count, slots, -1).swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def shapes_of(targets: Sequence[Target], size: int, group: int) -> Shapes:
+    """A few padded sizes for batches of so many targets, of which so many batches are sorted by length."""
+    lengths = np.asarray([(len(target.encoded.source), len(target.row)) for target in targets], np.int64)
+    source, slots = lengths.max(axis=0).tolist()
+    return choose(lengths, size=size, group=group, pack=1, most=SHAPES, limit=(source, slots))
 
 
 class Meter:
