@@ -402,10 +402,10 @@ def begin_from(monkeypatch, place, metadata):
     )
     trainer = types.SimpleNamespace(config=CONFIG, templates=dict, fresh=lambda params: None)
     monkeypatch.setattr(start, "Trainer", lambda config: trainer)
-    monkeypatch.setattr(start, "_prepare", lambda config, memory: (trainer, None, None))
+    monkeypatch.setattr(start, "_prepare_trainer", lambda config, memory: (trainer, None, None))
     monkeypatch.setattr(start, "check_places", lambda *arguments: None)
     monkeypatch.setattr(checkpoint, "tokenizer_of", lambda found: types.SimpleNamespace())
-    return start.begin(CONFIG, RunDirectory(place), store, {"dev": ""})
+    return start.start_run(CONFIG, RunDirectory(place), store, {"dev": ""})
 
 
 def test_a_run_keeps_its_id_and_a_new_one_has_another(tmp_path, monkeypatch):

@@ -645,10 +645,13 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
     checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)
     assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
-    assert labels.read(generator, str(tmp_path / "in.tsv")) == checked
+    assert labels.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
     (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
     table = str(tmp_path / "in.csv")
-    for read in (lambda own: records._check_whole(own, table, "sequential", bad), lambda own: labels.read(own, table)):
+    for read in (
+        lambda own: records._check_whole(own, table, "sequential", bad),
+        lambda own: labels.read_unlabelled(own, table),
+    ):
         with pytest.raises(UserError, match=r"in\.csv:5: found a quote that encloses .* rows in lines 5 to 32"):
             read(generator)
         letters = load(checkpoints / "none", overrides=["data.csv_quotes=letters"])
@@ -697,7 +700,7 @@ def test_cells_of_a_table_come_back_as_they_are(tmp_path):
     for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("a.parquet", "")):
         lines = Path(record_tables.lines_for(str(tmp_path / name)))
         lines.write_text(as_lines(values))
-        record_tables.write(lines, str(tmp_path / name))
+        record_tables.write_table(lines, str(tmp_path / name))
         if delimiter:
             with (tmp_path / name).open(newline="") as file:
                 found = list(csv.DictReader(file, delimiter=delimiter))

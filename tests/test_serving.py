@@ -940,7 +940,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
     """However many wait for theirs to be compiled."""
     from pipejax.apps.serving import response_format
 
-    go_on, read, begun = threading.Event(), response_format.read, []
+    go_on, read, begun = threading.Event(), response_format.apply_format, []
 
     def slow(given: Any, *more: Any, **options: Any) -> Any:
         if "response_format" in given or "text" in given:
@@ -951,7 +951,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
             raise UserError("schema: found too much; expected less")
         return read(given, *more, **options)
 
-    monkeypatch.setattr(response_format, "read", slow)
+    monkeypatch.setattr(response_format, "apply_format", slow)
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     asks = [(PATH, {"prompt": TEXT, "response_format": schema})] * 6
     asks += [("/v1/responses", {"input": TEXT, "text": {"format": {"type": "json_schema", "schema": {}}}})] * 3
@@ -961,7 +961,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
         thread.start()
     wait_until(lambda: begun == [1])
     assert client.post(PATH, json={"prompt": TEXT}).status_code == 200
-    monkeypatch.setattr(response_format, "read", lambda given, generator, strategy, **options: generator)
+    monkeypatch.setattr(response_format, "apply_format", lambda given, generator, strategy, **options: generator)
     plain: tuple[dict[str, Any], ...] = ({"text": {"format": {"type": "text"}}}, {"text": {}}, {})
     for more in plain:
         assert client.post("/v1/responses", json={"input": TEXT, **more}).status_code == 200
@@ -992,7 +992,7 @@ def test_a_bound_under_a_schema_is_echoed_too(
     """There it bounds each row, and the answer as a whole elsewhere: the response says what the client asked."""
     from pipejax.apps.serving import response_format
 
-    monkeypatch.setattr(response_format, "read", lambda given, generator, strategy, **options: generator)
+    monkeypatch.setattr(response_format, "apply_format", lambda given, generator, strategy, **options: generator)
     for each, whole in ((3, None), (None, 9)):
         monkeypatch.setattr(response_format, "row_tokens", lambda *given, each=each: each)
         schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}

@@ -116,7 +116,7 @@ def test_labels_are_not_drawn_whatever_the_checkpoint_does(given, tmp_path, toke
         opened.append(generator.config.decode)
         raise UserError("enough")
 
-    monkeypatch.setattr(labels, "read", stop)
+    monkeypatch.setattr(labels, "read_unlabelled", stop)
     caplog.set_level("INFO")
     with pytest.raises(UserError, match="enough"):
         teach.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
@@ -135,9 +135,9 @@ def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
         examined.extend(made.held_out)
         return measure(run, made)
 
-    measure = teach.measure
+    measure = teach.measure_agreement
     monkeypatch.setattr(loop, "TrainingBatches", watched)
-    monkeypatch.setattr(teach, "measure", examine)
+    monkeypatch.setattr(teach, "measure_agreement", examine)
     assert run(given, tmp_path / "run") == 0
     ids, texts = ({getattr(e, key) for e in examined} for key in ("id", "source"))
     assert examined and trained
@@ -426,6 +426,6 @@ def test_agreement_is_measured_by_the_exact_rule(tmp_path, monkeypatch):
 
     monkeypatch.setattr(teach, "load", lambda run: generator)
     monkeypatch.setattr(teach, "evaluate", evaluate)
-    found = teach.measure(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
+    found = teach.measure_agreement(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
     assert asked == ["exact"] and found["equal_answers"] == pytest.approx(200 / 3)
     assert json.loads((tmp_path / "agreement.json").read_text()) == found

@@ -37,7 +37,7 @@ def lines_for(target: str) -> str:
     return f"{os.path.realpath(target)}.records" if made else target
 
 
-def check(target: str, *, resume: bool) -> None:
+def check_table(target: str, *, resume: bool) -> None:
     if (lines := lines_for(target)) == target:
         return
     if (found := look(target)) and not Path(target).is_file():
@@ -48,7 +48,7 @@ def check(target: str, *, resume: bool) -> None:
         module("pyarrow", "parquet", f"--output {target}")
 
 
-def write(lines: Path, target: str) -> None:
+def write_table(lines: Path, target: str) -> None:
     """Makes the table of the records in `lines`, as a whole or not at all, and removes these; fields are columns."""
     try:
         with new_file(Path(os.path.realpath(target))) as partial:

@@ -56,7 +56,7 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     if wanted.suffix.lower() in PACKED:
         raise UserError(f"--output {target}: found the name of a packed file; expected another, as nothing is packed")
     cli.check_output("--output", target)
-    record_tables.check(target, resume=resume)
+    record_tables.check_table(target, resume=resume)
 
 
 def decode_file(
@@ -121,7 +121,7 @@ def decode_file(
     if target != STANDARD:
         sync_output(Path(target))
     if target != table:
-        record_tables.write(Path(target), table)
+        record_tables.write_table(Path(target), table)
     output.end()  # only now: what is lost of an output that says it is complete is lost for good
     for line in report.lines(method):
         logger.info(f"{name}: {line}")

@@ -55,7 +55,7 @@ class Unfinished:
                 "expected an output that was interrupted (without --resume it is replaced)"
             ) from error
         found = found if isinstance(found, dict) else {}
-        if other := difference(flattened(self.settings or {}), flattened(found)):
+        if other := first_difference(flattened(self.settings or {}), flattened(found)):
             raise UserError(f"--resume: {self.target}: found {other}")
         with output.open("rb") as lines:
             for number, line in enumerate(lines):
@@ -160,7 +160,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     }
 
 
-def difference(now: Settings, then: Settings) -> str:
+def first_difference(now: Settings, then: Settings) -> str:
     """The first setting that is another one now than it was then, and the expected one; "": there is none."""
     for key in dict.fromkeys([*now, *then]):
         value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # an older version had not all keys

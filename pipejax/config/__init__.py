@@ -27,7 +27,7 @@ from pipejax.config.schema import (
     GridConfig,
     MeshConfig,
     TrainConfig,
-    check,
+    check_config,
 )
 from pipejax.model.t5_config import T5Config
 
@@ -49,7 +49,7 @@ __all__ = [
     "assignments",
     "backbone",
     "brings_backbone",
-    "check",
+    "check_config",
     "described",
     "find_class",
     "flat",

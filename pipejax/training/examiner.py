@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SAMPLES = 3  # documents whose predictions each evaluation shows
 
 
-def bounded(config: Config, encoded: Sequence[Encoded]) -> Config:
+def bound_decoding(config: Config, encoded: Sequence[Encoded]) -> Config:
     """The config with bounds of decoding that are no wider than these targets, and half as much again, call for.
 
     A model that has not learned to stop fills whatever it may, and its first evaluation would take minutes. What a
@@ -104,7 +104,7 @@ class Examiner:
         if stopped():
             return False
         if self.generator is None:
-            self.generator = Generator(bounded(self.config, self.encoded), params, self.tokenizer)
+            self.generator = Generator(bound_decoding(self.config, self.encoded), params, self.tokenizer)
         else:
             self.generator.programs.set_params(params)
 

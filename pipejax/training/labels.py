@@ -55,7 +55,7 @@ class Labels:
         ]
 
 
-def read(generator: Generator, path: str) -> list[Source]:
+def read_unlabelled(generator: Generator, path: str) -> list[Source]:
     """The sources of a file, in the form that `pipejax decode` reads."""
     sources = []
     for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
@@ -78,7 +78,7 @@ def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> 
     return frozenset(i for i, text in enumerate(texts) if text in chosen)
 
 
-def begin(directory: Path, generator: Generator, sources: Sequence[Source], *, held_out: int) -> None:
+def note_settings(directory: Path, generator: Generator, sources: Sequence[Source], *, held_out: int) -> None:
     """Notes what the answers will depend on, or compares it with the note of a run that is continued."""
     known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
     settings = flattened({key: value for key, value in known.items() if key not in LATER})

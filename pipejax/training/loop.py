@@ -32,7 +32,7 @@ from pipejax.training.examiner import Examiner
 from pipejax.training.monitoring import Clock, Window, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line
-from pipejax.training.start import Start, begin
+from pipejax.training.start import Start, start_run
 from pipejax.training.stop import Stop
 from pipejax.training.trackers import Trackers
 
@@ -67,7 +67,7 @@ def fit(
         with RunDirectory(workdir) as directory:
             place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
             store = Store(place, keep=keep, keep_every=every, writable=True)
-            start = begin(config, directory, store, examples.fingerprints)
+            start = start_run(config, directory, store, examples.fingerprints)
             if start.step:
                 store.retire(start.step)
             # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped

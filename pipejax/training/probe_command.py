@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of data, train.learning_rate, a dtype, or method (repeatable)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
-    check_output(output)
+    check_directory(output)
 
     from pipejax.apps import records
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         overrides=overrides,
     )
     updates = flags.updates if flags.adapt else 0
-    settings = measuring.settings_of(work) | {"--updates": updates}
+    settings = measuring.probe_settings(work) | {"--updates": updates}
     unfinished = Unfinished(str(output / EXAMPLES), settings)
     if flags.resume:
         unfinished.resume([example.id for example in work.examples])
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_output(output: Path) -> None:
+def check_directory(output: Path) -> None:
     """Raises a UserError unless the directory is new, empty, or one that this command wrote."""
     kind = look(output, "--output")
     if kind == "file":

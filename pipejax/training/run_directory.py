@@ -176,7 +176,7 @@ class RunDirectory:
 
     def _log(self) -> list[tuple[str, Line]]:
         path = self.path / "metrics.jsonl"
-        return run_log.read(path) if path.is_file() else []
+        return run_log.read_log(path) if path.is_file() else []
 
     def logged(self, event: str) -> list[Line]:
         """The lines of that event; in processes that do not write none."""
@@ -293,5 +293,5 @@ def resolve_model(config: Config, other: Config) -> Config:
             "(leave `model` out to take its architecture)"
         )
     config = dataclasses.replace(config, model=other.model)
-    config_lib.check(config, where=config.train.init_from)
+    config_lib.check_config(config, where=config.train.init_from)
     return config

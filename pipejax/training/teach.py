@@ -70,9 +70,9 @@ def teach(
         decode, step = generator.config.decode, f"{'best ' if best else ''}step {generator.origin['step']}"
         way = f"{decode.beams} beams" if decode.beams > 1 else f"temperature {decode.temperature:g}"
         logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
-        sources = labels.read(generator, source)
+        sources = labels.read_unlabelled(generator, source)
         chosen = labels.choose_held_out(sources, held_out, config.train.seed)
-        labels.begin(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
+        labels.note_settings(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
         records = labels.answer(place, generator, source, sources)
         made = labels.part(sources, records, chosen, config)
         del generator  # training needs the room
@@ -80,7 +80,7 @@ def teach(
         logger.info(line)
     if code := fit(config, workdir, given={"train": made.train, "dev": made.held_out}):
         return code
-    found = measure(directory.path, made)
+    found = measure_agreement(directory.path, made)
     logger.info(
         f"{found['examples']} sources that were held out: exact-match F1 {found['em_f1']:.2f} with the checkpoint's "
         f"rows, {found['equal_answers']:.1f} % of the answers equal"
@@ -136,7 +136,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     return config
 
 
-def measure(run: Path, made: Labels) -> dict[str, object]:
+def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
     """The agreement of the run's newest step with the checkpoint on the sources that were held out.
 
     Returns:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipejax.apps.markup import count, escape
-from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, begin, column_of, time_axis, top_of
+from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, column_of, open_svg, time_axis, top_of
 from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
@@ -18,7 +18,7 @@ MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}  # colours are not f
 SAID = {"own": "written without a draft", "accepted": "accepted draft", "rejected": "rejected draft"}
 
 
-class Asked(NamedTuple):
+class RowCall(NamedTuple):
     """A row in a call, as in the trace of a record; drafts are texts."""
 
     row: int
@@ -40,7 +40,7 @@ class Mark:
     until: int | None = None  # the next call of which a rejected draft stands there
 
 
-def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
+def marks(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> list[Mark]:
     """The tokens that the calls wrote and those that they did not accept, in the order of the calls."""
     texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
     found: list[Mark] = []
@@ -63,7 +63,7 @@ def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
     return found
 
 
-def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+def facts_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     drafted = sum(len(one.drafted) for call in calls for one in call)
     accepted = sum(one.accepted for call in calls for one in call)
     share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
@@ -73,7 +73,7 @@ def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
     )
 
 
-def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     """All calls in one SVG, in which the page shows one after the other; as it stands it shows the last."""
     found, last = marks(grid, calls), len(calls)
     first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}  # call that asks a row
@@ -83,8 +83,8 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
     pitch, top = BOX + DRAFT + GAP, top_of(page=True)
     width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
     parts = [
-        begin(width, height, "calls-title"),
-        f'<title id="calls-title">{escape(facts(grid, calls))}; the table below says the same in words</title>',
+        open_svg(width, height, "calls-title"),
+        f'<title id="calls-title">{escape(facts_of_calls(grid, calls))}; the table below says the same in words</title>',
         *time_axis(columns - 1, column, top),
     ]
     for i in range(height_in_rows):
@@ -132,7 +132,7 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
     )
 
 
-def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+def table_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     said: dict[tuple[int, int, str], list[str]] = {}
     for mark in marks(grid, calls):
         said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)

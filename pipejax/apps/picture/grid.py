@@ -94,7 +94,7 @@ def svg(grid: Grid, *, page: bool = False) -> str:
     width = width_of(grid, page=page)
     bottom = top + grid.height * pitch
     parts = [
-        begin(width, bottom + 62, "picture-title picture-text"),
+        open_svg(width, bottom + 62, "picture-title picture-text"),
         f'<title id="picture-title">{escape(caption)}</title>',
         f'<desc id="picture-text">{escape(_describe(grid))}</desc>',
     ]
@@ -118,7 +118,7 @@ def svg(grid: Grid, *, page: bool = False) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def begin(width: int, height: int, labels: str) -> str:
+def open_svg(width: int, height: int, labels: str) -> str:
     """The start of an SVG that elements with these ids describe."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '

@@ -13,7 +13,7 @@ import numpy as np
 from pipejax import checkpoint as checkpoints
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Target, of_rows, shapes_of
+from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, ProbeTarget, choose_padding, of_rows
 from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, summary
 from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
@@ -48,7 +48,7 @@ class Found(Summary):
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProbeWork:
     """A checkpoint, the examples that it is asked about, and others that it may learn from first."""
 
     config: Config
@@ -56,8 +56,8 @@ class Work:
     step: int
     params_fp: str
     examples: Sequence[Example]
-    targets: Sequence[Target]  # of the examples
-    lessons: Sequence[Target]
+    targets: Sequence[ProbeTarget]  # of the examples
+    lessons: Sequence[ProbeTarget]
 
 
 def prepare(
@@ -69,7 +69,7 @@ def prepare(
     limit: int | None,
     most: int,
     overrides: Sequence[str],
-) -> Work:
+) -> ProbeWork:
     """Opens the checkpoint, reads and encodes the examples, and at `most` so many of `learned`; nothing is written."""
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
@@ -87,13 +87,13 @@ def prepare(
     if tokenizer is None:
         raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read text")
     method.check_text(tokenizer)
-    examples = _read(source, config)[:limit]
+    examples = _examples(source, config)[:limit]
     targets = _encode(source, examples, config, method, tokenizer)
     if not any(target.row.any() for target in targets):
         raise UserError(f"{source}: found one row in each of {len(targets)} answers; expected several in some")
-    lessons = list[Target]()
+    lessons = list[ProbeTarget]()
     if learned:
-        found = _read(learned, config)
+        found = _examples(learned, config)
         if len(found) > most:
             logger.info(f"{learned}: {most} of {len(found)} examples are drawn at random, to learn from")
             found = [found[i] for i in sorted(random.Random(config.train.seed).sample(range(len(found)), most))]
@@ -102,18 +102,18 @@ def prepare(
             logger.warning(f"{learned}: {both} of {len(found)} sources are measured, too: costs may be too low")
         lessons = _encode(learned, found, config, method, tokenizer)
     params_fp = digest(restored.arrays["params"])
-    return Work(config, restored.items["params"], restored.step, params_fp, examples, targets, lessons)
+    return ProbeWork(config, restored.items["params"], restored.step, params_fp, examples, targets, lessons)
 
 
-def _read(source: str, config: Config) -> Sequence[Example]:
+def _examples(source: str, config: Config) -> Sequence[Example]:
     task = config.data.task if config.data.task in OWN_FILES else "jsonl"
     return make_task(dataclasses.replace(config.data, task=task, test=source, split="")).examples("test")
 
 
 def _encode(
     source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
-) -> list[Target]:
-    model, targets = config.model, list[Target]()
+) -> list[ProbeTarget]:
+    model, targets = config.model, list[ProbeTarget]()
     assert model is not None
     ids = Ids.of(model)
     for example in examples:
@@ -130,19 +130,19 @@ def _encode(
     return targets
 
 
-def conditions(targets: Sequence[Target]) -> list[Condition]:
+def conditions(targets: Sequence[ProbeTarget]) -> list[Condition]:
     height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
     seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
     return seen + [Condition(WHOLE, row) for row in range(height)]
 
 
-def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
+def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summary:
     """Measures all examples, writes their lines, and gives their summary."""
     size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.records
     model, asked = work.config.model, conditions(work.targets)
     assert model is not None
     module = model.module(dtype=compute_dtype(work.config.decode.dtype))
-    meter = Meter(module, work.params, asked, shapes_of(work.targets, size, WINDOW), size)
+    meter = Meter(module, work.params, asked, choose_padding(work.targets, size, WINDOW), size)
     progress = Progress("measuring", len(work.targets), unit="example", start=begin)
     try:
         for first in range(begin, len(work.targets), size * WINDOW):
@@ -166,7 +166,7 @@ def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
         return summary(map(json.loads, lines))
 
 
-def settings_of(work: Work) -> Settings:
+def probe_settings(work: ProbeWork) -> Settings:
     """All that the lines depend on, but for how long the weights learned."""
     return {
         "input": _digest_of(work.targets, [example.id for example in work.examples]),
@@ -178,7 +178,7 @@ def settings_of(work: Work) -> Settings:
     }
 
 
-def _digest_of(targets: Sequence[Target], ids: Sequence[str] = ()) -> str:
+def _digest_of(targets: Sequence[ProbeTarget], ids: Sequence[str] = ()) -> str:
     found = hashlib.sha256(json.dumps([*ids]).encode())
     for target in targets:
         for array in (target.encoded.source, *target.encoded.target, target.row):
@@ -186,7 +186,7 @@ def _digest_of(targets: Sequence[Target], ids: Sequence[str] = ()) -> str:
     return found.hexdigest()
 
 
-def _line(example: Example, target: Target, found: np.ndarray) -> bytes:
+def _line(example: Example, target: ProbeTarget, found: np.ndarray) -> bytes:
     """The likelihoods f32 [C, N] of an example as JSON: by condition, row and token, and the costs without each row."""
     counts = target.encoded.target.weights > 0
     rows = [np.flatnonzero(counts & (target.row == row)) for row in range(int(target.row.max()) + 1)]

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable
 
-from pipejax.apps.serving.asked import Asked
+from pipejax.apps.serving.asked import ClientRequest
 from pipejax.apps.serving.counters import Counters
 from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.written import ObjectWriting, Piece, Writing
@@ -32,7 +32,7 @@ class Choice:
 
 
 class Completion:
-    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
+    def __init__(self, asked: ClientRequest, generator: Generator, engine: Engine, counters: Counters) -> None:
         """Asks the engine for all of them, or for none."""
         self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from pipejax import methods
 from pipejax.apps.serving import asked
 from pipejax.apps.serving.answering import Completion, told
-from pipejax.apps.serving.asked import Asked, Form
+from pipejax.apps.serving.asked import ClientRequest, Form
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
@@ -106,7 +106,7 @@ class Service:
                 raise Closed
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted: Asked = await _race(self._read(body, form), receive, begun + self.limits.seconds)
+            wanted: ClientRequest = await _race(self._read(body, form), receive, begun + self.limits.seconds)
             if wanted.unread and not self._told_of_turns:
                 self._told_of_turns = True
                 said = "no system message and no earlier turn (the first such request; later ones are not told)"
@@ -137,11 +137,11 @@ class Service:
     def is_warm(self) -> bool:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
-    async def _read(self, body: bytes, form: Form) -> Asked:
+    async def _read(self, body: bytes, form: Form) -> ClientRequest:
         """The request; a new schema is compiled in a thread that does nothing else, one at a time."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
-        given = await run(self._readers, asked.parse, body)
-        read = partial(asked.read, given, form, self.models, most=limits.answers, schemas=limits.schemas)
+        given = await run(self._readers, asked.parse_body, body)
+        read = partial(asked.read_request, given, form, self.models, most=limits.answers, schemas=limits.schemas)
         try:
             return await run(self._readers, partial(read, at_once=True))
         except Uncompiled:
@@ -190,7 +190,7 @@ class Service:
         return Response(self.counters.text(), media_type=CONTENT_TYPE)
 
 
-def make(service: Service) -> ASGIApp:
+def make_app(service: Service) -> ASGIApp:
     page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 

@@ -26,7 +26,9 @@ Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change no
 class Form:
     """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
 
-    read: Callable[[Object, str, Config], tuple[list[object], bool]]  # the sources, and whether some of it is not read
+    prompts: Callable[
+        [Object, str, Config], tuple[list[object], bool]
+    ]  # the sources, and whether some of it is not read
     source: str  # the field that holds them
     most_tokens: tuple[str, ...]  # fields of which one may bound the tokens of an answer
     more: tuple[str, ...]  # fields that not all routes have
@@ -44,7 +46,7 @@ STOPS, STOP_LENGTH = 4, 200  # texts, characters
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A request, read and checked; sample k of prompt i is choice i * n + k."""
 
     model: str  # its name
@@ -72,7 +74,7 @@ class Asked:
         return sum(len(source.content) for source in self.sources)
 
 
-def parse(body: bytes) -> dict[str, object]:
+def parse_body(body: bytes) -> dict[str, object]:
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -93,10 +95,10 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(
+def read_request(
     body: Object, form: Form, models: Mapping[str, Generator], *, most: int, schemas: bool, at_once: bool = False
-) -> Asked:
-    """The request in a body; the last three: see `app.Limits.answers` and `response_format.read`."""
+) -> ClientRequest:
+    """The request in a body; the last three: see `app.Limits.answers` and `response_format.apply_format`."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in [*given.items()]:
         if (neutral := form.neutral.get(name)) is not None:
@@ -139,14 +141,14 @@ def read(
         raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
     if options and not stream:
         raise unsuitable("stream_options", options, "none without stream")
-    prompts, unread = form.read(given, form.source, generator.config)
+    prompts, unread = form.prompts(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
-    under = response_format.read(given, generator, strategy, schemas=schemas, at_once=at_once)
+    under = response_format.apply_format(given, generator, strategy, schemas=schemas, at_once=at_once)
     bound = _most_tokens(given, form.most_tokens)
     row_tokens = response_format.row_tokens(under, strategy, *bound)
     sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
-    return Asked(
+    return ClientRequest(
         model=model,
         sources=sources,
         cut_tokens=cut,
@@ -287,7 +289,7 @@ _UNUSED = (
 )
 
 COMPLETIONS = Form(
-    read=_prompts,
+    prompts=_prompts,
     source="prompt",
     most_tokens=("max_tokens",),
     more=("n", "logprobs", "rows", "response_format"),
@@ -295,7 +297,7 @@ COMPLETIONS = Form(
     unused=("user",),
 )
 CHAT = Form(
-    read=messages.last,
+    prompts=messages.last,
     source="messages",
     most_tokens=("max_completion_tokens", "max_tokens"),
     more=("n", "rows", "response_format"),
@@ -312,7 +314,7 @@ CHAT = Form(
     unused=(*_UNUSED, "reasoning_effort", "verbosity", "prediction"),
 )
 RESPONSES = Form(
-    read=messages.last,
+    prompts=messages.last,
     source="input",
     most_tokens=("max_output_tokens",),
     more=("instructions", "text"),

@@ -25,14 +25,14 @@ def last(given: Object, field: str, config: Config) -> tuple[list[object], bool]
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     if not users:
         raise unsuitable(field, Shown("no message of a user"), "at least one: the last of them is the source")
-    text = _text(messages[users[-1]].get("content"), f"{field} {users[-1]}")
+    text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
     # A template of one field is filled by the text. One of several cannot be, so the text is the whole source then.
     fields = {*template_of(config).fields}
     unread = len(messages) > 1 or bool(given.get("instructions"))
     return [{fields.pop(): text} if len(fields) == 1 else text], unread
 
 
-def _text(content: object, place: str) -> str:
+def _text_of_parts(content: object, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

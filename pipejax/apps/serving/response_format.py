@@ -12,7 +12,7 @@ TYPES = "json_schema", "json_object", "text"
 FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema": Mapping, "strict": bool}
 
 
-def read(given: Object, generator: Generator, strategy: str, *, schemas: bool, at_once: bool) -> Generator:
+def apply_format(given: Object, generator: Generator, strategy: str, *, schemas: bool, at_once: bool) -> Generator:
     """The generator under the schema of a request, if `schemas` allows one, or as it is if the request has none."""
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
@@ -44,7 +44,7 @@ def read(given: Object, generator: Generator, strategy: str, *, schemas: bool, a
 
 
 def echo(given: Object) -> dict[str, object]:
-    """The format of a request that `read` took, as a response says it: the fields of OpenAI's, of their types."""
+    """The format that `apply_format` took, as a response says it: the fields of OpenAI's, of their types."""
     _, found = _format(given)
     if not isinstance(found, Mapping) or found["type"] == "text":
         return {"type": "text"}
