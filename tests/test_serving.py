@@ -21,7 +21,8 @@ from pipejax import checkpoint
 from pipejax.apps.serving import app, command
 from pipejax.apps.serving.written import Writing
 from pipejax.config import DataConfig
-from pipejax.data import PUBLISHED, make_task
+from pipejax.data import make_task
+from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import Growing
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled

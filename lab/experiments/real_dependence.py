@@ -26,7 +26,7 @@ from pipejax.apps.probe import measuring
 from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter, choose_padding
 from pipejax.apps.probe.summary import is_told, mean
 from pipejax.config import Config
-from pipejax.data import PUBLISHED
+from pipejax.data.papers import PUBLISHED
 from pipejax.system import cli
 from pipejax.system.files import write_text
 from pipejax.training import probe_command

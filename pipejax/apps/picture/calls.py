@@ -82,9 +82,10 @@ def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), min(columns, MOST))
     pitch, top = BOX + DRAFT + GAP, top_of(page=True)
     width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
+    said = facts_of_calls(grid, calls)
     parts = [
         open_svg(width, height, "calls-title"),
-        f'<title id="calls-title">{escape(facts_of_calls(grid, calls))}; the table below says the same in words</title>',
+        f'<title id="calls-title">{escape(said)}; the table below says the same in words</title>',
         *time_axis(columns - 1, column, top),
     ]
     for i in range(height_in_rows):
