@@ -16,7 +16,7 @@ from pipejax.config import (
     MeshConfig,
     T5Config,
     TrainConfig,
-    check_config,
+    check,
     flat,
     from_json,
     load,
@@ -204,9 +204,9 @@ def test_keys_of_a_model_that_is_not_there():
 
 def test_a_sequential_target_needs_a_separator():
     config = Config(data=DataConfig(separator=""))
-    check_config(config, where="here")
+    check(config, where="here")
     config = dataclasses.replace(config, train=TrainConfig(objective="sequential"))
-    assert refusal(check_config, config, where="here").startswith("here: data.separator: found nothing")
+    assert refusal(check, config, where="here").startswith("here: data.separator: found nothing")
 
 
 def test_types_are_checked_in_python_too():
@@ -219,11 +219,11 @@ def test_types_are_checked_in_python_too():
         ("data", {"train": Path("x")}, "here: data.train: found "),
     ):
         config = dataclasses.replace(CONFIG, **{section: dataclasses.replace(getattr(CONFIG, section), **values)})
-        assert refusal(check_config, config, where="here").startswith(message)
-    check_config(dataclasses.replace(CONFIG, train=TrainConfig(learning_rate=1)), where="here")  # an int is a number
+        assert refusal(check, config, where="here").startswith(message)
+    check(dataclasses.replace(CONFIG, train=TrainConfig(learning_rate=1)), where="here")  # an int is a number
     for section in (None, DataConfig(), {"delay": 1}):
         wrong = dataclasses.replace(CONFIG, grid=section)
-        assert refusal(check_config, wrong, where="here").startswith("here: grid: found ")
+        assert refusal(check, wrong, where="here").startswith("here: grid: found ")
 
 
 # JSON, as in a checkpoint's manifest.
@@ -338,10 +338,10 @@ def test_every_key_has_a_range_or_none_to_need():
 def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
     """The bounds themselves are within them."""
     named = Config(grid=GridConfig(sub_max=2, row_names=("a", "b")))
-    check_config(named, where="here")
+    check(named, where="here")
     with pytest.raises(UserError, match=r"here: grid\.row_names: found 2; expected at most grid\.sub_max = 1"):
-        check_config(dataclasses.replace(named, grid=GridConfig(sub_max=1, row_names=("a", "b"))), where="here")
+        check(dataclasses.replace(named, grid=GridConfig(sub_max=1, row_names=("a", "b"))), where="here")
     model = T5Config(vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_heads=1, num_layers=1, num_decoder_layers=1)
-    check_config(Config(model=model, decode=DecodeConfig(beams=4)), where="here")
+    check(Config(model=model, decode=DecodeConfig(beams=4)), where="here")
     with pytest.raises(UserError, match=r"decode\.beams: found 5; expected at most half of model\.vocab_size = 8"):
-        check_config(Config(model=model, decode=DecodeConfig(beams=5)), where="here")
+        check(Config(model=model, decode=DecodeConfig(beams=5)), where="here")

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 from nltk.stem.porter import PorterStemmer
 
-from pipejax.config import Config, DataConfig, check_config, override
+from pipejax.config import Config, DataConfig, check, override
 from pipejax.data import make_task
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example
@@ -132,7 +132,7 @@ def test_lines_of_old_macs_and_another_delimiter(tmp_path):
     assert [(e.source, e.targets, e.place[-2:]) for e in found] == expected
     for bad in ("ab", '"', "\n"):
         with pytest.raises(UserError, match=r"data\.csv_delimiter: found"):
-            check_config(Config(data=DataConfig(csv_delimiter=bad)), where="here")
+            check(Config(data=DataConfig(csv_delimiter=bad)), where="here")
     assert override(Config(), ["data.csv_delimiter=\t"]).data.csv_delimiter == "\t"
     with pytest.raises(UserError, match="found two characters; expected one"):
         override(Config(), [r"data.csv_delimiter=\t"])
@@ -360,7 +360,7 @@ def test_quotes_that_a_tsv_means_are_told(tmp_path, said):
     found = read(tmp_path, content, "a.tsv", csv_quotes="quote", **TARGETS)
     assert [e.source for e in found] == ['a "b"', "c\td", "e\nf"] and not said
     with pytest.raises(UserError, match=r"data\.csv_quotes: found 'on'; expected one of auto, quote, letters"):
-        check_config(Config(data=DataConfig(csv_quotes="on")), where="here")
+        check(Config(data=DataConfig(csv_quotes="on")), where="here")
 
 
 # Ids that a missing one made floats.
@@ -594,9 +594,9 @@ def test_records_of_no_file(tmp_path):
 
 
 def test_a_delimiter_is_needed_only_where_it_is_used():
-    check_config(Config(data=DataConfig(delimiter="")), where="here")
+    check(Config(data=DataConfig(delimiter="")), where="here")
     with pytest.raises(UserError, match=r"data\.delimiter: found nothing"):
-        check_config(Config(data=DataConfig(delimiter="", rows="delimiter")), where="here")
+        check(Config(data=DataConfig(delimiter="", rows="delimiter")), where="here")
 
 
 def test_the_metric_is_the_tasks_own_or_the_configs():

@@ -18,7 +18,7 @@ import pytest
 from pipejax import checkpoint, grid, methods
 from pipejax.apps.markup import escape
 from pipejax.apps.probe import likelihoods, measuring, page, summary
-from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, ProbeTarget, of_rows
+from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, of_rows
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo
 from pipejax.data.batches import collate
@@ -87,7 +87,7 @@ def drawn(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(3, WORDS) for _ in range(rng.randint(1, 6))] for _ in range(rng.randint(1, 5))]
 
 
-def sequential(rows: list[list[int]]) -> tuple[ProbeTarget, list[int]]:
+def sequential(rows: list[list[int]]) -> tuple[Parted, list[int]]:
     """Rows that a separator parts, and the tokens that end each of them."""
     ends = [SEPARATOR] * (len(rows) - 1) + [EOS]
     flat = grid.flatten([[t for row in rows for t in [*row, SEPARATOR]][:-1]], delay=1, bos=BOS, eos=EOS, final=False)
@@ -95,7 +95,7 @@ def sequential(rows: list[list[int]]) -> tuple[ProbeTarget, list[int]]:
     return of_rows(Encoded("", np.asarray([EOS], np.int32), flat, False, False), row), ends
 
 
-def measured(targets: Sequence[ProbeTarget], model: Any = None, params: Any = None) -> list[np.ndarray]:
+def measured(targets: Sequence[Parted], model: Any = None, params: Any = None) -> list[np.ndarray]:
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in targets])
     shapes = choose(lengths, size=3, group=2, pack=1, most=2, limit=(64, 64))
     meter, found = Meter(model or Counting(), params or {}, ALL, shapes, 3), dict[int, np.ndarray]()
@@ -334,7 +334,7 @@ def test_an_interrupted_probe_goes_on(run: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(measuring, "WINDOW", 3)
     calls, measure = list[int](), Meter.measure
 
-    def stopped(self: Meter, targets: Sequence[ProbeTarget]) -> list[np.ndarray]:
+    def stopped(self: Meter, targets: Sequence[Parted]) -> list[np.ndarray]:
         calls.append(len(targets))
         if len(calls) == 8:
             raise KeyboardInterrupt

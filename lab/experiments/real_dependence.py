@@ -23,7 +23,7 @@ from lab.experiments.probes import DELAYS, write_examples
 from lab.experiments.tables.bounds import read
 from pipejax import config as config_lib
 from pipejax.apps.probe import measuring
-from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter, choose_padding
+from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter, fit_shapes
 from pipejax.apps.probe.summary import is_told, mean
 from pipejax.config import Config
 from pipejax.data.papers import PUBLISHED
@@ -131,7 +131,7 @@ def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
         return found
     train(base, delay, run)
     work = measuring.prepare(str(run), str(workdir / "dev.jsonl"), None, best=False, limit=None, most=0, overrides=[])
-    shapes = choose_padding(work.targets, BATCH, group=1)
+    shapes = fit_shapes(work.targets, BATCH, group=1)
     assert work.config.model is not None
     # A condition hides what it does not let be seen, beside what the training hid already: that is its Δt.
     meter = Meter(work.config.model.module(), work.params, [Condition(WHOLE)], shapes, BATCH)

@@ -27,7 +27,7 @@ from pipejax.config.schema import (
     GridConfig,
     MeshConfig,
     TrainConfig,
-    check_config,
+    check,
 )
 from pipejax.model.t5_config import T5Config
 
@@ -49,7 +49,7 @@ __all__ = [
     "assignments",
     "backbone",
     "brings_backbone",
-    "check_config",
+    "check",
     "described",
     "find_class",
     "flat",

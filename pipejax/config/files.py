@@ -18,7 +18,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pipejax.config.schema import Config, check_config
+from pipejax.config.schema import Config, check
 from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError, first_line
@@ -81,7 +81,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         name = method if isinstance(method, str) else method.get("class")
         made_of = {"class": name} if isinstance(method, str) else method
         config = dataclasses.replace(config, method=_of_class(name, made_of) if name else None)
-    check_config(config, where=str(path))
+    check(config, where=str(path))
     return override(config, overrides, where=where)
 
 
@@ -89,7 +89,7 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
     """Applies overrides, left to right, and checks the result; `where` names them in errors."""
     for key, value, written in assignments(overrides, where):
         config = _assign(config, key.split("."), value, key, written=written)
-    check_config(config, where=where)
+    check(config, where=where)
     return config
 
 
@@ -223,7 +223,7 @@ def from_json(text: str | bytes, *, where: str) -> Config:
         with contextlib.suppress(UserError):  # whoever opens the run may bring the class along
             method = made(method)
     config = dataclasses.replace(config, method=method)
-    check_config(config, where=where)
+    check(config, where=where)
     return config
 
 

@@ -154,7 +154,7 @@ class Config:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
 
-def check_config(config: Config, *, where: str) -> None:
+def check(config: Config, *, where: str) -> None:
     """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
     check_fields(config, "", where)
 

@@ -191,7 +191,7 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
         )
     saved = config_lib.from_json(json.dumps(values.get("config")), where=f"{file}: config")
     config = dataclasses.replace(kept(saved), model=model)
-    config_lib.check_config(config, where=f"{file}: config")
+    config_lib.check(config, where=f"{file}: config")
     lines = [
         f"{file}: followed for objective ({config.train.objective}), grid, template, separator and decode settings"
     ]

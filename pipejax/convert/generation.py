@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax import methods
-from pipejax.config import Config, DecodeConfig, check_config
+from pipejax.config import Config, DecodeConfig, check
 from pipejax.convert.tensor_files import read_json
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
@@ -126,7 +126,7 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
             setting[ours] = float(value)
         try:
             changed = replace(decode, **setting)
-            check_config(Config(model=model, decode=changed), where="")
+            check(Config(model=model, decode=changed), where="")
         except UserError:  # out of our bounds
             lost.append(key)
         else:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from pipejax.checkpoint import Restored, check_place, open_run, require_free, save_params
 from pipejax.checkpoint.fingerprint import digest
-from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check_config, find_class
+from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
 from pipejax.convert import adapters, description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
@@ -298,7 +298,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
     files = dict.fromkeys(generation.IDS, file) | {key: place for key, (_, place) in ids.items()}
     model = backbone(**values)
     try:
-        check_config(Config(model=model), where="")
+        check(Config(model=model), where="")
     except UserError as error:
         problem = str(error).replace("model.", "").replace("feed_forward:", "feed_forward_proj:")
         problem = problem.replace("scale_head:", "scale_decoder_outputs or tie_word_embeddings:")

@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.apps.probe.likelihoods import (
-    Condition,
-    ProbeTarget,
-    choose_padding,
-    conditions_at_once,
-    likelihoods,
-    padded,
-)
+from pipejax.apps.probe.likelihoods import Condition, Parted, at_once, fit_shapes, likelihoods, padded
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.model.interface import Module
@@ -43,12 +36,7 @@ SAVED = 50  # updates; no more than these are lost
 
 
 def adapt(
-    config: Config,
-    params: Tree,
-    targets: Sequence[ProbeTarget],
-    conditions: Sequence[Condition],
-    updates: int,
-    place: Path,
+    config: Config, params: Tree, targets: Sequence[Parted], conditions: Sequence[Condition], updates: int, place: Path
 ) -> Tree:
     """The parameters after so many updates with the mean likelihood of all tokens under all conditions."""
     assert config.model is not None
@@ -59,7 +47,7 @@ def adapt(
     module = config.model.module(dtype=compute_dtype(train.dtype))
     program = jax.jit(partial(_update, module, optimizer), donate_argnums=(0, 1))
     size = min(BATCH, len(targets))
-    shapes = choose_padding(targets, size, group=1)
+    shapes = fit_shapes(targets, size, group=1)
 
     params = jax.tree.map(jnp.array, params)  # copies: an update takes the place of those that it is given
     items = {"params": params, "state": optimizer.init(params)}
@@ -72,7 +60,7 @@ def adapt(
         for number in range(begun, updates):
             chance = np.random.default_rng((train.seed, number))
             batch = padded([targets[i] for i in chance.choice(len(targets), size, replace=False)], shapes)
-            some = conditions_at_once(batch, conditions)
+            some = at_once(batch, conditions)
             drawn = chance.choice(np.asarray(conditions, np.int32), some, replace=False, shuffle=False)
             with precision(module.dtype):
                 items["params"], items["state"], loss = program(items["params"], items["state"], batch, *drawn.T)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -126,13 +127,13 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        samples = [
-            {"id": example.id, "gold": list(example.targets), "predicted": texts(record)}
+        samples: list[dict[str, Any]] = [
+            {"id": example.id, "gold": [*example.targets], "predicted": texts(record)}
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
-        for example, record in zip(self.examples[:SAMPLES], records, strict=False):
-            gold, predicted = (_short(few(rows)) or "(nothing)" for rows in ([*example.targets], texts(record)))
-            progress.line(f"  {example.id}: {predicted}  (expected: {gold})")
+        for sample in samples:
+            gold, predicted = (_short(few(sample[which])) or "(nothing)" for which in ("gold", "predicted"))
+            progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)

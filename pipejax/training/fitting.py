@@ -37,7 +37,7 @@ def train_run(
         raise UserError(f"config: found {shown(config)}; expected a Config, the path of one, or a dict of settings")
     if method is not None:
         config = dataclasses.replace(config, method=method)
-    config_lib.check_config(config, where="config")
+    config_lib.check(config, where="config")
     config = config_lib.override(config, overrides, where="overrides")
     given: dict[str, list[Example]] = {}
     for split, source in (("train", train), ("dev", dev)):

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
 from pipejax.apps.records import decode_file
 from pipejax.apps.unfinished import HASHED, Unfinished, flattened, settings_of
@@ -15,6 +15,7 @@ from pipejax.data.formats import read_records
 from pipejax.data.lines import read_file
 from pipejax.data.tables import Dialect
 from pipejax.data.text import normalized, sentences
+from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.methods import split_rows, tells_rows_apart
@@ -27,14 +28,6 @@ SETTINGS = "settings.json"  # the settings that the answers depend on, and the s
 # Of what a record depends on: the grid is the student's business, and answers are parted anew at every start.
 LATER = ("grid", "data.separator")
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
-
-
-class Answer(TypedDict):
-    """The part of a record that is learned from."""
-
-    text: str
-    truncated: str | None
-    steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +95,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
             )
 
 
-def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Answer]:
+def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Record]:
     """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept."""
     target = directory / ANSWERS
     if not target.is_file() or Unfinished(str(target), {}).path.exists():
@@ -119,7 +112,7 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
     for (place, record), source in zip(read_file(target), sources, strict=False):
         if record.get("id") != source.id or not isinstance(record.get("text"), str) or "truncated" not in record:
             raise UserError(f"{place}: found no answer to the source {source.id!r}; expected the lines in their order")
-        records.append(cast(Answer, record))
+        records.append(cast(Record, record))
     if len(records) < len(sources):
         raise UserError(
             f"{target}: found {len(records)} answers; expected {len(sources)}; without that file all are written anew"
@@ -127,7 +120,7 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
     return records
 
 
-def part(sources: Sequence[Source], records: Sequence[Answer], held_out: frozenset[int], config: Config) -> Labels:
+def part(sources: Sequence[Source], records: Sequence[Record], held_out: frozenset[int], config: Config) -> Labels:
     """Parts the answers into rows: at `data.separator`, or into sentences if it is blank.
 
     A truncated answer is left out, as its last row has no end. Of equal rows the first is kept: a decoder that repeats
@@ -139,7 +132,7 @@ def part(sources: Sequence[Source], records: Sequence[Answer], held_out: frozens
         if record["truncated"]:
             labels.counts["truncated"] += 1
             continue
-        text = record["text"]
+        text = record["text"] or ""
         parted = split_rows(text, separator) if tells_rows_apart(separator) else sentences(text)
         rows = [*dict.fromkeys(parted)]
         labels.counts["repeated"] += len(parted) - len(rows)
@@ -158,7 +151,7 @@ def part(sources: Sequence[Source], records: Sequence[Answer], held_out: frozens
             "--workdir, or a checkpoint whose answers end"
         )
     if all(len(example.targets) < 2 for example in labels.train):
-        shown = next((r["text"] for r in records if r["text"].strip()), "")[:80]
+        shown = next((text for record in records if (text := record["text"] or "").strip()), "")[:80]
         raise UserError(
             f"data.separator: found {separator!r}, at which no answer parts into rows (the first one: {shown!r}); "
             "expected what the checkpoint writes between rows"

@@ -73,7 +73,7 @@ def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
 
 
-def split_trained(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
+def partition(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
     """The trees of parameters that are trained and that are not."""
     flat = flatten_dict(params, sep="/")
     trained = {path: x for path, x in flat.items() if is_trained(path)}
@@ -81,5 +81,5 @@ def split_trained(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree
     return unflatten_dict(trained, sep="/"), unflatten_dict(fixed, sep="/")
 
 
-def join_trained(trained: Tree, fixed: Tree) -> Tree:
+def combine(trained: Tree, fixed: Tree) -> Tree:
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

@@ -293,5 +293,5 @@ def resolve_model(config: Config, other: Config) -> Config:
             "(leave `model` out to take its architecture)"
         )
     config = dataclasses.replace(config, model=other.model)
-    config_lib.check_config(config, where=config.train.init_from)
+    config_lib.check(config, where=config.train.init_from)
     return config

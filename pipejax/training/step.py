@@ -31,14 +31,7 @@ from pipejax.model.t5 import is_stock
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
-from pipejax.training.optimizer import (
-    join_trained,
-    learning_rate,
-    make_optimizer,
-    split_trained,
-    trained_paths,
-    updates_made,
-)
+from pipejax.training.optimizer import combine, learning_rate, make_optimizer, partition, trained_paths, updates_made
 
 with extra("train", "training"):
     import optax
@@ -141,12 +134,10 @@ def train_step(
     array. On a CPU, XLA works in the donated buffers inside a branch only. On a GPU a branch waits for the host; a
     choice is computed together with the update.
     """
-    trained, fixed = split_trained(state.params, is_trained)
+    trained, fixed = partition(state.params, is_trained)
 
     def summed(trained: Tree, part: Arrays, key: Array) -> tuple[Array, Array]:
-        return batch_loss(
-            model, place(join_trained(trained, fixed)), part, key if model.dropout else None, loss, position
-        )
+        return batch_loss(model, place(combine(trained, fixed)), part, key if model.dropout else None, loss, position)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -168,10 +159,10 @@ def train_step(
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
 
     def update(state: TrainState) -> TrainState:
-        trained, fixed = split_trained(state.params, is_trained)
+        trained, fixed = partition(state.params, is_trained)
         scaled = jax.tree.map(lambda x: x * factor, gradient)
         updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
-        return TrainState(join_trained(optax.apply_updates(trained, updates), fixed), optimizer_state)
+        return TrainState(combine(optax.apply_updates(trained, updates), fixed), optimizer_state)
 
     if branch:
         new = jax.lax.cond(good, update, lambda state: state, state)
@@ -234,7 +225,7 @@ class Trainer:
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Tree) -> Tree:
-        return split_trained(params, self._is_trained)[0]
+        return partition(params, self._is_trained)[0]
 
     def _shardings(self) -> TrainState:
         params = sharding.param_shardings(self.model.config, self.abstract.params, self.mesh)

@@ -13,7 +13,7 @@ import numpy as np
 from pipejax import checkpoint as checkpoints
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, ProbeTarget, choose_padding, of_rows
+from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows
 from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, summary
 from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
@@ -56,8 +56,8 @@ class ProbeWork:
     step: int
     params_fp: str
     examples: Sequence[Example]
-    targets: Sequence[ProbeTarget]  # of the examples
-    lessons: Sequence[ProbeTarget]
+    targets: Sequence[Parted]  # of the examples
+    lessons: Sequence[Parted]
 
 
 def prepare(
@@ -91,7 +91,7 @@ def prepare(
     targets = _encode(source, examples, config, method, tokenizer)
     if not any(target.row.any() for target in targets):
         raise UserError(f"{source}: found one row in each of {len(targets)} answers; expected several in some")
-    lessons = list[ProbeTarget]()
+    lessons = list[Parted]()
     if learned:
         found = _examples(learned, config)
         if len(found) > most:
@@ -112,8 +112,8 @@ def _examples(source: str, config: Config) -> Sequence[Example]:
 
 def _encode(
     source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
-) -> list[ProbeTarget]:
-    model, targets = config.model, list[ProbeTarget]()
+) -> list[Parted]:
+    model, targets = config.model, list[Parted]()
     assert model is not None
     ids = Ids.of(model)
     for example in examples:
@@ -130,7 +130,7 @@ def _encode(
     return targets
 
 
-def conditions(targets: Sequence[ProbeTarget]) -> list[Condition]:
+def conditions(targets: Sequence[Parted]) -> list[Condition]:
     height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
     seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
     return seen + [Condition(WHOLE, row) for row in range(height)]
@@ -142,7 +142,7 @@ def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summ
     model, asked = work.config.model, conditions(work.targets)
     assert model is not None
     module = model.module(dtype=compute_dtype(work.config.decode.dtype))
-    meter = Meter(module, work.params, asked, choose_padding(work.targets, size, WINDOW), size)
+    meter = Meter(module, work.params, asked, fit_shapes(work.targets, size, WINDOW), size)
     progress = Progress("measuring", len(work.targets), unit="example", start=begin)
     try:
         for first in range(begin, len(work.targets), size * WINDOW):
@@ -178,7 +178,7 @@ def probe_settings(work: ProbeWork) -> Settings:
     }
 
 
-def _digest_of(targets: Sequence[ProbeTarget], ids: Sequence[str] = ()) -> str:
+def _digest_of(targets: Sequence[Parted], ids: Sequence[str] = ()) -> str:
     found = hashlib.sha256(json.dumps([*ids]).encode())
     for target in targets:
         for array in (target.encoded.source, *target.encoded.target, target.row):
@@ -186,7 +186,7 @@ def _digest_of(targets: Sequence[ProbeTarget], ids: Sequence[str] = ()) -> str:
     return found.hexdigest()
 
 
-def _line(example: Example, target: ProbeTarget, found: np.ndarray) -> bytes:
+def _line(example: Example, target: Parted, found: np.ndarray) -> bytes:
     """The likelihoods f32 [C, N] of an example as JSON: by condition, row and token, and the costs without each row."""
     counts = target.encoded.target.weights > 0
     rows = [np.flatnonzero(counts & (target.row == row)) for row in range(int(target.row.max()) + 1)]
