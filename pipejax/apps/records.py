@@ -23,7 +23,6 @@ from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -118,11 +117,9 @@ def decode_file(
         bad.end(report.examples // config.decode.samples)
         if not report.examples:
             raise UserError("standard input: found no lines; expected at least one source")
-    if target != STANDARD:
-        sync_output(Path(target))
     if target != table:
         record_tables.write_table(Path(target), table)
-    output.end()  # only now: what is lost of an output that says it is complete is lost for good
+    output.end()
     for line in report.lines(method):
         logger.info(f"{name}: {line}")
     return report

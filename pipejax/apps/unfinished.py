@@ -17,7 +17,7 @@ from pipejax.inference.sources import Source
 from pipejax.model.precision import compute_dtype
 from pipejax.system import streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync, write_text, writing
+from pipejax.system.files import sync, sync_output, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,8 @@ class Unfinished:
             self._out.close()
 
     def end(self) -> None:
+        """Only for what is complete: what is lost of an output that says so is lost for good."""
+        sync_output(Path(self.target))
         if self.settings is not None:
             self.path.unlink(missing_ok=True)
             sync(self.path.parent)

@@ -28,7 +28,6 @@ from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
 from pipejax.system import Tree, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -160,7 +159,6 @@ def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summ
     finally:
         progress.close()
         unfinished.close()
-    sync_output(output)
     unfinished.end()
     with output.open(encoding="utf-8") as lines:
         return summary(map(json.loads, lines))
