@@ -39,7 +39,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.training import labels
+from pipejax.training import teach
 from support import oracle
 from support.tiny import MODEL
 
@@ -505,7 +505,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
     note.write_text(json.dumps(settings))
-    seen, sync_output = [], records.sync_output
+    seen, sync_output = [], unfinished.sync_output
 
     def killed(place):
         seen.append(json.loads(note.read_text()))
@@ -520,7 +520,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
         seen.append(json.loads(note.read_text()))
         sync_output(path)
 
-    monkeypatch.setattr(records, "sync_output", synced)
+    monkeypatch.setattr(unfinished, "sync_output", synced)
     work()
     assert seen[1:] == [settings] and not note.exists() and target.read_bytes() == b"".join(lines)
 
@@ -645,12 +645,12 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
     checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)
     assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
-    assert labels.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
+    assert teach.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
     (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
     table = str(tmp_path / "in.csv")
     for read in (
         lambda own: records._check_whole(own, table, "sequential", bad),
-        lambda own: labels.read_unlabelled(own, table),
+        lambda own: teach.read_unlabelled(own, table),
     ):
         with pytest.raises(UserError, match=r"in\.csv:5: found a quote that encloses .* rows in lines 5 to 32"):
             read(generator)

@@ -193,7 +193,7 @@ ROOMS_APART = {
     "picture": (("apps.picture*",), {"__main__"}),
     "probe": (("apps.probe*", "training.probe_command", "training.adaptation"), {"__main__"}),
     "bulk": (("apps.bulk*", "apps.ray_pool", "apps.shards"), {"__main__"}),
-    "teach": (("training.teach*", "training.labels"), {"__main__"}),
+    "teach": (("training.teach*",), {"__main__"}),
     "papers": (("data.papers", "data.published", "data.builders", "data.manual"), {"data", "data.__main__"}),
     "push": (("convert.push",), {"__main__"}),
 }
