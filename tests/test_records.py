@@ -29,7 +29,7 @@ import pytest
 import decode
 import pipejax
 from pipejax import checkpoint
-from pipejax.apps import record_tables, records, unfinished
+from pipejax.apps import records, unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.lines import BadLines
@@ -680,7 +680,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_tables, "new_file", full)
+        patch.setattr(records, "new_file", full)
         with pytest.raises(UserError, match=r"out\.csv: cannot be written .No space.*; .*out\.csv\.records has"):
             work(True)
     assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 4 and note.exists()
@@ -698,9 +698,9 @@ def test_cells_of_a_table_come_back_as_they_are(tmp_path):
     texts = ["a\rb", "a\nb", "a\r\nb", 'a"b', "a,b\tc", "é"]
     values = [{"id": text, "text": text, "repeated": [i]} for i, text in enumerate(texts)]
     for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("a.parquet", "")):
-        lines = Path(record_tables.lines_for(str(tmp_path / name)))
+        lines = Path(records.lines_for(str(tmp_path / name)))
         lines.write_text(as_lines(values))
-        record_tables.write_table(lines, str(tmp_path / name))
+        records.write_table(lines, str(tmp_path / name))
         if delimiter:
             with (tmp_path / name).open(newline="") as file:
                 found = list(csv.DictReader(file, delimiter=delimiter))

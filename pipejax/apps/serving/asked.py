@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pipejax import methods
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
-from pipejax.config import Config, DecodeConfig
+from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object, kind
 from pipejax.decoding import Sampling
@@ -107,12 +107,16 @@ def read_request(
     if not isinstance(model, str) or model not in models:
         raise unknown_model(model, models)
     generator = models[model]
-    sampling = _sampling(given, generator.config.decode)
+    decode = generator.config.decode
+    temperature = _number(given, "temperature", decode.temperature, least=0.0, most=100.0)
+    top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
+    if top_p == 0:
+        raise unsuitable("top_p", given["top_p"], "a number above 0, at most 1")
     n = _whole(given, "n", 1, least=1, most=most)
-    if n > 1 and sampling.temperature == 0:
+    if n > 1 and temperature == 0:
         raise unsuitable("n", n, "1 at temperature 0, where all answers are the same")
     logprobs = _whole(given, "logprobs", -1, least=0, most=1) if "logprobs" in given else None
-    if logprobs and sampling.temperature > 0:
+    if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
     strategy = given.get("strategy", generator.default_strategy)
     served = methods.able(generator.config, "serve")
@@ -142,7 +146,12 @@ def read_request(
         sources=sources,
         cut_tokens=cut,
         strategy=strategy,
-        sampling=sampling,
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
+            top_p=top_p,
+            seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
+        ),
         n=n,
         max_tokens=bound[1] if row_tokens is None else None,
         row_tokens=row_tokens,
@@ -179,18 +188,6 @@ def _supported(body: Object, form: Form) -> Object:
             hint = f' (did you mean "{guess[0]}"?)' if guess else ""
             raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(form.fields)}{hint}")
     return given
-
-
-def _sampling(given: Object, decode: DecodeConfig) -> Sampling:
-    top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
-    if top_p == 0:
-        raise unsuitable("top_p", given["top_p"], "a number above 0, at most 1")
-    return Sampling(
-        temperature=_number(given, "temperature", decode.temperature, least=0.0, most=100.0),
-        top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
-        top_p=top_p,
-        seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
-    )
 
 
 def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
