@@ -132,7 +132,8 @@ class Examiner:
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
         for sample in samples:
-            gold, predicted = (_short(few(sample[which])) or "(nothing)" for which in ("gold", "predicted"))
+            shown = (textwrap.shorten(few(sample[which]), 200, placeholder=" ...") for which in ("gold", "predicted"))
+            gold, predicted = (text or "(nothing)" for text in shown)
             progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
@@ -157,7 +158,3 @@ class Examiner:
             sums.append(jax.device_get(self.loss(params, batch.arrays)))
         totals, counts = np.asarray(sums, np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))
-
-
-def _short(text: str) -> str:
-    return textwrap.shorten(text, 200, placeholder=" ...")

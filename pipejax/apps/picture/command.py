@@ -16,6 +16,7 @@ from pipejax.data.lines import Object
 from pipejax.inference.sources import of_record
 from pipejax.system.cli import Parser, note
 from pipejax.system.errors import UserError
+from pipejax.system.files import writing
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,10 +76,8 @@ def main(argv: Sequence[str]) -> int:
         doubt += unknown
         source = source if isinstance(source, str) else ""
         drawn = html(grid, calls=calls, texts=texts, source=source, title=f"Record {name}")
-    try:
+    with writing(output):
         output.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror})") from error
     note("; ".join([f"{output}: record {name}, drawn at Δt = {delay}", *said, *doubt]))
     return 0
 

@@ -9,22 +9,17 @@ from pipejax.apps.markup import escape
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
 
 
+_WIDTHS = {**dict.fromkeys("iljtfrI.,:;'|!()[] ", 0.34), **dict.fromkeys("mwMW@%—", 0.95)}  # in sizes of the font
+
+
 def text_width(text: str) -> float:
     """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
-    return sum(
-        0.0
-        if unicodedata.combining(c)
-        else 1.0
-        if unicodedata.east_asian_width(c) in "WF"
-        else 0.34
-        if c in "iljtfrI.,:;'|!()[] "
-        else 0.95
-        if c in "mwMW@%—"
-        else 0.7
-        if c.isupper()
-        else 0.62
+    widths = (
+        1.0 if unicodedata.east_asian_width(c) in "WF" else _WIDTHS.get(c, 0.7 if c.isupper() else 0.62)
         for c in text
+        if not unicodedata.combining(c)
     )
+    return sum(widths)
 
 
 def shorten(text: str, room: float) -> str:
