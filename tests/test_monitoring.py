@@ -1,5 +1,6 @@
 """What is seen of a training run: clocks, log lines, steps that are left out, curves elsewhere."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -263,6 +264,36 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
     assert len(losses) == 3
     for step, loss in losses.items():
         assert abs(found["train/loss", step] - loss) < 1e-5 * loss
+
+
+@pytest.mark.parametrize("count, expected", [(0, []), (2, [("begins", 5), ("ends", 7)]), (9, [("begins", 5)])])
+def test_a_profile_begins_with_the_third_step_and_has_as_many_as_asked_for(monkeypatch, tmp_path, count, expected):
+    """Of a run that goes on at step 3; steps are counted when they are made."""
+    seen = []
+
+    @contextlib.contextmanager
+    def trace(directory):
+        assert directory == tmp_path / "profile"
+        seen.append(("begins", run.step))
+        yield
+        seen.append(("ends", run.step))
+
+    monkeypatch.setattr(loop.jax.profiler, "trace", trace)
+    monkeypatch.setattr(loop.sharding, "put_batch", lambda arrays, mesh: arrays)
+    run = loop.Run.__new__(loop.Run)
+    run.step, run.saved, run.state, run.config = 3, 3, None, CONFIG
+    run.batches, run.store = iter([types.SimpleNamespace(arrays={})] * 6), types.SimpleNamespace(settle=lambda: True)
+    run.directory = types.SimpleNamespace(path=tmp_path)
+    run.window = types.SimpleNamespace(settle=lambda: None, add=lambda *given: None)
+    run.shapes, run.evaluates = types.SimpleNamespace(in_use=lambda step: []), False
+    run.trainer = types.SimpleNamespace(mesh=None, prepare=lambda pairs: None, dropout_key=lambda step: step)
+    run._program, run.clock = lambda batch: lambda state, arrays, key: (state, {}), Clock()
+    run.trace_steps(count)
+    for _ in range(6):
+        run.make_step()
+    assert seen == expected
+    run.profile.close()  # as an error does
+    assert len(seen) in (0, 2)
 
 
 def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):

@@ -253,7 +253,8 @@ def _set_own(config: Config, key: str, value: object) -> Config:
         if old is None and key == "model":  # that of `train.init_from`
             return config
         value = _of_class(value, {"class": ""} if old is None else described(old, key), key)
-    return dataclasses.replace(config, **{key: value or None})
+    changed: dict[str, Any] = {key: value or None}
+    return dataclasses.replace(config, **changed)
 
 
 def _assign(node: _Section, keys: list[str], value: object, full: str, *, written: bool) -> _Section:

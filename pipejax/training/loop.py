@@ -179,10 +179,13 @@ class Run:
         self.progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=shown)
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
-        first = start.step + 2
-        self.profile, self.profiled = contextlib.ExitStack(), range(first, first + profile)  # steps
+        self.trace_steps(profile)
         self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
         self.note = ""
+
+    def trace_steps(self, count: int) -> None:
+        """Has so many steps traced, from the third that is made on."""
+        self.profile, self.profiled = contextlib.ExitStack(), range(self.step + 2, self.step + 2 + count)
 
     def is_over(self) -> bool:
         """Whether no step is left, or the run is to stop here; all processes ask alike."""
