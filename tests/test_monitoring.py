@@ -26,7 +26,7 @@ from pipejax.metrics import score as scores_of
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training import costs, loop, start
+from pipejax.training import costs, examiner, loop, start
 from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
@@ -294,6 +294,30 @@ def test_a_profile_begins_with_the_third_step_and_has_as_many_as_asked_for(monke
     assert seen == expected
     run.profile.close()  # as an error does
     assert len(seen) in (0, 2)
+
+
+def test_an_evaluation_shows_its_first_documents(monkeypatch):
+    """What was predicted and expected, a line each; in the log all rows."""
+    made, lines, logged = examiner.Examiner.__new__(examiner.Examiner), [], []
+    rows = [["a"] * 9, [], ["b"], ["c"]]
+    made.examples = [Example(str(i), "s", tuple(gold)) for i, gold in enumerate([["x"], ["y"], [], ["z"]])]
+    made.config = made_config = CONFIG
+    programs = types.SimpleNamespace(set_params=lambda params: None, forget_params=lambda: None)
+    made.generator = types.SimpleNamespace(programs=programs, config=made_config)
+    made.best, made.write, made.highest, made.without_better = None, logged.append, [0.0, 0.0], 0
+    made._dev_loss = lambda params, stopped: 1.0
+    records = [{"rows": one} for one in rows]
+    found = {"metric": "exact", "em_f1": 1.0, "steps": 2.0}
+    monkeypatch.setattr(examiner, "evaluate", lambda *given, **more: (found, records))
+    monkeypatch.setattr(examiner, "texts", lambda record: record["rows"])
+    assert made.evaluate(3, {}, types.SimpleNamespace(line=lines.append), lambda: False)
+    assert lines[0].startswith("step 3: dev loss 1.0000, ")
+    assert lines[1:] == [
+        "  0: a, a, a, a, a, a, a, a and 1 more  (expected: x)",
+        "  1: (nothing)  (expected: y)",
+        "  2: b  (expected: (nothing))",
+    ]
+    assert [sample["predicted"] for sample in logged[0]["samples"]] == rows[:3]
 
 
 def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):

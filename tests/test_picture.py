@@ -123,6 +123,11 @@ def test_svg_places_cells_by_time_and_row() -> None:
     assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(grid)))
 
 
+def test_widths_of_letters() -> None:
+    assert text_width("i") < text_width("a") < text_width("A") < text_width("m") < text_width("漢")
+    assert text_width("e\u0301") == text_width("e")  # an accent of its own takes no room
+
+
 @pytest.mark.parametrize("rows, steps", [(20, 50), (1, 1), (1, 120), (40, 3)])
 def test_svg_keeps_everything_inside_and_apart(rows: int, steps: int) -> None:
     rng = random.Random(0)

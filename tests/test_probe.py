@@ -18,7 +18,7 @@ import pytest
 from pipejax import checkpoint, grid, methods
 from pipejax.apps.markup import escape
 from pipejax.apps.probe import likelihoods, measuring, page, summary
-from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, of_rows
+from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows, padded
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo
 from pipejax.data.batches import collate
@@ -264,6 +264,20 @@ def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: P
     work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=100, overrides=rows)
     assert [example.source for example in work.examples] == measured
     assert any(line.endswith("more.jsonl: 4 of 5 sources are measured, too: costs may be too low") for line in said)
+    few = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=4, overrides=rows)
+    drawn = [lesson.encoded.source.tolist() for lesson in few.lessons]
+    every = [lesson.encoded.source.tolist() for lesson in work.lessons]
+    assert len(drawn) == 4 and drawn == [source for source in every if source in drawn]
+
+
+def test_padded_sizes_have_room_for_each_side() -> None:
+    flat = grid.flatten([[5]], delay=1, bos=BOS, eos=EOS)
+    long = Encoded("", np.full(40, 5, np.int32), flat, False, False)
+    shapes = fit_shapes([of_rows(long, flat.row)] * 3, 2, group=1)
+    sizes = {
+        name: array.shape[1] for name, array in padded([of_rows(long, flat.row)], shapes).items() if array.ndim > 1
+    }
+    assert sizes["source"] >= 40 > sizes["inputs"] >= len(flat.row)
 
 
 # The command.

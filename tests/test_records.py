@@ -689,6 +689,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
     with pytest.raises(UserError, match=r"--resume: .*out\.csv: is complete; expected .*out\.csv\.records"):
         records.check_paths(str(source), str(target), resume=True)
+    records.check_paths(str(source), str(tmp_path / "new.csv"), resume=True)  # where nothing is, it begins
     work(False)
     assert target.read_bytes() == made and made.count(b"\n") == 5
 
