@@ -272,12 +272,12 @@ def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: P
 
 def test_padded_sizes_have_room_for_each_side() -> None:
     flat = grid.flatten([[5]], delay=1, bos=BOS, eos=EOS)
-    long = Encoded("", np.full(40, 5, np.int32), flat, False, False)
+    long = Encoded("", np.full(41, 5, np.int32), flat, False, False)
     shapes = fit_shapes([of_rows(long, flat.row)] * 3, 2, group=1)
     sizes = {
         name: array.shape[1] for name, array in padded([of_rows(long, flat.row)], shapes).items() if array.ndim > 1
     }
-    assert sizes["source"] >= 40 > sizes["inputs"] >= len(flat.row)
+    assert sizes["source"] >= 41 > sizes["inputs"] >= len(flat.row) and shapes.limit == (41, len(flat.row))
 
 
 # The command.
