@@ -62,43 +62,39 @@ def fit(
     methods.check_training(config)
     environment.check()
     examples = Examples.of(config, given)
-    stop = Stop()
-    try:
-        with RunDirectory(workdir) as directory:
-            place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
-            store = Store(place, keep=keep, keep_every=every, writable=True)
-            start = start_run(config, directory, store, examples.fingerprints)
-            if start.step:
-                store.retire(start.step)
-            # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
-            # in it the log lacks it.
-            configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
-            owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
-            if start.step >= config.train.steps and not owed:
-                store.close()
-                directory.finish(_last_line("end", start.step, start.state.params, {}))
-                wanted = f"train.steps = {config.train.steps}"
-                logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
-                return 0
-            with distributed.together(UserError):
-                trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
-            examples = dataclasses.replace(examples, train=trained)
-            with Run(start, examples, directory, store, stop, profile=profile) as run:
-                if owed:
+    with contextlib.closing(Stop()) as stop, RunDirectory(workdir) as directory:
+        place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
+        store = Store(place, keep=keep, keep_every=every, writable=True)
+        start = start_run(config, directory, store, examples.fingerprints)
+        if start.step:
+            store.retire(start.step)
+        # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
+        # in it the log lacks it.
+        configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
+        owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
+        if start.step >= config.train.steps and not owed:
+            store.close()
+            directory.finish(_last_line("end", start.step, start.state.params, {}))
+            wanted = f"train.steps = {config.train.steps}"
+            logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
+            return 0
+        with distributed.together(UserError):
+            trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
+        examples = dataclasses.replace(examples, train=trained)
+        with Run(start, examples, directory, store, stop, profile=profile) as run:
+            if owed:
+                run.evaluate()
+            while not run.is_over():
+                run.make_step()
+                # The log before the checkpoint: a run that resumes there must not log this step twice.
+                run.log_if_due()
+                # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
+                if run.evaluation_is_due():
                     run.evaluate()
-                while not run.is_over():
-                    run.make_step()
-                    # The log before the checkpoint: a run that resumes there must not log this step twice.
-                    run.log_if_due()
-                    # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
-                    if run.evaluation_is_due():
-                        run.evaluate()
-                    run.save_if_due()
-                    run.progress.add(1, run.note)
-                run.log_the_rest()
-            return run.end()
-    finally:
-        stop.restore()
+                run.save_if_due()
+                run.progress.add(1, run.note)
+            run.log_the_rest()
+        return run.end()
 
 
 @dataclasses.dataclass(frozen=True)

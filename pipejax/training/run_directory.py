@@ -184,8 +184,7 @@ class RunDirectory:
 
     def has(self, event: str, step: int) -> bool:
         """Whether the log has such a line of that step; all processes are told what the first one finds."""
-        found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._log())
-        return distributed.same(found)
+        return distributed.same(any(values["step"] == step for values in self.logged(event)))
 
     def finish(self, last: Line) -> None:
         """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""

@@ -25,7 +25,7 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            self.restore()
+            self.close()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt("again: ended without a checkpoint; the same command goes on from the last one")
             signal.raise_signal(number)
@@ -38,6 +38,6 @@ class Stop:
             logger.info(f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second one ends it at once")
         return self.agreed > 0
 
-    def restore(self) -> None:
+    def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
