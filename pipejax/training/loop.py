@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -272,9 +271,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Ends the work beside the steps; after an error also the save under way, the bar and the trackers."""
         if error is None:
             self.exchange.close()
