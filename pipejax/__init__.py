@@ -97,7 +97,7 @@ def fit(
       KeyboardInterrupt: after Ctrl-C, once a checkpoint is written. After SIGTERM that is a SystemExit.
     """
     _begin()
-    from pipejax.training.fitting import fit as train_run
+    from pipejax.training.fitting import train_run
 
     return train_run(config, workdir, train=train, dev=dev, overrides=overrides, method=method)
 

@@ -65,7 +65,7 @@ def check_method(
         runs["drafts"] = generator.decode(listed, batch_size=1, draft="source", draft_tokens=2)
     if {"stream", "serve"} & can:
         runs["stream"] = _streamed(generator, method, checked[:sources])
-    sure = _compare(model, params, method, checked, runs, method)
+    sure = _compare_records(model, params, method, checked, runs, method)
     return f"{type(method).__name__}: {whole} layouts and {sure} answers are as computed anew ({', '.join(runs)})"
 
 
@@ -96,7 +96,7 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
     given = [[*_draw(rng, config, LONGEST - 1), config.eos_token_id] for _ in range(sources)]
     records = generator.decode(given, batch_size=4, strategy=method.name)
     checked = [generator.source(ids, "source", i) for i, ids in enumerate(given)]
-    sure = _compare(config, params, method, checked, {"step": records}, config)
+    sure = _compare_records(config, params, method, checked, {"step": records}, config)
     return f"{name}: {len(shapes)} parameters, and {sure} answers are as computed anew"
 
 
@@ -204,7 +204,7 @@ def recompute(
     return decoded, log_probs, min(margins)
 
 
-def _compare(
+def _compare_records(
     model: Backbone, params: Tree, method: Method, given: Sequence[Source], runs: dict[str, list[Any]], owner: object
 ) -> int:
     """Compares the records of each run with `recompute`; gives the number of answers that rounding cannot change."""

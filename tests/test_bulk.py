@@ -69,10 +69,10 @@ class Serial:
     def __init__(self, killed_after: int = 1000) -> None:
         self.killed_after, self.asked = killed_after, list[str]()
 
-    def ask(self, work: bulk.Work) -> dict[str, Any]:
+    def ask(self, work: bulk.BulkWork) -> dict[str, Any]:
         return bulk.caught(bulk.describe, work)
 
-    def map(self, work: bulk.Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+    def map(self, work: bulk.BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
         worker = bulk.Worker(work)
         for number, (name, block) in enumerate(blocks):
             if number == self.killed_after:
@@ -96,8 +96,8 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         killed_after: int = 1000,
         skip_bad: bool = False,
     ) -> Serial:
-        pool, files = Serial(killed_after), bulk.find(patterns)
-        work = bulk.Work(str(trained), str(tmp_path / "out"), str(tmp_path), overrides=overrides, skip_bad=skip_bad)
+        pool, files = Serial(killed_after), bulk.match_files(patterns)
+        work = bulk.BulkWork(str(trained), str(tmp_path / "out"), str(tmp_path), overrides=overrides, skip_bad=skip_bad)
         bulk.decode_files(work, files, Output(Path("out")), pool, block=block)
         return pool
 

@@ -10,7 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax.config import DataConfig
-from pipejax.data import PUBLISHED, make_task
+from pipejax.data import make_task
+from pipejax.data.papers import PUBLISHED
 from pipejax.inference.generator import Generator
 from pipejax.inference.wishes import seed_of
 from support import oracle, tiny

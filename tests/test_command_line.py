@@ -243,7 +243,7 @@ def test_a_second_interrupt_says_that_nothing_was_saved(
         with pytest.raises(KeyboardInterrupt) as ended:
             signal.raise_signal(signal.SIGINT)
     finally:
-        stop.restore()
+        stop.close()
     assert cli.explain(ended.value, debug=False) == cli.EXIT_INTERRUPTED
     said = "interrupted again: ended without a checkpoint; the same command goes on from the last one"
     assert capsys.readouterr().err.strip() == said

@@ -138,7 +138,7 @@ def test_decoding_imports_no_more_than_it_needs(here: Path) -> None:
 def test_a_worker_reads_its_block_first(here: Path) -> None:
     write(here / "in.jsonl", BAD["blank"][0])
     (block,) = cut("in.jsonl", 1000)
-    work = bulk.Work(checkpoint=str(here / "run"), output=str(here / "out"), root=str(here), run="x")
+    work = bulk.BulkWork(checkpoint=str(here / "run"), output=str(here / "out"), root=str(here), run="x")
     work = dataclasses.replace(work, settings=bulk.describe(work)["settings"])
     (here / "out" / "shards").mkdir(parents=True)
     said = bulk.Worker(work)("000000.jsonl", block)

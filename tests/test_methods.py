@@ -176,7 +176,9 @@ def test_a_request_is_not_answered_otherwise(more: dict[str, Any], line: str) ->
     made = Generator(Config(model=FEW_WORDS, method=Modest(width=5), grid=GridConfig(delay=0)), PARAMS, None)
     engine = Engine(made, places=1, queue=1)
     limits = app.Limits(body=4000, seconds=20, answers=1)
-    client = TestClient(app.make(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False)
+    client = TestClient(
+        app.make_app(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False
+    )
     reply = client.post("/v1/completions", json={"prompt": [5, 1], **more})
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(line), reply.text
     assert client.post("/v1/completions", json={"prompt": [5, 1], "max_tokens": 1}).status_code == 200
@@ -188,7 +190,9 @@ def test_models_are_shown_whatever_is_set() -> None:
     made = Generator(change(CONFIG, decode={"beams": 2, "scores": False}), PARAMS, None)
     limits = app.Limits(body=4000, seconds=20, answers=1)
     engine: Any = ScriptedEngine(made)
-    client = TestClient(app.make(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False)
+    client = TestClient(
+        app.make_app(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False
+    )
     assert client.get("/v1/models/tiny").json()["strategies"] == []
     assert methods.able(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
 
@@ -351,7 +355,7 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
 
     # In bulk and as a program, by the run alone.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
-    found = bulk.caught(bulk.describe, bulk.Work(str(whole), str(tmp_path / "out"), str(tmp_path)))
+    found = bulk.caught(bulk.describe, bulk.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path)))
     assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
@@ -438,7 +442,7 @@ def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
     run: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # as a process of a cluster
-    described = bulk.describe(bulk.Work(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
+    described = bulk.describe(bulk.BulkWork(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
     assert described["settings"]["method"]["rows"] == 2 and not described["doubts"]
     opened = pipejax.load(run, overrides=[BROUGHT])
     assert opened.config.method.rows == 2 and opened.default_strategy == "brought"

@@ -1,5 +1,6 @@
 """What is seen of a training run: clocks, log lines, steps that are left out, curves elsewhere."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -25,7 +26,7 @@ from pipejax.metrics import score as scores_of
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training import costs, loop, start
+from pipejax.training import costs, examiner, loop, start
 from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
@@ -265,6 +266,60 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
         assert abs(found["train/loss", step] - loss) < 1e-5 * loss
 
 
+@pytest.mark.parametrize("count, expected", [(0, []), (2, [("begins", 5), ("ends", 7)]), (9, [("begins", 5)])])
+def test_a_profile_begins_with_the_third_step_and_has_as_many_as_asked_for(monkeypatch, tmp_path, count, expected):
+    """Of a run that goes on at step 3; steps are counted when they are made."""
+    seen = []
+
+    @contextlib.contextmanager
+    def trace(directory):
+        assert directory == tmp_path / "profile"
+        seen.append(("begins", run.step))
+        yield
+        seen.append(("ends", run.step))
+
+    monkeypatch.setattr(loop.jax.profiler, "trace", trace)
+    monkeypatch.setattr(loop.sharding, "put_batch", lambda arrays, mesh: arrays)
+    run = loop.Run.__new__(loop.Run)
+    run.step, run.saved, run.state, run.config = 3, 3, None, CONFIG
+    run.batches, run.store = iter([types.SimpleNamespace(arrays={})] * 6), types.SimpleNamespace(settle=lambda: True)
+    run.directory = types.SimpleNamespace(path=tmp_path)
+    run.window = types.SimpleNamespace(settle=lambda: None, add=lambda *given: None)
+    run.shapes, run.evaluates = types.SimpleNamespace(in_use=lambda step: []), False
+    run.trainer = types.SimpleNamespace(mesh=None, prepare=lambda pairs: None, dropout_key=lambda step: step)
+    run._program, run.clock = lambda batch: lambda state, arrays, key: (state, {}), Clock()
+    run.trace_steps(count)
+    for _ in range(6):
+        run.make_step()
+    assert seen == expected
+    run.profile.close()  # as an error does
+    assert len(seen) in (0, 2)
+
+
+def test_an_evaluation_shows_its_first_documents(monkeypatch):
+    """What was predicted and expected, a line each; in the log all rows."""
+    made, lines, logged = examiner.Examiner.__new__(examiner.Examiner), [], []
+    rows = [["a"] * 9, [], ["b"], ["c"]]
+    made.examples = [Example(str(i), "s", tuple(gold)) for i, gold in enumerate([["x"], ["y"], [], ["z"]])]
+    made.config = made_config = CONFIG
+    programs = types.SimpleNamespace(set_params=lambda params: None, forget_params=lambda: None)
+    made.generator = types.SimpleNamespace(programs=programs, config=made_config)
+    made.best, made.write, made.highest, made.without_better = None, logged.append, [0.0, 0.0], 0
+    made._dev_loss = lambda params, stopped: 1.0
+    records = [{"rows": one} for one in rows]
+    found = {"metric": "exact", "em_f1": 1.0, "steps": 2.0}
+    monkeypatch.setattr(examiner, "evaluate", lambda *given, **more: (found, records))
+    monkeypatch.setattr(examiner, "texts", lambda record: record["rows"])
+    assert made.evaluate(3, {}, types.SimpleNamespace(line=lines.append), lambda: False)
+    assert lines[0].startswith("step 3: dev loss 1.0000, ")
+    assert lines[1:] == [
+        "  0: a, a, a, a, a, a, a, a and 1 more  (expected: x)",
+        "  1: (nothing)  (expected: y)",
+        "  2: b  (expected: (nothing))",
+    ]
+    assert [sample["predicted"] for sample in logged[0]["samples"]] == rows[:3]
+
+
 def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):
     progress = Progress("training", 3, unit="step", every=0.0)
     progress.add(1, "loss 2.0")
@@ -402,10 +457,10 @@ def begin_from(monkeypatch, place, metadata):
     )
     trainer = types.SimpleNamespace(config=CONFIG, templates=dict, fresh=lambda params: None)
     monkeypatch.setattr(start, "Trainer", lambda config: trainer)
-    monkeypatch.setattr(start, "_prepare", lambda config, memory: (trainer, None, None))
+    monkeypatch.setattr(start, "_prepare_trainer", lambda config, memory: (trainer, None, None))
     monkeypatch.setattr(start, "check_places", lambda *arguments: None)
     monkeypatch.setattr(checkpoint, "tokenizer_of", lambda found: types.SimpleNamespace())
-    return start.begin(CONFIG, RunDirectory(place), store, {"dev": ""})
+    return start.start_run(CONFIG, RunDirectory(place), store, {"dev": ""})
 
 
 def test_a_run_keeps_its_id_and_a_new_one_has_another(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, load
-from pipejax.data import PUBLISHED
 from pipejax.data.builders import prepare
+from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
 from pipejax.training import loop

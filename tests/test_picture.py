@@ -121,8 +121,11 @@ def test_svg_places_cells_by_time_and_row() -> None:
     assert [len(colours[t]) for t in (1, 2, 3)] == [1, 1, 1]
     assert len(colours[1] | colours[2] | colours[3]) == 3
     assert {"4 steps", "7 steps", "row 1", "row 2", "empty row"} <= set(texts_of(svg(grid)))
-    for until in range(-1, 6):
-        assert len(cells_of(svg(grid, until=until))) == sum(c.time <= max(until, 0) for c in grid.cells)
+
+
+def test_widths_of_letters() -> None:
+    assert text_width("i") < text_width("a") < text_width("A") < text_width("m") < text_width("漢")
+    assert text_width("e\u0301") == text_width("e")  # an accent of its own takes no room
 
 
 @pytest.mark.parametrize("rows, steps", [(20, 50), (1, 1), (1, 120), (40, 3)])

@@ -230,7 +230,7 @@ def begun_with(monkeypatch, given, saved=None):
     monkeypatch.setattr(start.methods, "trained", lambda config: SimpleNamespace(check_text=lambda tokenizer: None))
     store = SimpleNamespace(steps=lambda: [1] if saved else [], newest=newest)
     with pytest.raises(Begun) as found:
-        start.begin(given, SimpleNamespace(path=Path("run")), store, {})
+        start.start_run(given, SimpleNamespace(path=Path("run")), store, {})
     return found.value.args[0].train.remat
 
 

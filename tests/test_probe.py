@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, grid, methods
-from pipejax.apps.picture.text import escape
+from pipejax.apps.markup import escape
 from pipejax.apps.probe import likelihoods, measuring, page, summary
-from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Target, of_rows
+from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows, padded
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo
 from pipejax.data.batches import collate
@@ -87,7 +87,7 @@ def drawn(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(3, WORDS) for _ in range(rng.randint(1, 6))] for _ in range(rng.randint(1, 5))]
 
 
-def sequential(rows: list[list[int]]) -> tuple[Target, list[int]]:
+def sequential(rows: list[list[int]]) -> tuple[Parted, list[int]]:
     """Rows that a separator parts, and the tokens that end each of them."""
     ends = [SEPARATOR] * (len(rows) - 1) + [EOS]
     flat = grid.flatten([[t for row in rows for t in [*row, SEPARATOR]][:-1]], delay=1, bos=BOS, eos=EOS, final=False)
@@ -95,7 +95,7 @@ def sequential(rows: list[list[int]]) -> tuple[Target, list[int]]:
     return of_rows(Encoded("", np.asarray([EOS], np.int32), flat, False, False), row), ends
 
 
-def measured(targets: Sequence[Target], model: Any = None, params: Any = None) -> list[np.ndarray]:
+def measured(targets: Sequence[Parted], model: Any = None, params: Any = None) -> list[np.ndarray]:
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in targets])
     shapes = choose(lengths, size=3, group=2, pack=1, most=2, limit=(64, 64))
     meter, found = Meter(model or Counting(), params or {}, ALL, shapes, 3), dict[int, np.ndarray]()
@@ -261,9 +261,23 @@ def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: P
     rows = "data.rows=delimiter", "data.delimiter=|"
     with Path(paths[1]).open("w") as file:
         file.writelines(json.dumps({"source": text, "targets": "a | b"}) + "\n" for text in twins)
-    work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, lessons=100, overrides=rows)
+    work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=100, overrides=rows)
     assert [example.source for example in work.examples] == measured
     assert any(line.endswith("more.jsonl: 4 of 5 sources are measured, too: costs may be too low") for line in said)
+    few = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=4, overrides=rows)
+    drawn = [lesson.encoded.source.tolist() for lesson in few.lessons]
+    every = [lesson.encoded.source.tolist() for lesson in work.lessons]
+    assert len(drawn) == 4 and drawn == [source for source in every if source in drawn]
+
+
+def test_padded_sizes_have_room_for_each_side() -> None:
+    flat = grid.flatten([[5]], delay=1, bos=BOS, eos=EOS)
+    long = Encoded("", np.full(41, 5, np.int32), flat, False, False)
+    shapes = fit_shapes([of_rows(long, flat.row)] * 3, 2, group=1)
+    sizes = {
+        name: array.shape[1] for name, array in padded([of_rows(long, flat.row)], shapes).items() if array.ndim > 1
+    }
+    assert sizes["source"] >= 41 > sizes["inputs"] >= len(flat.row) and shapes.limit == (41, len(flat.row))
 
 
 # The command.
@@ -334,7 +348,7 @@ def test_an_interrupted_probe_goes_on(run: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(measuring, "WINDOW", 3)
     calls, measure = list[int](), Meter.measure
 
-    def stopped(self: Meter, targets: Sequence[Target]) -> list[np.ndarray]:
+    def stopped(self: Meter, targets: Sequence[Parted]) -> list[np.ndarray]:
         calls.append(len(targets))
         if len(calls) == 8:
             raise KeyboardInterrupt

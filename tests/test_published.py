@@ -13,11 +13,12 @@ from tensorflow_datasets.summarization import cnn_dailymail as tfds_cnn_dailymai
 from tensorflow_datasets.summarization.wikihow import Wikihow
 
 from pipejax.config import Config, DataConfig
-from pipejax.data import PUBLISHED, make_task
+from pipejax.data import PAPERS, make_task
 from pipejax.data.__main__ import main
 from pipejax.data.builders import BUILDERS, prepare
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
+from pipejax.data.papers import PUBLISHED
 from pipejax.data.statistics import measure
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
@@ -69,6 +70,7 @@ def test_prepared_and_read_back(name, zipped, tmp_path):
 
 
 def test_every_published_task_has_a_case():
+    assert tuple(PUBLISHED) == PAPERS  # the names, which are known without the descriptions
     assert CASES.keys() == PUBLISHED.keys()
     assert {published.directory.partition("/")[0] for published in PUBLISHED.values()} == BUILDERS.keys()
 

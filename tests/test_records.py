@@ -29,7 +29,7 @@ import pytest
 import decode
 import pipejax
 from pipejax import checkpoint
-from pipejax.apps import record_tables, records, unfinished
+from pipejax.apps import records, unfinished
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.lines import BadLines
@@ -39,7 +39,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.training import labels
+from pipejax.training import teach
 from support import oracle
 from support.tiny import MODEL
 
@@ -505,7 +505,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
     note.write_text(json.dumps(settings))
-    seen, sync_output = [], records.sync_output
+    seen, sync_output = [], unfinished.sync_output
 
     def killed(place):
         seen.append(json.loads(note.read_text()))
@@ -520,7 +520,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
         seen.append(json.loads(note.read_text()))
         sync_output(path)
 
-    monkeypatch.setattr(records, "sync_output", synced)
+    monkeypatch.setattr(unfinished, "sync_output", synced)
     work()
     assert seen[1:] == [settings] and not note.exists() and target.read_bytes() == b"".join(lines)
 
@@ -545,12 +545,18 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     target.write_text(as_lines([{"id": "1"}]))
     settings, ids = unfinished.settings_of(generator, "sequential", checked), [source.id for source in checked]
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
-    assert unfinished.Unfinished(str(target), settings).kept(ids) == (1, target.stat().st_size)
+
+    def kept(settings):
+        output = unfinished.Unfinished(str(target), settings)
+        output.resume(ids)
+        return output.records, output.size
+
+    assert kept(settings) == (1, target.stat().st_size)
     older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
-    assert unfinished.Unfinished(str(target), settings).kept(ids) == (1, target.stat().st_size)
+    assert kept(settings) == (1, target.stat().st_size)
     with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
-        unfinished.Unfinished(str(target), settings | {"strategy": "pipelined"}).kept(ids)
+        kept(settings | {"strategy": "pipelined"})
     spoil(tmp_path)
     before = target.read_bytes()
     with pytest.raises(UserError, match=words):
@@ -639,10 +645,13 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
     checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)
     assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
-    assert labels.read(generator, str(tmp_path / "in.tsv")) == checked
+    assert teach.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
     (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
     table = str(tmp_path / "in.csv")
-    for read in (lambda own: records._check_whole(own, table, "sequential", bad), lambda own: labels.read(own, table)):
+    for read in (
+        lambda own: records._check_whole(own, table, "sequential", bad),
+        lambda own: teach.read_unlabelled(own, table),
+    ):
         with pytest.raises(UserError, match=r"in\.csv:5: found a quote that encloses .* rows in lines 5 to 32"):
             read(generator)
         letters = load(checkpoints / "none", overrides=["data.csv_quotes=letters"])
@@ -671,7 +680,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_tables, "new_file", full)
+        patch.setattr(records, "new_file", full)
         with pytest.raises(UserError, match=r"out\.csv: cannot be written .No space.*; .*out\.csv\.records has"):
             work(True)
     assert target.read_text() == "older" and len(beside.read_text().splitlines()) == 4 and note.exists()
@@ -680,6 +689,7 @@ def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
     with pytest.raises(UserError, match=r"--resume: .*out\.csv: is complete; expected .*out\.csv\.records"):
         records.check_paths(str(source), str(target), resume=True)
+    records.check_paths(str(source), str(tmp_path / "new.csv"), resume=True)  # where nothing is, it begins
     work(False)
     assert target.read_bytes() == made and made.count(b"\n") == 5
 
@@ -689,9 +699,9 @@ def test_cells_of_a_table_come_back_as_they_are(tmp_path):
     texts = ["a\rb", "a\nb", "a\r\nb", 'a"b', "a,b\tc", "é"]
     values = [{"id": text, "text": text, "repeated": [i]} for i, text in enumerate(texts)]
     for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("a.parquet", "")):
-        lines = Path(record_tables.lines_for(str(tmp_path / name)))
+        lines = Path(records.lines_for(str(tmp_path / name)))
         lines.write_text(as_lines(values))
-        record_tables.write(lines, str(tmp_path / name))
+        records.write_table(lines, str(tmp_path / name))
         if delimiter:
             with (tmp_path / name).open(newline="") as file:
                 found = list(csv.DictReader(file, delimiter=delimiter))

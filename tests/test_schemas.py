@@ -633,7 +633,7 @@ def serving(own: Any, **limits: Any) -> Iterator[Any]:
     service = app.Service(own, engine, name="tiny", limits=app.Limits(10_000, 60.0, 4, **limits))
     try:
         client: Any
-        with TestClient(app.make(service), raise_server_exceptions=False) as client:
+        with TestClient(app.make_app(service), raise_server_exceptions=False) as client:
             client.service = service
             yield client
     finally:
@@ -794,7 +794,7 @@ def test_the_command(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) ->
 
 
 def test_another_schema_is_other_work(made: Any) -> None:
-    from pipejax.apps.unfinished import difference, flattened, settings_of
+    from pipejax.apps.unfinished import first_difference, flattened, settings_of
 
     def settings(*names: str) -> Any:
         own = made.under(schema(*names)) if names else made
@@ -802,7 +802,7 @@ def test_another_schema_is_other_work(made: Any) -> None:
 
     assert settings("yes") == settings("yes")
     for other in (("short",), ()):
-        assert difference(settings("yes"), settings(*other)).startswith("answers under another schema")
+        assert first_difference(settings("yes"), settings(*other)).startswith("answers under another schema")
 
 
 @pytest.mark.long

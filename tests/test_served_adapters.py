@@ -132,7 +132,7 @@ def test_the_model_of_a_request_is_the_base_or_an_adapter(
 ) -> None:
     engine = Engine(generator, places=2, queue=9)
     limits = app.Limits(body=4000, seconds=60.0, answers=4)
-    client = TestClient(app.make(app.Service(generator, engine, name="base", limits=limits)))
+    client = TestClient(app.make_app(app.Service(generator, engine, name="base", limits=limits)))
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["base", "run", "other", "peft"]
     assert client.get("/v1/models/other").json()["delays"]["pipelined"] == 1
     prints = set()

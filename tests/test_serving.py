@@ -18,10 +18,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax import checkpoint
-from pipejax.apps.serving import app, command
+from pipejax.apps.serving import app, asked, command
 from pipejax.apps.serving.written import Writing
 from pipejax.config import DataConfig
-from pipejax.data import PUBLISHED, make_task
+from pipejax.data import make_task
+from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import Growing
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled
@@ -938,9 +939,7 @@ def test_idle_connections_outlive_those_of_proxies(engine: ScriptedEngine, monke
 
 def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait for theirs to be compiled."""
-    from pipejax.apps.serving import response_format
-
-    go_on, read, begun = threading.Event(), response_format.read, []
+    go_on, read, begun = threading.Event(), asked.apply_format, []
 
     def slow(given: Any, *more: Any, **options: Any) -> Any:
         if "response_format" in given or "text" in given:
@@ -951,7 +950,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
             raise UserError("schema: found too much; expected less")
         return read(given, *more, **options)
 
-    monkeypatch.setattr(response_format, "read", slow)
+    monkeypatch.setattr(asked, "apply_format", slow)
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     asks = [(PATH, {"prompt": TEXT, "response_format": schema})] * 6
     asks += [("/v1/responses", {"input": TEXT, "text": {"format": {"type": "json_schema", "schema": {}}}})] * 3
@@ -961,7 +960,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
         thread.start()
     wait_until(lambda: begun == [1])
     assert client.post(PATH, json={"prompt": TEXT}).status_code == 200
-    monkeypatch.setattr(response_format, "read", lambda given, generator, strategy, **options: generator)
+    monkeypatch.setattr(asked, "apply_format", lambda given, generator, strategy, **options: generator)
     plain: tuple[dict[str, Any], ...] = ({"text": {"format": {"type": "text"}}}, {"text": {}}, {})
     for more in plain:
         assert client.post("/v1/responses", json={"input": TEXT, **more}).status_code == 200
@@ -990,11 +989,9 @@ def test_a_bound_under_a_schema_is_echoed_too(
     client: TestClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There it bounds each row, and the answer as a whole elsewhere: the response says what the client asked."""
-    from pipejax.apps.serving import response_format
-
-    monkeypatch.setattr(response_format, "read", lambda given, generator, strategy, **options: generator)
+    monkeypatch.setattr(asked, "apply_format", lambda given, generator, strategy, **options: generator)
     for each, whole in ((3, None), (None, 9)):
-        monkeypatch.setattr(response_format, "row_tokens", lambda *given, each=each: each)
+        monkeypatch.setattr(asked, "bound_rows", lambda *given, each=each: each)
         schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
         body = {"input": TEXT, "max_output_tokens": 9, "text": {"format": schema}}
         found = client.post("/v1/responses", json=body).json()
@@ -1024,7 +1021,7 @@ def test_what_a_user_can_mend_is_no_mistake_of_the_server(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Wherever it is found."""
-    for name in ("asked.cut_source", "asked.response_format.row_tokens", "answering.Writing"):
+    for name in ("asked.cut_source", "asked.bound_rows", "answering.Writing"):
         with monkeypatch.context() as patch:
 
             def refuse(*given: Any, **more: Any) -> Any:
@@ -1054,7 +1051,7 @@ def test_every_field_is_described() -> None:
     from pathlib import Path
 
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
-    forms = [post.form for post in app.POSTS.values()]
+    forms = [form for form, _ in app.POSTS.values()]
     fields = {field for form in forms for field in (*form.fields, *form.neutral, *form.unused)}
     assert len(forms) == 3 and not [field for field in sorted(fields) if f"`{field}`" not in page]
 

@@ -185,9 +185,9 @@ def test_all_doors_compare(directories: dict[str, Path], tmp_path: Path) -> None
         "load": (lambda: pipejax.load(run), f"{run}: model.eos_token_id"),
         "to-hf": (lambda: huggingface.to_hf(run, tmp_path / "hf"), f"{run}: model.eos_token_id"),
         "export": (lambda: export(run, tmp_path / "x", platforms=["cpu"]), f"{run}: model.eos_token_id"),
-        "random weights": (lambda: start._prepare(random), "model.eos_token_id"),
-        "init_from": (lambda: start._prepare(own), f"{run}: model.eos_token_id"),
-        "init_from without a tokenizer": (lambda: start._prepare(begun), f"{bare}: model.eos_token_id"),
+        "random weights": (lambda: start._prepare_trainer(random), "model.eos_token_id"),
+        "init_from": (lambda: start._prepare_trainer(own), f"{run}: model.eos_token_id"),
+        "init_from without a tokenizer": (lambda: start._prepare_trainer(begun), f"{bare}: model.eos_token_id"),
     }
     for name, (door, place) in doors.items():
         with pytest.raises(UserError) as caught:
@@ -269,7 +269,7 @@ def test_a_run_that_was_trained_with_two_ends_still_opens(
     assert pipejax.load(run).architecture.eos_token_id == 1
     begun = Config(data=DataConfig(task="jsonl"), train=TrainConfig(init_from=str(run)))
     copied = dataclasses.replace(begun, data=DataConfig(task="jsonl", tokenizer=str(files)))
-    assert start._prepare(begun)[1].eos == start._prepare(copied)[1].eos == 2
+    assert start._prepare_trainer(begun)[1].eos == start._prepare_trainer(copied)[1].eos == 2
     for door in (lambda: huggingface.to_hf(run, tmp_path / "hf"), lambda: pipejax.load(converted)):
         with pytest.raises(UserError, match=r"model\.eos_token_id: found 1, which is '<s>' in .* = 2 ends a text"):
             door()
@@ -313,7 +313,7 @@ def test_another_tokenizer_is_refused(begun: Path, tmp_path: Path) -> None:
 def test_a_tasks_own_tokenizer_is_compared_too(begun: Path) -> None:
     config = dataclasses.replace(settings(begun, Path()), data=DataConfig(task="demo"))
     with pytest.raises(UserError, match=r"^the tokenizer of data\.task=demo: 20 of its \d+ ids mean another piece"):
-        start._prepare(config)
+        start._prepare_trainer(config)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_it_is_taken_when_asked_for(
     words: list[str], train: dict[str, Any], counted: int, hint: str, begun: Path, tmp_path: Path, said: list[str]
 ) -> None:
     files = word_level(tmp_path / "other", ["<pad>", "</s>", "<unk>", *words], pad_token="<pad>", **EOS)
-    _, tokenizer, _ = start._prepare(settings(begun, files, new_tokenizer=True, train=train))
+    _, tokenizer, _ = start._prepare_trainer(settings(begun, files, new_tokenizer=True, train=train))
     assert tokenizer.encode(words[0]) == [3]
     [line] = said
     assert line.startswith(f"warning: data.tokenizer={files}: {counted} of its 23 ids mean") and line.endswith(hint)
@@ -361,7 +361,7 @@ def with_more_pieces(begun: Path, out: Path) -> Path:
 def test_the_same_tokenizer_in_another_form_passes(
     form: Callable[[Path, Path], Path], begun: Path, tmp_path: Path, said: list[str]
 ) -> None:
-    _, tokenizer, _ = start._prepare(settings(begun, form(begun, tmp_path / "same")))
+    _, tokenizer, _ = start._prepare_trainer(settings(begun, form(begun, tmp_path / "same")))
     assert tokenizer.encode("word3 word19") == [6, 22] and not said
 
 
@@ -371,10 +371,10 @@ def test_forms_of_a_sentencepiece_model(directories: dict[str, Path], tmp_path: 
     run = run_of(tmp_path / "run", files)
     Tokenizer.load(files).save(tmp_path / "saved")
     assert not (tmp_path / "saved" / "spiece.model").exists()
-    start._prepare(settings(run, tmp_path / "saved"))
+    start._prepare_trainer(settings(run, tmp_path / "saved"))
     other = spiece(tmp_path / "other", pad_id=0, eos_id=1, unk_id=2, bos_id=-1, model_type="char")
     with pytest.raises(UserError, match="ids mean another piece"):
-        start._prepare(settings(run, other))
+        start._prepare_trainer(settings(run, other))
 
 
 def test_a_damaged_tokenizer_of_the_checkpoint_can_be_replaced(begun: Path, tmp_path: Path, said: list[str]) -> None:
@@ -383,7 +383,7 @@ def test_a_damaged_tokenizer_of_the_checkpoint_can_be_replaced(begun: Path, tmp_
     good = copied(begun, tmp_path / "good")
     (run / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="found other content; expected what was saved"):
-        start._prepare(dataclasses.replace(settings(run, good), data=DataConfig(task="jsonl")))
-    assert start._prepare(settings(run, good))[1].encode("word0") == [3]
+        start._prepare_trainer(dataclasses.replace(settings(run, good), data=DataConfig(task="jsonl")))
+    assert start._prepare_trainer(settings(run, good))[1].encode("word0") == [3]
     [line] = said
     assert f"data.tokenizer={good} is taken without a comparison" in line

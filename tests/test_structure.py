@@ -187,6 +187,32 @@ def test_every_way_to_import_is_seen(line: str) -> None:
     assert any(within(name, "flax.linen") for name in mentioned(ast.parse(line)))
 
 
+# Rooms that the core does without: their modules, and those that name them, when they are asked for and not before. To
+# delete one, delete its modules and these names.
+ROOMS_APART = {
+    "picture": (("apps.picture*",), {"__main__"}),
+    "probe": (("apps.probe*", "training.probe_command", "training.adaptation"), {"__main__"}),
+    "bulk": (("apps.bulk*", "apps.ray_pool", "apps.shards"), {"__main__"}),
+    "teach": (("training.teach*",), {"__main__"}),
+    "papers": (("data.papers", "data.published", "data.builders", "data.manual"), {"data", "data.__main__"}),
+    "push": (("convert.push",), {"__main__"}),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS_APART)
+def test_a_room_apart_is_named_by_its_door_alone(room: str) -> None:
+    """The door imports it when it is asked for; in a table of commands that is a text."""
+    patterns, doors = ROOMS_APART[room]
+    inside = {module for module in TREES if matches(module, patterns)}
+    outside = TREES.keys() - inside
+    assert inside and not [module for module in outside if EDGES_AT_ONCE[module] & inside]
+    texts = {
+        module: {node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)} for module in outside
+    }
+    naming = {module for module in outside if (EDGES[module] | texts[module]) & inside}
+    assert {short(module) for module in naming} == doors
+
+
 def test_few_rooms() -> None:
     names = {path.name for path in (ROOT / "pipejax").iterdir()} - {"__pycache__"}
     assert len(names) <= ROOMS, sorted(names)

@@ -19,7 +19,7 @@ from pipejax.data.batches import pack_size
 from pipejax.data.examples import Example
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
-from pipejax.training import labels, loop, teach, teach_command
+from pipejax.training import loop, teach, teach_command
 from support import oracle
 from support.tiny import MODEL, change, metrics
 
@@ -69,7 +69,7 @@ def taught(given, tmp_path_factory, compiled_once):
 def contents(workdir):
     """What does not depend on the clock."""
     answers, found = (
-        (workdir / "labels" / labels.ANSWERS).read_bytes(),
+        (workdir / "labels" / teach.ANSWERS).read_bytes(),
         json.loads((workdir / "agreement.json").read_text()),
     )
     return answers, found, [line.get("params_fp") for line in metrics(workdir) if line["event"] != "train"]
@@ -83,7 +83,7 @@ def test_labels_are_what_decode_writes(given, taught):
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     expected = t5.decode(sources, strategy="sequential")
-    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
+    answers = [json.loads(line) for line in (taught / "labels" / teach.ANSWERS).read_text().splitlines()]
     assert answers == expected
     counts = json.loads((taught / "agreement.json").read_text())["labels"]
     ended = [record for record in expected if not record["truncated"]]
@@ -99,7 +99,7 @@ def test_beams_are_the_checkpoints(given, tmp_path):
     assert run(given, tmp_path / "run", "decode.beams=2") == 0
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    answers = [json.loads(line) for line in (tmp_path / "run/labels" / labels.ANSWERS).read_text().splitlines()]
+    answers = [json.loads(line) for line in (tmp_path / "run/labels" / teach.ANSWERS).read_text().splitlines()]
     assert answers == t5.decode(sources, strategy="sequential")
     assert pipejax.load(tmp_path / "run").config.decode.beams == 1
 
@@ -116,7 +116,7 @@ def test_labels_are_not_drawn_whatever_the_checkpoint_does(given, tmp_path, toke
         opened.append(generator.config.decode)
         raise UserError("enough")
 
-    monkeypatch.setattr(labels, "read", stop)
+    monkeypatch.setattr(teach, "read_unlabelled", stop)
     caplog.set_level("INFO")
     with pytest.raises(UserError, match="enough"):
         teach.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
@@ -135,9 +135,9 @@ def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
         examined.extend(made.held_out)
         return measure(run, made)
 
-    measure = teach.measure
+    measure = teach.measure_agreement
     monkeypatch.setattr(loop, "TrainingBatches", watched)
-    monkeypatch.setattr(teach, "measure", examine)
+    monkeypatch.setattr(teach, "measure_agreement", examine)
     assert run(given, tmp_path / "run") == 0
     ids, texts = ({getattr(e, key) for e in examined} for key in ("id", "source"))
     assert examined and trained
@@ -147,23 +147,23 @@ def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_texts_share_their_lot(seed):
     sources = [Source(i, f"text {i % 20}") for i in range(60)]
-    chosen = labels.choose_held_out(sources, 4, seed)
+    chosen = teach.choose_held_out(sources, 4, seed)
     assert len(chosen) == 12 and {i % 20 for i in chosen} == {i % 20 for i in range(60) if i in chosen}
     assert len({i % 20 for i in chosen}) == 4
-    assert chosen == labels.choose_held_out(sources, 4, seed) != labels.choose_held_out(sources, 4, seed + 1)
+    assert chosen == teach.choose_held_out(sources, 4, seed) != teach.choose_held_out(sources, 4, seed + 1)
 
 
 def test_texts_that_read_alike_share_their_lot():
     for seed in range(20):
         sources = [Source(i, text) for i, text in enumerate(["a b", "a  b ", "c", "\uff43\n", "d", "e"])]
-        chosen = labels.choose_held_out(sources, 2, seed)
+        chosen = teach.choose_held_out(sources, 2, seed)
         assert (0 in chosen) == (1 in chosen) and (2 in chosen) == (3 in chosen)
         assert len({sources[i].content.strip() for i in chosen} - {"a  b", "\uff43"}) == 2
 
 
 @pytest.mark.parametrize("count, expected", [(2, 1), (25, 2), (9000, 512)])
 def test_a_tenth_is_held_out(count, expected):
-    assert len(labels.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
+    assert len(teach.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
 
 
 def test_answers_are_parted():
@@ -171,7 +171,7 @@ def test_answers_are_parted():
     made = [{"text": text, "truncated": None, "steps": i} for i, text in enumerate(texts)]
     made[3]["truncated"] = "max_length"
     sources = [Source(i, f"text {i}") for i in range(6)]
-    found = labels.part(sources, made, frozenset({3, 4}), Config())
+    found = teach.part(sources, made, frozenset({3, 4}), Config())
     assert [(e.source, e.targets) for e in found.train] == [
         ("text 0", ("a b", "c")),
         ("text 1", ()),
@@ -187,7 +187,7 @@ def test_answers_are_parted():
 def test_a_blank_separator_parts_into_sentences():
     made = [{"text": "It rained. Nobody came.", "truncated": None, "steps": 9}] * 2
     config = change(Config(), data={"separator": " "})
-    found = labels.part([Source(0, "a"), Source(1, "b")], made, frozenset({1}), config)
+    found = teach.part([Source(0, "a"), Source(1, "b")], made, frozenset({1}), config)
     assert found.train[0].targets == ("It rained.", "Nobody came.") == found.held_out[0].targets
 
 
@@ -248,8 +248,8 @@ def test_what_would_end_the_training_is_refused_before_anything_is_labelled(give
 
 def test_agreement_is_that_of_the_run_with_the_checkpoint(given, taught):
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
-    chosen = labels.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
+    answers = [json.loads(line) for line in (taught / "labels" / teach.ANSWERS).read_text().splitlines()]
+    chosen = teach.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
     pairs = [(sources[i]["source"], answers[i]) for i in chosen if not answers[i]["truncated"]]
     t5 = pipejax.load(taught)
     assert t5.default_strategy == "pipelined"
@@ -290,18 +290,18 @@ def killed_at(monkeypatch, where, name, count):
         (unfinished, "write_whole", 1),
         (unfinished, "write_whole", 11),
         (unfinished.Unfinished, "end", 1),
-        (labels, "part", 1),
+        (teach, "part", 1),
         (teach, "fit", 1),
         (loop.Run, "make_step", 4),
-        (teach, "measure", 1),
+        (teach, "measure_agreement", 1),
     ],
 )
 def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch, where, name, count):
     with monkeypatch.context() as patch, pytest.raises(_Killed):
         killed_at(patch, where, name, count)
         run(given, tmp_path / "run")
-    before = tmp_path / "run" / "labels" / labels.ANSWERS
-    whole = (taught / "labels" / labels.ANSWERS).read_bytes()
+    before = tmp_path / "run" / "labels" / teach.ANSWERS
+    whole = (taught / "labels" / teach.ANSWERS).read_bytes()
     kept = before.read_bytes() if before.exists() else b""
     assert whole.startswith(kept) and (len(kept) == len(whole)) == (name != "write_whole")
     assert run(given, tmp_path / "run") == 0
@@ -310,7 +310,7 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
 
 def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "run")
-    monkeypatch.setattr(labels, "decode_file", None)  # a call would fail
+    monkeypatch.setattr(teach, "decode_file", None)  # a call would fail
     assert run(given, tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(taught)
     assert run(given, tmp_path / "run", "train.steps=6") == 0
@@ -402,7 +402,7 @@ def test_another_labelling_needs_another_directory(given, taught, tmp_path):
 
 def test_answers_that_are_not_those_are_refused(given, taught, tmp_path):
     shutil.copytree(taught, tmp_path / "run")
-    answers = tmp_path / "run" / "labels" / labels.ANSWERS
+    answers = tmp_path / "run" / "labels" / teach.ANSWERS
     lines = answers.read_text().splitlines(keepends=True)
     answers.write_text("".join([*lines[:5], *lines[6:], lines[5]]))
     with pytest.raises(UserError, match=r"answers\.jsonl:6: found no answer to the source 's5'"):
@@ -426,6 +426,6 @@ def test_agreement_is_measured_by_the_exact_rule(tmp_path, monkeypatch):
 
     monkeypatch.setattr(teach, "load", lambda run: generator)
     monkeypatch.setattr(teach, "evaluate", evaluate)
-    found = teach.measure(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
+    found = teach.measure_agreement(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
     assert asked == ["exact"] and found["equal_answers"] == pytest.approx(200 / 3)
     assert json.loads((tmp_path / "agreement.json").read_text()) == found

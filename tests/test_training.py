@@ -305,14 +305,14 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     encoded = [encode(e, tokenizer, wide, MODEL) for e in examples]
     rows = [[len(tokenizer.encode(row)) for row in e.targets] for e in examples]
     steps = max(grid.pipelined_steps(x, delay=2, sub_max=300, time_max=5000) for x in rows)
-    bounds = examiner.bounded(wide, encoded).grid
+    bounds = examiner.bound_decoding(wide, encoded).grid
     assert 1.5 * steps <= bounds.time_max < 2 * steps + 8 and bounds.sub_max == 1.5 * (max(map(len, rows)) + 1) // 1 + 8
-    assert examiner.bounded(CONFIG, encoded) == CONFIG  # never wider than asked for
+    assert examiner.bound_decoding(CONFIG, encoded) == CONFIG  # never wider than asked for
     cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
-    assert examiner.bounded(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
+    assert examiner.bound_decoding(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
     joined = change(wide, train={"objective": "sequential"}, decode={"max_length": 512})
     longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
-    bound = examiner.bounded(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
+    bound = examiner.bound_decoding(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
     assert bound == longest + longest // 2 + 8
 
 

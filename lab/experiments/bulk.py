@@ -191,7 +191,7 @@ def speed(folder: Path, flags: Any) -> dict[str, Any]:
     for number in range(flags.rounds + 1):  # the first one compiles
         for name, pool in (("two actors", ray_pool.start(workers=2)), ("two processes", Processes())):
             output = folder / f"{name} {number}"
-            work = bulk.Work(str(folder / "checkpoint"), str(output), os.getcwd())
+            work = bulk.BulkWork(str(folder / "checkpoint"), str(output), os.getcwd())
             with pool as started:
                 bulk.decode_files(work, files, Output(output), started, block=flags.block)
             shards = sorted((output / "shards").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -215,16 +215,16 @@ class Processes:
         """Ends them."""
         self.executor.shutdown()
 
-    def ask(self, work: bulk.Work) -> dict[str, Any]:
+    def ask(self, work: bulk.BulkWork) -> dict[str, Any]:
         """As `bulk.describe`."""
         return self.executor.submit(bulk.describe, work).result()
 
-    def map(self, work: bulk.Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
+    def map(self, work: bulk.BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
         """As `bulk.Worker` of each block."""
         return self.executor.map(_one, [work] * len(blocks), *zip(*blocks, strict=True))
 
 
-def _one(work: bulk.Work, name: str, block: Block) -> dict[str, Any]:
+def _one(work: bulk.BulkWork, name: str, block: Block) -> dict[str, Any]:
     """By the worker of this process."""
     global _worker
     _worker = _worker or bulk.Worker(work)

@@ -17,19 +17,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lab.benchmarks.systems import names_of, save
 from lab.experiments import real_data
 from lab.experiments.probes import DELAYS, write_examples
 from lab.experiments.tables.bounds import read
 from pipejax import config as config_lib
 from pipejax.apps.probe import measuring
-from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter
+from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter, fit_shapes
 from pipejax.apps.probe.summary import is_told, mean
 from pipejax.config import Config
-from pipejax.data import PUBLISHED
-from pipejax.data.shapes import choose
+from pipejax.data.papers import PUBLISHED
 from pipejax.system import cli
 from pipejax.system.files import write_text
 from pipejax.training import probe_command
@@ -133,12 +130,8 @@ def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
         found: Lines = json.loads(kept.read_text(encoding="utf-8"))
         return found
     train(base, delay, run)
-    work = measuring.prepare(
-        str(run), str(workdir / "dev.jsonl"), None, best=False, limit=None, lessons=0, overrides=[]
-    )
-    lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
-    longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-    shapes = choose(lengths, size=BATCH, group=1, pack=1, most=measuring.SHAPES, limit=longest)
+    work = measuring.prepare(str(run), str(workdir / "dev.jsonl"), None, best=False, limit=None, most=0, overrides=[])
+    shapes = fit_shapes(work.targets, BATCH, group=1)
     assert work.config.model is not None
     # A condition hides what it does not let be seen, beside what the training hid already: that is its Δt.
     meter = Meter(work.config.model.module(), work.params, [Condition(WHOLE)], shapes, BATCH)

@@ -81,7 +81,7 @@ def _resume(run: Path, config: config_lib.Config) -> Tokenizer:
     """The tokenizer that training would go on with."""
     store = Store(run / "checkpoints")
     data = cast(dict[str, str], store.describe(store.steps()[0]).metadata)
-    return start.begin(config, RunDirectory(run), store, data).tokenizer
+    return start.start_run(config, RunDirectory(run), store, data).tokenizer
 
 
 def _ids(tokenizer: Tokenizer | None, texts: list[str]) -> tuple[Ids, list[str]]:

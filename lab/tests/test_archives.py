@@ -5,7 +5,8 @@ import zipfile
 import pytest
 
 from lab.faults import archives
-from pipejax.data import PUBLISHED, lines, manual, tables
+from pipejax.data import lines, manual, tables
+from pipejax.data.papers import PUBLISHED
 from pipejax.system.errors import UserError
 
 SMALL = [kind for kind in archives.KINDS if "6 GiB" not in kind.name]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pipejax import methods
 from pipejax.apps import records
-from pipejax.apps.shards import Input, Output, Plan, Shard, Shards, names
+from pipejax.apps.shards import Input, Output, Plan, Shard, Shards, name_shards
 from pipejax.apps.unfinished import settings_of
 from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
 from pipejax.data.lines import BadLines
@@ -35,7 +35,7 @@ BLOCK = 1000  # lines of a shard
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class BulkWork:
     """The settings that a process is told once. Paths are absolute, but those of blocks are relative to `root`."""
 
     checkpoint: str
@@ -52,10 +52,10 @@ class Work:
 class Pool(Protocol):
     """Processes that decode."""
 
-    def ask(self, work: Work) -> Said:
+    def ask(self, work: BulkWork) -> Said:
         """The result of `describe` in one of them."""
 
-    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
+    def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
         """The result of `Worker` for each block, each once, in any order."""
 
 
@@ -80,7 +80,7 @@ def checked(said: Said) -> Said:
     raise kinds[said["kind"]](said["error"])
 
 
-def describe(work: Work) -> Said:
+def describe(work: BulkWork) -> Said:
     """The "settings" that the records depend on, "doubts" whether they mean much, and the template's "fields"."""
     generator = _open(work)
     config = generator.config
@@ -88,12 +88,12 @@ def describe(work: Work) -> Said:
     return {"settings": _settings(work, generator), "doubts": doubts, "fields": fields_of(config)}
 
 
-def _open(work: Work) -> Generator:
+def _open(work: BulkWork) -> Generator:
     with contextlib.chdir(work.root):  # a method's class is looked for where the command was given
         return load(work.checkpoint, best=work.best, overrides=work.overrides)
 
 
-def _settings(work: Work, generator: Generator) -> Said:
+def _settings(work: BulkWork, generator: Generator) -> Said:
     """As they are read back from JSON; digests of whole files stand for the input."""
     settings = settings_of(generator, work.strategy or generator.default_strategy, [])
     more = {**dict(zip(KEYS, Dialect.of(generator.config.data), strict=True)), "--skip-bad": work.skip_bad}
@@ -103,7 +103,7 @@ def _settings(work: Work, generator: Generator) -> Said:
 class Worker:
     """Decodes block after block in a process of its own; the checkpoint is loaded for the first."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: BulkWork) -> None:
         self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
         self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
         self.generator: Generator | None = None
@@ -134,7 +134,7 @@ class Worker:
         return self.shards.write(name, "".join(map(records.as_line, decoded)), bad.messages)
 
 
-def find(patterns: Sequence[str]) -> list[str]:
+def match_files(patterns: Sequence[str]) -> list[str]:
     found = dict[str, None]()
     for pattern in patterns:
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
@@ -147,14 +147,14 @@ def find(patterns: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
+def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
     """Decodes the files into shards, but for those shards that are there; ends with a complete manifest."""
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
     for doubt in described["doubts"]:
         logger.warning(doubt)
-    inputs, blocks = _read(files, block, described)
-    wanted = names(blocks)
+    inputs, blocks = _cut_inputs(files, block, described)
+    wanted = name_shards(blocks)
     if not wanted:
         raise UserError(f"{files[0]}: found no lines; expected at least one source")
     plan: Plan = {"settings": described["settings"], "block": block, "inputs": inputs}
@@ -165,7 +165,7 @@ def decode_files(work: Work, files: Sequence[str], output: Output, pool: Pool, *
             logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written already")
         begun, before = time.monotonic(), sum(shard["records"] for shard in done.values())
         try:
-            problem = _decode(work, wanted, done, pool)
+            problem = _decode_lacking(work, wanted, done, pool)
         finally:
             for name in wanted.keys() - done.keys():  # what workers have written and not said yet
                 if shard := output.shards.look(name):
@@ -198,7 +198,7 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
             raise UserError(f"{path}: found bad lines and no good one; first {error}")
 
 
-def _read(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
+def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
     """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
     inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*(described["settings"][key] for key in KEYS))
     reader = Reader(Path(), dialect)
@@ -215,7 +215,7 @@ def _read(files: Sequence[str], block: int, described: Said) -> tuple[list[Input
     return inputs, blocks
 
 
-def _decode(work: Work, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
+def _decode_lacking(work: BulkWork, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
     """Adds the shards that are lacking to `done`; returns the first error, or {}."""
     problem: Said = {}
     lacking = [(name, part) for name, part in wanted.items() if name not in done]

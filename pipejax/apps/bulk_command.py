@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.apps import bulk, ray_pool
     from pipejax.apps.shards import Output
 
-    files, output = bulk.find(flags.input), Output(Path(flags.output))
-    work = bulk.Work(
+    files, output = bulk.match_files(flags.input), Output(Path(flags.output))
+    work = bulk.BulkWork(
         checkpoint=str(absolute(flags.checkpoint)),
         output=str(absolute(flags.output)),
         root=os.getcwd(),

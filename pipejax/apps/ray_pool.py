@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipejax.apps.bulk import Said, Work, Worker, caught, describe
+from pipejax.apps.bulk import BulkWork, Said, Worker, caught, describe
 from pipejax.data.blocks import Block
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
@@ -82,11 +82,11 @@ class RayPool:
         if device:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 
-    def ask(self, work: Work) -> Said:
+    def ask(self, work: BulkWork) -> Said:
         said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
         return said
 
-    def map(self, work: Work, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
+    def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
         data = self.ray.data
         data.DataContext.get_current().enable_progress_bars = False
         rows = [{"block": json.dumps(block)} for block in blocks]

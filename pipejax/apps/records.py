@@ -1,5 +1,6 @@
 """Files of sources in, files of records out: what `pipejax decode` does."""
 
+import csv
 import json
 import logging
 import os
@@ -8,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
-from pipejax.apps import record_tables
 from pipejax.apps.unfinished import Unfinished, settings_of
-from pipejax.data.formats import EXPECTED, is_dataset, read_records
-from pipejax.data.lines import BadLines, Placed, Refusal, read_objects, refuse
+from pipejax.data.formats import EXPECTED, is_dataset, is_parquet, read_records
+from pipejax.data.lines import BadLines, Object, Placed, Refusal, read_file, read_objects, refuse
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.data.tables import Dialect
 from pipejax.inference.answers import Record, count
@@ -23,7 +24,8 @@ from pipejax.inference.sources import Source, check_fields, fields_of
 from pipejax.inference.streaming import RowEvent, Screen
 from pipejax.system import cli, streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
+from pipejax.system.extras import module
+from pipejax.system.files import look, new_file
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,22 @@ logger = logging.getLogger(__name__)
 STANDARD = streams.STANDARD
 
 WORKBOOKS = (".xlsx", ".xls", ".ods")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+GROUP = 1000  # rows of a group in Parquet
+# The type of a column in Parquet, and how many lists are around it; others hold JSON.
+_TYPES = {
+    "text": ("string", 0),
+    "rows": ("string", 1),
+    "row_ids": ("int32", 2),
+    "repeated": ("int64", 1),
+    "steps": ("int64", 0),
+    "calls": ("int64", 0),
+    "truncated": ("string", 0),
+    "method": ("string", 0),
+    "sample": ("int64", 0),
+    "log_prob": ("float64", 0),
+    "log_probs": ("float64", 2),
+}
 
 
 def check_input(source: str, flag: str = "--input") -> Path:
@@ -56,7 +74,14 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     if wanted.suffix.lower() in PACKED:
         raise UserError(f"--output {target}: found the name of a packed file; expected another, as nothing is packed")
     cli.check_output("--output", target)
-    record_tables.check(target, resume=resume)
+    if (lines := lines_for(target)) == target:
+        return
+    if (found := look(target)) and not wanted.is_file():
+        raise UserError(f"--output {target}: found no regular {found}; expected one, or none, for a table")
+    if resume and found and not look(lines):
+        raise UserError(f"--resume: {target}: is complete; expected {lines}, from a decode that was interrupted")
+    if is_parquet(target):
+        module("pyarrow", "parquet", f"--output {target}")
 
 
 def decode_file(
@@ -81,7 +106,7 @@ def decode_file(
     """
     name, config = strategy or generator.default_strategy, generator.config
     method, report = generator.method(name), Report()
-    table, target = target, record_tables.lines_for(target)
+    table, target = target, lines_for(target)
     bad = BadLines("standard input" if source == STANDARD else source, skip=skip_bad)
     total: int | None = None
     if source == STANDARD:
@@ -97,10 +122,10 @@ def decode_file(
         output = Unfinished(target, settings, place=f"--output {target}")
         if is_plain and resume:
             output.resume([source.id for source in checked])
-        sources = iter(checked[output.there.records :])
-        if output.there.records == total:
+        sources = iter(checked[output.records :])
+        if output.records == total:
             logger.info(f"{target}: holds the records of all {total} lines already")
-    progress = Progress("decoding", total and total - output.there.records, unit="example", shown=not live)
+    progress = Progress("decoding", total and total - output.records, unit="example", shown=not live)
     if live:
         records = _show(generator, sources, name, report)
     else:
@@ -118,11 +143,9 @@ def decode_file(
         bad.end(report.examples // config.decode.samples)
         if not report.examples:
             raise UserError("standard input: found no lines; expected at least one source")
-    if target != STANDARD:
-        sync_output(Path(target))
     if target != table:
-        record_tables.write(Path(target), table)
-    output.end()  # only now: what is lost of an output that says it is complete is lost for good
+        write_table(Path(target), table)
+    output.end()
     for line in report.lines(method):
         logger.info(f"{name}: {line}")
     return report
@@ -161,7 +184,7 @@ def read_sources(
 
 
 def as_line(record: Record) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return _json(record) + "\n"
 
 
 def _show(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
@@ -179,3 +202,71 @@ def _show(generator: Generator, sources: Iterable[Source], strategy: str, report
                 config, tokenizer = generator.config, generator.tokenizer
                 count(event, generator.method(strategy), report, config=config, tokenizer=tokenizer)
                 yield event
+
+
+# Records as a table: CSV, TSV or Parquet, made in the end of the lines of JSON that were decoded.
+
+
+def lines_for(target: str) -> str:
+    """The file for the lines of which the table `target` is made; `target` itself if its name is no table's."""
+    made = is_parquet(target) or Path(target).suffix.lower() in DELIMITERS
+    return f"{os.path.realpath(target)}.records" if made else target
+
+
+def write_table(lines: Path, target: str) -> None:
+    """Makes the table of the records in `lines`, as a whole or not at all, and removes these; fields are columns."""
+    try:
+        with new_file(Path(os.path.realpath(target))) as partial:
+            (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)
+    except OSError as error:
+        raise UserError(
+            f"--output {target}: cannot be written ({error.strerror or error}); {lines} has the records, and --resume "
+            "makes the table of them"
+        ) from error
+    lines.unlink()
+
+
+def _read(lines: Path) -> Iterator[Object]:
+    return (record for _, record in read_file(lines))
+
+
+def _write_text(lines: Path, partial: Path, target: str) -> None:
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        delimiter = DELIMITERS[Path(target).suffix.lower()]
+        rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        # Older Pythons quote a carriage return only where lines end with one.
+        quoted = csv.writer(file, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
+        for number, record in enumerate(_read(lines)):
+            if number == 0:
+                rows.writerow(record)
+            cells = [
+                json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+                for value in record.values()
+            ]
+            (quoted if any("\r" in x for x in cells if isinstance(x, str)) else rows).writerow(cells)
+
+
+def _write_parquet(lines: Path, partial: Path, target: str) -> None:
+    arrow, parquet = (module(name, "parquet", f"--output {target}") for name in ("pyarrow", "pyarrow.parquet"))
+    whole = all(isinstance(record["id"], int) and abs(record["id"]) < 2**63 for record in _read(lines))
+    fields = []
+    for name in next(_read(lines), {}):
+        kind, depth = ("int64" if whole else "string", 0) if name == "id" else _TYPES.get(name, ("string", 0))
+        type_ = getattr(arrow, kind)()
+        for _ in range(depth):
+            type_ = arrow.list_(type_)
+        fields.append(arrow.field(name, type_))
+
+    def cell(name: str, value: object) -> object:
+        if name == "id":
+            return value if whole else str(value)
+        return value if name in _TYPES else _json(value)
+
+    records = _read(lines)
+    with parquet.ParquetWriter(partial, arrow.schema(fields)) as writer:
+        while group := [{name: cell(name, x) for name, x in r.items()} for r in islice(records, GROUP)]:
+            writer.write_table(arrow.Table.from_pylist(group, schema=writer.schema))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
-from pipejax.apps.unfinished import difference, flattened
+from pipejax.apps.unfinished import first_difference, flattened
 from pipejax.data.blocks import Block
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
@@ -43,7 +43,7 @@ class Plan(TypedDict):
     inputs: list[Input]
 
 
-def names(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
+def name_shards(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
     """The blocks of each input file by the names of their shards: file, lines, a digest; they sort as the lines."""
     found = {}
     for number, blocks in enumerate(files):
@@ -146,7 +146,7 @@ class Output:
             raise UserError(
                 f"{self.manifest}: found no manifest of format {FORMAT}; expected what pipejax bulk wrote"
             ) from error
-        if other := difference(_flat(work), then):
+        if other := first_difference(_flat(work), then):
             raise UserError(f"--output {self.path}: holds other work: found {other} (another --output begins anew)")
         make_directories(self.shards.directory)
         return shards

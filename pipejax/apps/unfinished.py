@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from pipejax import config as config_lib
 from pipejax.config import DecodeConfig, GridConfig
@@ -17,7 +17,7 @@ from pipejax.inference.sources import Source
 from pipejax.model.precision import compute_dtype
 from pipejax.system import streams
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync, write_text, writing
+from pipejax.system.files import sync, sync_output, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,6 @@ DEFAULTS = {
 }
 
 
-class Kept(NamedTuple):
-    records: int
-    size: int  # bytes
-
-
-NOTHING = Kept(0, 0)
-
-
 class Unfinished:
     """Lines that are written as they come, and beside them a note of what they depend on, until they are complete."""
 
@@ -46,23 +38,49 @@ class Unfinished:
         """Opens nothing: bad input must not cost anyone an older result. `settings` None: there is no note."""
         self.target, self.settings, self.place = target, settings, place or target
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
-        self.there = NOTHING
+        self.records = self.size = 0  # kept of an interrupted run; the size is in bytes
         self.has_note = False  # which stays whatever happens
         self._out: BinaryIO | None = sys.stdout.buffer if target == streams.STANDARD else None
 
     def resume(self, ids: Sequence[str | int]) -> None:
         """Goes on after the whole records that are there, which are those of the first ids."""
-        self.there = self.kept(ids)
-        self.has_note = self.there.records > 0
+        output = Path(self.target)
+        if not output.exists() or not output.stat().st_size:
+            return
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--resume: {self.target}: found no {self.path.name} beside it: it is complete, or of other work; "
+                "expected an output that was interrupted (without --resume it is replaced)"
+            ) from error
+        found = found if isinstance(found, dict) else {}
+        if other := first_difference(flattened(self.settings or {}), flattened(found)):
+            raise UserError(f"--resume: {self.target}: found {other}")
+        with output.open("rb") as lines:
+            for number, line in enumerate(lines):
+                if not line.endswith(b"\n"):  # what a kill cut off
+                    break
+                try:
+                    name = json.loads(line)["id"]
+                except (ValueError, TypeError, KeyError):
+                    name = None
+                if number >= len(ids) or name != ids[number]:
+                    raise UserError(
+                        f"--resume: {self.target}:{number + 1}: found no record of that line; expected the id "
+                        f"{ids[number] if number < len(ids) else 'of no further line'!r}"
+                    )
+                self.records, self.size = self.records + 1, self.size + len(line)
+        self.has_note = self.records > 0
 
     def write(self, line: bytes) -> None:
         if self._out is None:
             begins = self.settings is not None and not self.has_note
             cleared = begins and self._note({})  # while lines of other work are there
             with writing(self.place):
-                if self.there.size:
-                    os.truncate(self.target, self.there.size)
-                self._out = open(self.target, "ab" if self.there.size else "wb", buffering=0)  # noqa: SIM115
+                if self.size:
+                    os.truncate(self.target, self.size)
+                self._out = open(self.target, "ab" if self.size else "wb", buffering=0)  # noqa: SIM115
             self.has_note = self.has_note or (cleared and self._note(self.settings or {}))
         try:
             write_whole(self._out, line)
@@ -93,41 +111,11 @@ class Unfinished:
             self._out.close()
 
     def end(self) -> None:
+        """Only for what is complete: what is lost of an output that says so is lost for good."""
+        sync_output(Path(self.target))
         if self.settings is not None:
             self.path.unlink(missing_ok=True)
             sync(self.path.parent)
-
-    def kept(self, ids: Sequence[str | int]) -> Kept:
-        """The whole records in the output, which are those of the first ids."""
-        output = Path(self.target)
-        if not output.exists() or not output.stat().st_size:
-            return NOTHING
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--resume: {self.target}: found no {self.path.name} beside it: it is complete, or of other work; "
-                "expected an output that was interrupted (without --resume it is replaced)"
-            ) from error
-        found = found if isinstance(found, dict) else {}
-        if other := difference(flattened(self.settings or {}), flattened(found)):
-            raise UserError(f"--resume: {self.target}: found {other}")
-        records = size = 0
-        with output.open("rb") as lines:
-            for number, line in enumerate(lines):
-                if not line.endswith(b"\n"):  # what a kill cut off
-                    break
-                try:
-                    name = json.loads(line)["id"]
-                except (ValueError, TypeError, KeyError):
-                    name = None
-                if number >= len(ids) or name != ids[number]:
-                    raise UserError(
-                        f"--resume: {self.target}:{number + 1}: found no record of that line; expected the id "
-                        f"{ids[number] if number < len(ids) else 'of no further line'!r}"
-                    )
-                records, size = records + 1, size + len(line)
-        return Kept(records, size)
 
 
 def write_whole(out: BinaryIO, line: bytes) -> None:
@@ -174,7 +162,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     }
 
 
-def difference(now: Settings, then: Settings) -> str:
+def first_difference(now: Settings, then: Settings) -> str:
     """The first setting that is another one now than it was then, and the expected one; "": there is none."""
     for key in dict.fromkeys([*now, *then]):
         value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # an older version had not all keys

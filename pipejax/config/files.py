@@ -88,7 +88,10 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
 def override(config: Config, overrides: Overrides, *, where: str = "--set") -> Config:
     """Applies overrides, left to right, and checks the result; `where` names them in errors."""
     for key, value, written in assignments(overrides, where):
-        config = _assign(config, key.split("."), value, key, written=written)
+        if key == "method" or brings_backbone(key, value):
+            config = _set_own(config, key, value)
+        else:
+            config = _assign(config, key.split("."), value, key, written=written)
     check(config, where=where)
     return config
 
@@ -243,6 +246,17 @@ def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
     return leaves
 
 
+def _set_own(config: Config, key: str, value: object) -> Config:
+    """The config with another method or backbone; a class keeps the settings of the one before."""
+    if value and isinstance(value, str):
+        old = getattr(config, key)
+        if old is None and key == "model":  # that of `train.init_from`
+            return config
+        value = _of_class(value, {"class": ""} if old is None else described(old, key), key)
+    changed: dict[str, Any] = {key: value or None}
+    return dataclasses.replace(config, **changed)
+
+
 def _assign(node: _Section, keys: list[str], value: object, full: str, *, written: bool) -> _Section:
     names = [field.name for field in dataclasses.fields(node)]
     if keys[0] not in names:
@@ -257,13 +271,6 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
-    named = brings_backbone(full, value)
-    if named and old is None:  # that of `train.init_from`
-        return node
-    if full == "method" or named:
-        if value and isinstance(value, str):
-            value = _of_class(value, {"class": "", **(described(old, full) if old is not None else {})}, full)
-        return dataclasses.replace(node, **{full: value or None})
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
         names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]
         raise UserError(f"{full}: found a section; expected one of its keys, such as {full}.{names[0]}")

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from pipejax import config
+from pipejax.convert.description import add_origin
 from pipejax.convert.huggingface import from_hf, to_hf
-from pipejax.convert.push import add_origin
 from pipejax.convert.quantized import quantize
 from pipejax.data import hub
 from pipejax.system.cli import Parser, run

@@ -6,6 +6,7 @@ settings.
 pipejax.json holds what decoding needs and nothing else: no path, and no size or id, which config.json has.
 """
 
+import argparse
 import dataclasses
 import json
 import re
@@ -18,7 +19,7 @@ from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import adapters, generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
-from pipejax.data import OWN_FILES, PUBLISHED, make_task
+from pipejax.data import OWN_FILES, PAPERS, make_task
 from pipejax.data.blocks import digest_of
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
@@ -104,6 +105,13 @@ class Origin:
 
 
 UNKNOWN = Origin()
+
+
+def add_origin(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for the facts that README.md tells of a model and its run does not hold."""
+    parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
+    parser.add_argument("--license", default="", metavar="NAME", help="for its README.md, such as apache-2.0")
+    parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
 
 
 def write(
@@ -201,7 +209,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
 
     data = config.data
     template, between, core = data.source_template, data.separator, data.separator.strip(" ")
-    if data.task in PUBLISHED:  # it has a template of its own
+    if data.task in PAPERS:  # it has a template of its own
         template = make_task(data).template
     fields = (
         dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}

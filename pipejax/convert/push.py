@@ -1,11 +1,11 @@
 """The command line of `pipejax push CHECKPOINT OWNER/NAME`: a run as a model of the Hugging Face hub."""
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipejax import config
+from pipejax.convert.description import add_origin
 from pipejax.convert.huggingface import to_hf
 from pipejax.data import hub
 from pipejax.system.cli import Parser, note, run
@@ -41,13 +41,6 @@ def main(argv: Sequence[str]) -> int:
         else:
             note(f"{args.name}: nothing was uploaded; --yes uploads these files")
     return 0
-
-
-def add_origin(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the facts that README.md tells of a model and its run does not hold."""
-    parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
-    parser.add_argument("--license", default="", metavar="NAME", help="for its README.md, such as apache-2.0")
-    parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
 
 
 def check_name(name: str) -> None:

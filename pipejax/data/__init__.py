@@ -4,12 +4,11 @@ from pipejax.config import DataConfig
 from pipejax.data.demo import DemoTask
 from pipejax.data.examples import Task
 from pipejax.data.own_files import FilesTask
-from pipejax.data.papers import PUBLISHED as PUBLISHED
-from pipejax.data.published import PublishedTask
 from pipejax.system.errors import UserError, did_you_mean
 
 OWN_FILES = ("jsonl", "csv")  # tasks whose splits are files that the config names
-TASKS = ("demo", "demo_long", *OWN_FILES, *PUBLISHED)
+PAPERS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed", "sumpubmed", "wikihow")  # of papers.py
+TASKS = ("demo", "demo_long", *OWN_FILES, *PAPERS)
 
 
 def make_task(config: DataConfig) -> Task:
@@ -17,7 +16,10 @@ def make_task(config: DataConfig) -> Task:
         return FilesTask(config)
     if config.task in ("demo", "demo_long"):
         return DemoTask(long=config.task == "demo_long")
-    if config.task in PUBLISHED:
+    if config.task in PAPERS:
+        from pipejax.data.papers import PUBLISHED
+        from pipejax.data.published import PublishedTask
+
         return PublishedTask(PUBLISHED[config.task], config)
     raise UserError(
         f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}{did_you_mean(config.task, TASKS)}"

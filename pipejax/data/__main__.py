@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig
-from pipejax.data import OWN_FILES, PUBLISHED, TASKS, make_task
+from pipejax.data import OWN_FILES, PAPERS, TASKS, make_task
 from pipejax.data.encoding import answered
 from pipejax.data.own_files import SPLITS
 from pipejax.data.statistics import measure, table
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax data", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{prepare,stats}", required=True, parser_class=cli.Parser)
     prepare = commands.add_parser("prepare", help="write a published data set in the form that training reads")
-    prepare.add_argument("task", metavar="TASK", help=", ".join(PUBLISHED))
+    prepare.add_argument("task", metavar="TASK", help=", ".join(PAPERS))
     prepare.add_argument("--manual-dir", default="", metavar="DIR", help="directory of the publisher's files")
     prepare.add_argument("--data-dir", default="", metavar="DIR", help="directory to write to")
     stats = commands.add_parser("stats", help="sizes, words and tokens of a task's splits, and what the bounds cut")
@@ -40,13 +40,14 @@ def main(argv: Sequence[str]) -> int:
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.add_overrides("override a setting, such as grid.time_max=50 or data.train=train.jsonl (repeatable)")
     flags = parser.parse_args(argv)
-    known = PUBLISHED if flags.command == "prepare" else TASKS
+    known = PAPERS if flags.command == "prepare" else TASKS
     if flags.task not in known:
         hint = did_you_mean(flags.task, known)
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
     if flags.command == "stats":
         return _stats(flags)
     from pipejax.data import builders  # imported late: TFDS takes seconds
+    from pipejax.data.papers import PUBLISHED
 
     print(builders.prepare(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
@@ -54,7 +55,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _stats(flags: argparse.Namespace) -> int:
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
-    if published := PUBLISHED.get(flags.task):
+    if flags.task in PAPERS:
+        from pipejax.data.papers import PUBLISHED
+
+        published = PUBLISHED[flags.task]
         data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)
         config = dataclasses.replace(config, data=data, grid=published.grid)
     config = config_lib.override(config, flags.overrides)

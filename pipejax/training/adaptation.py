@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.apps.probe.likelihoods import Condition, Target, likelihoods, padded, together
+from pipejax.apps.probe.likelihoods import Condition, Parted, at_once, fit_shapes, likelihoods, padded
 from pipejax.checkpoint import Store
 from pipejax.config import Config
-from pipejax.data.shapes import choose
 from pipejax.model.interface import Module
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.system import Tree
@@ -32,13 +31,12 @@ logger = logging.getLogger(__name__)
 
 Array = jax.Array
 BATCH = 16  # targets of an update
-SHAPES = 4  # padded sizes, at the most: each is compiled
 WARMUP = 10  # one update in so many, before the rate falls in a line
 SAVED = 50  # updates; no more than these are lost
 
 
 def adapt(
-    config: Config, params: Tree, targets: Sequence[Target], conditions: Sequence[Condition], updates: int, place: Path
+    config: Config, params: Tree, targets: Sequence[Parted], conditions: Sequence[Condition], updates: int, place: Path
 ) -> Tree:
     """The parameters after so many updates with the mean likelihood of all tokens under all conditions."""
     assert config.model is not None
@@ -48,10 +46,8 @@ def adapt(
     optimizer = optax.chain(optax.clip_by_global_norm(train.clip_norm), make_optimizer(train))
     module = config.model.module(dtype=compute_dtype(train.dtype))
     program = jax.jit(partial(_update, module, optimizer), donate_argnums=(0, 1))
-    lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in targets], np.int64)
     size = min(BATCH, len(targets))
-    longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-    shapes = choose(lengths, size=size, group=1, pack=1, most=SHAPES, limit=longest)
+    shapes = fit_shapes(targets, size, group=1)
 
     params = jax.tree.map(jnp.array, params)  # copies: an update takes the place of those that it is given
     items = {"params": params, "state": optimizer.init(params)}
@@ -64,7 +60,7 @@ def adapt(
         for number in range(begun, updates):
             chance = np.random.default_rng((train.seed, number))
             batch = padded([targets[i] for i in chance.choice(len(targets), size, replace=False)], shapes)
-            some = together(batch, conditions)
+            some = at_once(batch, conditions)
             drawn = chance.choice(np.asarray(conditions, np.int32), some, replace=False, shuffle=False)
             with precision(module.dtype):
                 items["params"], items["state"], loss = program(items["params"], items["state"], batch, *drawn.T)

@@ -15,7 +15,6 @@ from pipejax.system.extras import extra
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.training.loop`."""
     parser = cli.Parser(prog="pipejax train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")

@@ -16,11 +16,11 @@ from pipejax.training.run_log import Line, score_of
 COLUMNS = ("run", "step", "epoch", "loss", "best at", "dev loss", "metric", "best", "last", "steps", "minutes")
 
 
-def read(run: str) -> list[Line]:
+def log_of(run: str) -> list[Line]:
     """The lines of a run's log that can be read."""
     path = Path(run) / "metrics.jsonl"
     try:
-        lines = [values for _, values in run_log.read(path)]
+        lines = [values for _, values in run_log.read_log(path)]
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected the log of a run") from error
     if not lines:
@@ -47,12 +47,11 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
     parser = cli.Parser(prog="pipejax compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a --workdir of pipejax train")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     flags = parser.parse_args(argv)
-    rows = [summary(run, read(run)) for run in flags.runs]
+    rows = [summary(run, log_of(run)) for run in flags.runs]
     if flags.json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
         return 0

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 SAMPLES = 3  # documents whose predictions each evaluation shows
 
 
-def bounded(config: Config, encoded: Sequence[Encoded]) -> Config:
+def bound_decoding(config: Config, encoded: Sequence[Encoded]) -> Config:
     """The config with bounds of decoding that are no wider than these targets, and half as much again, call for.
 
     A model that has not learned to stop fills whatever it may, and its first evaluation would take minutes. What a
@@ -57,8 +58,6 @@ class _Stopped(Exception):
 
 
 class Examiner:
-    """Scores the dev split and keeps the best parameters apart."""
-
     def __init__(
         self,
         config: Config,
@@ -70,7 +69,6 @@ class Examiner:
         best: Best | None,
         write: Callable[[Line], None],
     ) -> None:
-        """Encodes the dev examples once; `best` keeps the best parameters."""
         self.config, self.loss, self.shapes, self.tokenizer, self.write = config, loss, shapes, tokenizer, write
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)
@@ -107,7 +105,7 @@ class Examiner:
         if stopped():
             return False
         if self.generator is None:
-            self.generator = Generator(bounded(self.config, self.encoded), params, self.tokenizer)
+            self.generator = Generator(bound_decoding(self.config, self.encoded), params, self.tokenizer)
         else:
             self.generator.programs.set_params(params)
 
@@ -129,13 +127,14 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        samples = [
-            {"id": example.id, "gold": list(example.targets), "predicted": texts(record)}
+        samples: list[dict[str, Any]] = [
+            {"id": example.id, "gold": [*example.targets], "predicted": texts(record)}
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]
-        for example, record in zip(self.examples[:SAMPLES], records, strict=False):
-            gold, predicted = (_short(few(rows)) or "(nothing)" for rows in ([*example.targets], texts(record)))
-            progress.line(f"  {example.id}: {predicted}  (expected: {gold})")
+        for sample in samples:
+            shown = (textwrap.shorten(few(sample[which]), 200, placeholder=" ...") for which in ("gold", "predicted"))
+            gold, predicted = (text or "(nothing)" for text in shown)
+            progress.line(f"  {sample['id']}: {predicted}  (expected: {gold})")
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)
@@ -159,7 +158,3 @@ class Examiner:
             sums.append(jax.device_get(self.loss(params, batch.arrays)))
         totals, counts = np.asarray(sums, np.float64).T
         return float(totals.sum() / max(counts.sum(), 1))
-
-
-def _short(text: str) -> str:
-    return textwrap.shorten(text, 200, placeholder=" ...")

@@ -20,7 +20,7 @@ from pipejax.system.fields import shown
 from pipejax.training.command import require_libraries
 
 
-def fit(
+def train_run(
     config: Config | str | Path | Mapping[str, object],
     workdir: str | Path,
     *,
@@ -29,7 +29,6 @@ def fit(
     overrides: Overrides,
     method: Method | None = None,
 ) -> Path:
-    """See `pipejax.fit`."""
     if isinstance(config, Mapping):
         config = config_lib.override(Config(), config, where="config")
     elif isinstance(config, str | os.PathLike):

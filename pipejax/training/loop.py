@@ -1,11 +1,11 @@
 """Fine-tuning and training from scratch, with the pipelined or the sequential objective. Read it top to bottom."""
 
+import contextlib
 import dataclasses
 import logging
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -28,10 +28,10 @@ from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.examiner import Examiner
-from pipejax.training.monitoring import Clock, Trace, Window, warn_of_examples
+from pipejax.training.monitoring import Clock, Window, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line
-from pipejax.training.start import Start, begin
+from pipejax.training.start import Start, start_run
 from pipejax.training.stop import Stop
 from pipejax.training.trackers import Trackers
 
@@ -61,43 +61,39 @@ def fit(
     methods.check_training(config)
     environment.check()
     examples = Examples.of(config, given)
-    stop = Stop()
-    try:
-        with RunDirectory(workdir) as directory:
-            place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
-            store = Store(place, keep=keep, keep_every=every, writable=True)
-            start = begin(config, directory, store, examples.fingerprints)
-            if start.step:
-                store.retire(start.step)
-            # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
-            # in it the log lacks it.
-            configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
-            owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
-            if start.step >= config.train.steps and not owed:
-                store.close()
-                directory.finish(_last_line("end", start.step, start.state.params, {}))
-                wanted = f"train.steps = {config.train.steps}"
-                logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
-                return 0
-            with distributed.together(UserError):
-                trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
-            examples = dataclasses.replace(examples, train=trained)
-            with Run(start, examples, directory, store, stop, profile=profile) as run:
-                if owed:
+    with contextlib.closing(Stop()) as stop, RunDirectory(workdir) as directory:
+        place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
+        store = Store(place, keep=keep, keep_every=every, writable=True)
+        start = start_run(config, directory, store, examples.fingerprints)
+        if start.step:
+            store.retire(start.step)
+        # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
+        # in it the log lacks it.
+        configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
+        owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
+        if start.step >= config.train.steps and not owed:
+            store.close()
+            directory.finish(_last_line("end", start.step, start.state.params, {}))
+            wanted = f"train.steps = {config.train.steps}"
+            logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
+            return 0
+        with distributed.together(UserError):
+            trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
+        examples = dataclasses.replace(examples, train=trained)
+        with Run(start, examples, directory, store, stop, profile=profile) as run:
+            if owed:
+                run.evaluate()
+            while not run.is_over():
+                run.make_step()
+                # The log before the checkpoint: a run that resumes there must not log this step twice.
+                run.log_if_due()
+                # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
+                if run.evaluation_is_due():
                     run.evaluate()
-                while not run.is_over():
-                    run.make_step()
-                    # The log before the checkpoint: a run that resumes there must not log this step twice.
-                    run.log_if_due()
-                    # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
-                    if run.evaluation_is_due():
-                        run.evaluate()
-                    run.save_if_due()
-                    run.progress.add(1, run.note)
-                run.log_the_rest()
-            return run.end()
-    finally:
-        stop.restore()
+                run.save_if_due()
+                run.progress.add(1, run.note)
+            run.log_the_rest()
+        return run.end()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +141,6 @@ class Run:
     def __init__(
         self, start: Start, examples: Examples, directory: RunDirectory, store: Store, stop: Stop, *, profile: int
     ) -> None:
-        """Prepares all that the steps need; `profile`: how many of them are traced."""
         self.trainer, self.state, self.step = start.trainer, start.state, start.step
         self.config = config = start.trainer.config
         self.directory, self.store, self.stop = directory, store, stop
@@ -179,9 +174,13 @@ class Run:
         self.progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=shown)
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
-        self.trace = Trace(directory.path / "profile", first=start.step + 3, steps=profile)
+        self.trace_steps(profile)
         self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
         self.note = ""
+
+    def trace_steps(self, count: int) -> None:
+        """Has so many steps traced, from the third that is made on."""
+        self.profile, self.profiled = contextlib.ExitStack(), range(self.step + 2, self.step + 2 + count)
 
     def is_over(self) -> bool:
         """Whether no step is left, or the run is to stop here; all processes ask alike."""
@@ -196,20 +195,22 @@ class Run:
         program = self._program(batch)
         if not distributed.several():  # else all would have to compile in the same order
             self.trainer.prepare(self.shapes.in_use(min(self.step + EVERY, self.config.train.steps - 1)))
-        self.trace.before(self.step + 1)
+        if self.step == self.profiled.start and self.profiled:
+            self.profile.enter_context(jax.profiler.trace(self.directory.path / "profile"))
         self.state, metrics = program(self.state, arrays, self.trainer.dropout_key(self.step + 1))
         self.step += 1
         if self.step == self.saved + 1:  # the save ran beside this one step; now it ends, so a crash costs one interval
             jax.block_until_ready(metrics)
             with self.clock("checkpoint"):
                 self.store.settle()
-        self.trace.after(self.step, metrics)
+        if self.step == self.profiled.stop and self.profiled:
+            jax.block_until_ready(metrics)
+            self.profile.close()
         self.window.add(self.step, batch, metrics)
         if self.evaluation_is_due() or self._save_is_due():
             jax.block_until_ready(metrics)  # so that the step's time is not booked as that of an evaluation or a save
 
     def log_if_due(self) -> None:
-        """A line of metrics.jsonl for the steps since the last one."""
         self.note = ""
         if self.step == self.config.train.steps or self.step % self.config.train.log_every == 0:
             with distributed.together(UserError):
@@ -218,30 +219,25 @@ class Run:
             self.note = loss + (f", epoch {values['epoch']:.1f}" if "epoch" in values else "")
 
     def log_the_rest(self) -> None:
-        """A line for steps that none was due for before the run was stopped."""
         if self.window.steps:
             with distributed.together(UserError):
                 self.window.flush()
 
     def evaluate(self) -> None:
-        """Scores the dev split; the best parameters are kept apart."""
         with self.clock("evaluation"), self.progress.aside("evaluating", f"{len(self.examiner.examples)} examples"):
             self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked)
 
     def save_if_due(self) -> None:
-        """Begins a checkpoint every `train.checkpoint_every` steps; `end` sees to the last."""
         if self._save_is_due():
             with self.clock("checkpoint"):
                 if self._save():
                     self.saved = self.step
 
     def write(self, values: Line) -> None:
-        """A line of metrics.jsonl, and of what else is kept of it."""
         self.directory.log_metrics(values)
         self.trackers.write(values)
 
     def end(self) -> int:
-        """The last checkpoint and the last lines; the exit code of `fit`."""
         with self.clock("checkpoint"):
             done = self.store.settle()
             if self.saved < self.step or not done:
@@ -275,9 +271,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Ends the work beside the steps; after an error also the save under way, the bar and the trackers."""
         if error is None:
             self.exchange.close()
@@ -287,7 +281,7 @@ class Run:
             if not distributed.lost(error):  # else whom we would tell is gone
                 self.exchange.close()
             self.progress.close()
-        self.trace.close()
+        self.profile.close()
         self.trainer.close()
         if error is not None:
             self.trackers.close()

@@ -1,11 +1,10 @@
-"""The view of a training run: its data at the start, where the time goes, a profile, the log's windows of steps."""
+"""The view of a training run: its data at the start, where the time goes, the log's windows of steps."""
 
 import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from pipejax.data.encoding import place_of
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import joined_change, shown
-from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.costs import peak
@@ -40,7 +38,6 @@ class Clock:
     """Seconds by what they went to. What nothing else is named for is "step": the devices are at work then."""
 
     def __init__(self) -> None:
-        """Starts now."""
         self.totals: dict[str, float] = defaultdict(float)
         self._named: dict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
@@ -66,32 +63,6 @@ class Clock:
         return lap
 
 
-class Trace:
-    """A profile of a few steps, for TensorBoard or Perfetto."""
-
-    def __init__(self, directory: Path, *, first: int, steps: int) -> None:
-        """Of `steps` steps (0: none) from step `first` on."""
-        self.directory, self.first, self.steps, self._running = directory, first, steps, False
-
-    def before(self, step: int) -> None:
-        """Begins if it is time to."""
-        if self.steps and step == self.first:
-            jax.profiler.start_trace(self.directory)
-            self._running = True
-
-    def after(self, step: int, results: Tree) -> None:
-        """Ends with the last step, once the devices are through with it."""
-        if self.steps and step == self.first + self.steps - 1:
-            jax.block_until_ready(results)
-            self.close()
-
-    def close(self) -> None:
-        """Writes what there is, if a trace is under way."""
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
-
-
 class Window:
     """The steps since the last log line; values stay on the device until then."""
 
@@ -104,7 +75,6 @@ class Window:
         devices: Sequence[jax.Device],
         clock: Clock,
     ) -> None:
-        """Empty; so many `examples` make an epoch, 0: nobody knows."""
         assert config.model is not None
         self.examples, self.data, self.train, self.model = examples, config.data, config.train, config.model
         self.warned: set[str] = set()
@@ -117,7 +87,6 @@ class Window:
         self.peak = sum(p for p in peaks if p) if known else None
 
     def add(self, step: int, batch: Batch, metrics: dict[str, Array]) -> None:
-        """One more step."""
         self.steps.append((step, batch._replace(arrays={}), metrics))
 
     def flush(self) -> Line:

@@ -70,11 +70,10 @@ def updates_made(state: optax.OptState) -> jax.Array:
 
 
 def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
-    """Tells whether the parameter of a path is trained."""
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
 
 
-def split(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
+def partition(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
     """The trees of parameters that are trained and that are not."""
     flat = flatten_dict(params, sep="/")
     trained = {path: x for path, x in flat.items() if is_trained(path)}
@@ -82,6 +81,5 @@ def split(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
     return unflatten_dict(trained, sep="/"), unflatten_dict(fixed, sep="/")
 
 
-def join(trained: Tree, fixed: Tree) -> Tree:
-    """Puts together the trees that `split` took apart."""
+def combine(trained: Tree, fixed: Tree) -> Tree:
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

@@ -254,7 +254,6 @@ def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tup
 
 
 def _gib(text: str) -> float:
-    """The argparse type of --memory."""
     try:
         return float(text)
     except ValueError as error:
@@ -262,7 +261,6 @@ def _gib(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="base, umt5-base, t5gemma-b-b ...: for configs that name none")

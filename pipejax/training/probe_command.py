@@ -27,7 +27,6 @@ UPDATES = 500
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.apps.probe` and `pipejax.training.adaptation`."""
     parser = cli.Parser(prog="pipejax probe", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--input", required=True, metavar="FILE", help="labelled examples to measure")
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of data, train.learning_rate, a dtype, or method (repeatable)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
-    check_output(output)
+    check_directory(output)
 
     from pipejax.apps import records
 
@@ -64,11 +63,11 @@ def main(argv: Sequence[str]) -> int:
         flags.adapt,
         best=flags.best,
         limit=flags.limit,
-        lessons=flags.updates * BATCH,
+        most=flags.updates * BATCH,
         overrides=overrides,
     )
     updates = flags.updates if flags.adapt else 0
-    settings = measuring.settings_of(work) | {"--updates": updates}
+    settings = measuring.probe_settings(work) | {"--updates": updates}
     unfinished = Unfinished(str(output / EXAMPLES), settings)
     if flags.resume:
         unfinished.resume([example.id for example in work.examples])
@@ -87,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
         "input": flags.input,
         "adapt": flags.adapt,
         "updates": updates,
-        **work.origin,
+        "step": work.step,
+        "params_fp": work.params_fp,
         **measuring.measure(work, unfinished, batch_size=flags.batch_size),
     }
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_output(output: Path) -> None:
+def check_directory(output: Path) -> None:
     """Raises a UserError unless the directory is new, empty, or one that this command wrote."""
     kind = look(output, "--output")
     if kind == "file":

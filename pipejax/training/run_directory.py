@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from pipejax import config as config_lib
@@ -70,7 +69,6 @@ class RunDirectory:
     """WORKDIR, held by one trainer at a time. Use it as a context manager."""
 
     def __init__(self, path: str | Path) -> None:
-        """Nothing is created or touched yet."""
         self.path, self.writes = absolute(path), distributed.first()
         self._waiting: list[str] = []  # lines of the log that the disk did not take
         self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
@@ -90,7 +88,6 @@ class RunDirectory:
 
     @property
     def is_run(self) -> bool:
-        """Whether a trainer has been here."""
         return (self.path / ".lock").is_file()
 
     def __enter__(self) -> Self:
@@ -114,10 +111,7 @@ class RunDirectory:
             sweep_partial(self.path / "tokenizer")
             sweep(self.path, ".gone-*")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Lets go; what never began leaves nothing."""
+    def __exit__(self, *_: object) -> None:
         if self._lock is None:
             return
         if self._made is not None:
@@ -182,7 +176,7 @@ class RunDirectory:
 
     def _log(self) -> list[tuple[str, Line]]:
         path = self.path / "metrics.jsonl"
-        return run_log.read(path) if path.is_file() else []
+        return run_log.read_log(path) if path.is_file() else []
 
     def logged(self, event: str) -> list[Line]:
         """The lines of that event; in processes that do not write none."""
@@ -190,8 +184,7 @@ class RunDirectory:
 
     def has(self, event: str, step: int) -> bool:
         """Whether the log has such a line of that step; all processes are told what the first one finds."""
-        found = self.writes and any((v["event"], v["step"]) == (event, step) for _, v in self._log())
-        return distributed.same(found)
+        return distributed.same(any(values["step"] == step for values in self.logged(event)))
 
     def finish(self, last: Line) -> None:
         """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
@@ -291,7 +284,6 @@ def _params_fp(directory: str, *, best: bool) -> str:
 
 
 def resolve_model(config: Config, other: Config) -> Config:
-    """The config with the architecture of the checkpoint it starts from."""
     if config.model is not None and config.model != other.model:
         a, b = (config_lib.flat(Config(model=model)) for model in (config.model, other.model))
         key = next(key for key in a if key.startswith("model") and a[key] != b.get(key))

@@ -9,7 +9,7 @@ from pipejax.metrics import HEADLINES
 Line = dict[str, Any]  # an object of the log; its "event" says which other keys it has
 
 
-def read(path: Path) -> list[tuple[str, Line]]:
+def read_log(path: Path) -> list[tuple[str, Line]]:
     """The lines of a log and what they hold; what is no line of a log, such as one torn by a crash, is left out."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):

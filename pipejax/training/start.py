@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Start:
-    """Where a run begins."""
-
     trainer: Trainer
     state: TrainState
     step: int  # updates already made
@@ -36,7 +34,7 @@ class Start:
     run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))  # its id on boards
 
 
-def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
+def start_run(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
     trainer: Trainer | None = None
 
@@ -81,7 +79,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
         return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
     memory = distributed.same(device_memory())
     with distributed.together(UserError):
-        trainer, tokenizer, origin = _prepare(config, memory)
+        trainer, tokenizer, origin = _prepare_trainer(config, memory)
     state = trainer.fresh(origin.items["params"] if origin else None)
     if origin is None:
         logger.info(f"starting from random weights (seed {config.train.seed})")
@@ -91,7 +89,7 @@ def begin(config: Config, directory: RunDirectory, store: Store, data: Mapping[s
     return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]))
 
 
-def _prepare(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:
+def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:
     origin: Restored | None = None
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
@@ -134,7 +132,7 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
                 + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
             )
         return own
-    same = own is not None and _compare(chosen, own, name, config)
+    same = own is not None and _compare_pieces(chosen, own, name, config)
     place = f"{config.train.init_from}: model" if origin else "model"
     assert config.model is not None
     check_special_ids(
@@ -148,7 +146,7 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
     return chosen
 
 
-def _compare(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> bool:
+def _compare_pieces(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> bool:
     """Whether all ids mean the pieces that the weights learned; refuses another tokenizer unless it is asked for."""
     if not (others := chosen.other_pieces(own)):
         return True

@@ -31,7 +31,7 @@ from pipejax.model.t5 import is_stock
 from pipejax.system import Tree, cli
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
-from pipejax.training.optimizer import join, learning_rate, make_optimizer, split, trained_paths, updates_made
+from pipejax.training.optimizer import combine, learning_rate, make_optimizer, partition, trained_paths, updates_made
 
 with extra("train", "training"):
     import optax
@@ -134,10 +134,10 @@ def train_step(
     array. On a CPU, XLA works in the donated buffers inside a branch only. On a GPU a branch waits for the host; a
     choice is computed together with the update.
     """
-    trained, fixed = split(state.params, is_trained)
+    trained, fixed = partition(state.params, is_trained)
 
     def summed(trained: Tree, part: Arrays, key: Array) -> tuple[Array, Array]:
-        return batch_loss(model, place(join(trained, fixed)), part, key if model.dropout else None, loss, position)
+        return batch_loss(model, place(combine(trained, fixed)), part, key if model.dropout else None, loss, position)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -159,10 +159,10 @@ def train_step(
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
 
     def update(state: TrainState) -> TrainState:
-        trained, fixed = split(state.params, is_trained)
+        trained, fixed = partition(state.params, is_trained)
         scaled = jax.tree.map(lambda x: x * factor, gradient)
         updates, optimizer_state = optimizer.update(scaled, state.optimizer, trained)
-        return TrainState(join(optax.apply_updates(trained, updates), fixed), optimizer_state)
+        return TrainState(combine(optax.apply_updates(trained, updates), fixed), optimizer_state)
 
     if branch:
         new = jax.lax.cond(good, update, lambda state: state, state)
@@ -204,7 +204,7 @@ class Trainer:
         place = partial(sharding.gather_tables, config.model, mesh=self.mesh)
         self.method = methods.trained(config)
         ids = methods.Ids.of(config.model)
-        asked = {"loss": self.method.loss, "position": methods.strategy_of(self.method, ids).position}
+        asked: dict[str, Any] = {"loss": self.method.loss, "position": methods.strategy_of(self.method, ids).position}
         options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
         options |= asked | {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
@@ -216,9 +216,8 @@ class Trainer:
         )
         self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        loss = partial(batch_loss, make(), dropout=None)
-        loss = partial(loss, **asked)
-        self._loss = jax.jit(lambda params, batch: loss(place(params), batch))
+        whole = make()  # without dropout
+        self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, **asked))
 
     def _newborn(self, params: Tree) -> TrainState:
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
@@ -226,8 +225,7 @@ class Trainer:
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Tree) -> Tree:
-        """The part of a tree of parameters that is trained."""
-        return split(params, self._is_trained)[0]
+        return partition(params, self._is_trained)[0]
 
     def _shardings(self) -> TrainState:
         params = sharding.param_shardings(self.model.config, self.abstract.params, self.mesh)
@@ -253,14 +251,12 @@ class Trainer:
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Tree]:
-        """The templates that `checkpoint.Store.restore` needs to put a saved state on this mesh."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
         return {"params": placed.params, "state": placed.optimizer}
 
     def step(self, state: TrainState, batch: Arrays, key: Array) -> tuple[TrainState, dict[str, Array]]:
-        """Makes one update with a placed batch; the given state is used up."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
     def program(self, batch: ArrayShapes) -> jax.stages.Compiled:
@@ -270,11 +266,10 @@ class Trainer:
         # A program that waits behind another one is compiled sooner here; one that failed there may succeed now.
         if known is None or known.cancel() or known.exception():
             known = self._programs[key] = Future()
-            known.set_result(self._compile(batch))
+            known.set_result(self.lower(batch).compile())
         return known.result()
 
     def is_ready(self, batch: ArrayShapes) -> bool:
-        """Whether `program` would give it at once."""
         known = self._programs.get(_key(batch))
         return known is not None and known.done() and not known.cancelled() and not known.exception()
 
@@ -286,18 +281,13 @@ class Trainer:
                 self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
 
     def close(self) -> None:
-        """Begins no other program; for one that is being compiled no command waits."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile_ahead(self, batch: ArrayShapes) -> jax.stages.Compiled:
         with cli.unneeded():
-            return self._compile(batch)
-
-    def _compile(self, batch: ArrayShapes) -> jax.stages.Compiled:
-        return self.lower(batch).compile()
+            return self.lower(batch).compile()
 
     def lower(self, batch: ArrayShapes) -> Tree:
-        """The step for such batches, as JAX hands it to the compiler."""
         return self.trace(batch).lower()
 
     def trace(self, batch: ArrayShapes) -> Tree:
@@ -317,7 +307,6 @@ class Trainer:
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
 
     def dropout_key(self, step: int) -> Array:
-        """The key of a step (1-based)."""
         return jax.random.fold_in(self.key, step)
 
 

@@ -17,7 +17,6 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        """Installs the handlers."""
         numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
         self.signal: int | None = None  # that this process got
         self.agreed = 0  # that all know of
@@ -26,7 +25,7 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            self.restore()
+            self.close()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt("again: ended without a checkpoint; the same command goes on from the last one")
             signal.raise_signal(number)
@@ -39,7 +38,6 @@ class Stop:
             logger.info(f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second one ends it at once")
         return self.agreed > 0
 
-    def restore(self) -> None:
-        """Puts the former handlers back."""
+    def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

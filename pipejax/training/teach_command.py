@@ -14,7 +14,6 @@ from pipejax.system.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; all logic is in `pipejax.training.teach` and `pipejax.training.labels`."""
     parser = cli.Parser(prog="pipejax teach", description=__doc__)
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a sequential WORKDIR of pipejax train, or a converted T5"

@@ -22,7 +22,6 @@ class Trackers:
     """The trackers of the config, in the first process alone. Training goes on without a board or value that fails."""
 
     def __init__(self, config: TrainConfig, directory: Path, step: int, run: str) -> None:
-        """Opens them; curves go on after `step`, where boards have a run of that id."""
         self._writers, self._ends = dict[str, Write](), dict[str, Callable[[], None]]()
         self._told = set[str]()  # names of values that a board did not take
         if not distributed.first():
@@ -36,7 +35,6 @@ class Trackers:
             self._writers["MLflow"], self._ends["MLflow"] = _mlflow(config.mlflow, directory, run)
 
     def write(self, values: Line) -> None:
-        """The numbers of one line of the log."""
         numbers = {
             name_of(values["event"], name): float(value)
             for name, value in values.items()
@@ -55,7 +53,6 @@ class Trackers:
                 logger.warning(f"{board}: {failure}; {end}")
 
     def close(self) -> None:
-        """Ends them; once is enough."""
         for name, end in self._ends.items():
             if failure := _failure(end):
                 logger.warning(f"{name}: {failure}")

@@ -21,7 +21,7 @@ def service(
 
 
 def connect(asked_for: app.Service) -> TestClient:
-    return TestClient(app.make(asked_for), raise_server_exceptions=False)
+    return TestClient(app.make_app(asked_for), raise_server_exceptions=False)
 
 
 def chunks(reply: Any) -> list[dict[str, Any]]:

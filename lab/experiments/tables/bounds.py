@@ -16,9 +16,9 @@ from lab.benchmarks.systems import save
 from lab.experiments import real_data
 from lab.experiments.tables.cells import SUB_MAX, TIME_MAX
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data import PUBLISHED
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
+from pipejax.data.papers import PUBLISHED
 from pipejax.data.statistics import Statistics, measure
 from pipejax.data.text import plain
 from pipejax.data.tokenizer import Tokenizer

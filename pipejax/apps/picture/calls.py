@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, column_of, top_of
-from pipejax.apps.picture.text import FONT, INK, QUIET, count, dotted, escape, label, shorten
+from pipejax.apps.markup import count, escape
+from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, column_of, open_svg, time_axis, top_of
+from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
 MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
@@ -17,7 +18,7 @@ MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}  # colours are not f
 SAID = {"own": "written without a draft", "accepted": "accepted draft", "rejected": "rejected draft"}
 
 
-class Asked(NamedTuple):
+class RowCall(NamedTuple):
     """A row in a call, as in the trace of a record; drafts are texts."""
 
     row: int
@@ -39,7 +40,7 @@ class Mark:
     until: int | None = None  # the next call of which a rejected draft stands there
 
 
-def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
+def marks(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> list[Mark]:
     """The tokens that the calls wrote and those that they did not accept, in the order of the calls."""
     texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
     found: list[Mark] = []
@@ -62,7 +63,7 @@ def marks(grid: Grid, calls: Sequence[Sequence[Asked]]) -> list[Mark]:
     return found
 
 
-def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+def facts_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     drafted = sum(len(one.drafted) for call in calls for one in call)
     accepted = sum(one.accepted for call in calls for one in call)
     share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
@@ -72,7 +73,7 @@ def facts(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
     )
 
 
-def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     """All calls in one SVG, in which the page shows one after the other; as it stands it shows the last."""
     found, last = marks(grid, calls), len(calls)
     first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}  # call that asks a row
@@ -81,18 +82,17 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
     column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), min(columns, MOST))
     pitch, top = BOX + DRAFT + GAP, top_of(page=True)
     width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
+    said = facts_of_calls(grid, calls)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-labelledby="calls-title" font-family="{FONT}">',
-        f'<title id="calls-title">{escape(facts(grid, calls))}; the table below says the same in words</title>',
-        label(LEFT - 12, top - 6, "time-step", anchor="end"),
-        *(label(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, columns)),
+        open_svg(width, height, "calls-title"),
+        f'<title id="calls-title">{escape(said)}; the table below says the same in words</title>',
+        *time_axis(columns - 1, column, top),
     ]
     for i in range(height_in_rows):
         middle, start = top + i * pitch + GAP / 2 + BOX / 2, LEFT + i * grid.delay * column
         drafted = sum(len(one.drafted) for call in calls for one in call if one.row == i)
         accepted = sum(one.accepted for call in calls for one in call if one.row == i)
-        parts.append(label(LEFT - 12, middle + 4, _name(i, grid), anchor="end"))
+        parts.append(label(LEFT - 12, middle + 4, grid.name_of(i), anchor="end"))
         if drafted:
             sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
             parts.append(sums.replace("<text ", f'<text data-sum="{i}" ', 1))
@@ -112,7 +112,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
 def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: float) -> str:
     left, tall = LEFT + mark.time * column, BOX
     early = ", right, but a row above was not so far" if mark.kind == "rejected" and mark.is_written else ""
-    tip = f"call {mark.call}, {_name(mark.row, grid)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
+    tip = f"call {mark.call}, {grid.name_of(mark.row)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
     classes, extra = [mark.kind], ""
     if mark.kind == "rejected":
         tall, size = DRAFT, 10.0
@@ -133,7 +133,7 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
     )
 
 
-def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
+def table_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     said: dict[tuple[int, int, str], list[str]] = {}
     for mark in marks(grid, calls):
         said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)
@@ -144,14 +144,10 @@ def table(grid: Grid, calls: Sequence[Sequence[Asked]]) -> str:
             if not one.written:
                 texts[-1] = "the row could not begin yet"
             cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-            lines.append(f'<tr><td>{number}</td><th scope="row">{_name(one.row, grid)}</th>{cells}</tr>')
+            lines.append(f'<tr><td>{number}</td><th scope="row">{grid.name_of(one.row)}</th>{cells}</tr>')
     names = ("call", "row", "accepted drafts", "rejected drafts", "written without a draft")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _name(row: int, grid: Grid) -> str:
-    return "empty row" if len(grid.rows) == row < grid.height else f"row {row + 1}"
 
 
 def _box(left: float, y: float, column: int, height: int) -> str:

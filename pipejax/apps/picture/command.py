@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipejax import config, methods
 from pipejax.apps.picture import record
-from pipejax.apps.picture.calls import Asked
+from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.grid import fill, svg
 from pipejax.apps.picture.page import html
 from pipejax.config import GRID, Config, GridConfig
@@ -16,6 +16,7 @@ from pipejax.data.lines import Object
 from pipejax.inference.sources import of_record
 from pipejax.system.cli import Parser, note
 from pipejax.system.errors import UserError
+from pipejax.system.files import writing
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
-    place, found = record.find(flags.records, flags.id)
+    place, found = record.find_record(flags.records, flags.id)
     settings, can_draw = None, [*methods.able(Config(), "draw")]
     if flags.checkpoint:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
@@ -75,10 +76,8 @@ def main(argv: Sequence[str]) -> int:
         doubt += unknown
         source = source if isinstance(source, str) else ""
         drawn = html(grid, calls=calls, texts=texts, source=source, title=f"Record {name}")
-    try:
+    with writing(output):
         output.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror})") from error
     note("; ".join([f"{output}: record {name}, drawn at Δt = {delay}", *said, *doubt]))
     return 0
 
@@ -102,7 +101,7 @@ def _delay(
 
 
 def _source(path: str, name: str, settings: Config | None) -> tuple[object, list[str]]:
-    place, given = record.find(path, name)
+    place, given = record.find_record(path, name)
     if settings is not None:
         return of_record(given, place, name, settings).content, []
     known = "source" in given or "source_ids" in given
@@ -110,7 +109,7 @@ def _source(path: str, name: str, settings: Config | None) -> tuple[object, list
 
 
 def _empty_row(
-    found: Object, rows: list[list[str]], calls: list[list[Asked]] | None, *, is_due: bool, sub_max: int | None
+    found: Object, rows: list[list[str]], calls: list[list[RowCall]] | None, *, is_due: bool, sub_max: int | None
 ) -> tuple[bool, list[str]]:
     """Whether an empty row began, if there was time for it, and what is to be said where nobody knows."""
     if calls is not None:  # a record does not say it, but a trace does

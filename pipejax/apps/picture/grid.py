@@ -7,7 +7,8 @@ i * delay + j, where i counts from 0 and j from 1.
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipejax.apps.picture.text import FONT, INK, QUIET, count, dotted, escape, label, shorten, text_width
+from pipejax.apps.markup import FONT, count, escape
+from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten, text_width
 
 PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # first, middle and last time-step
 LEFT, RIGHT, TOP = 84, 20, 52  # pixels around the grid
@@ -44,6 +45,9 @@ class Grid:
     def height(self) -> int:
         return max((cell.row for cell in self.cells), default=-1) + 1
 
+    def name_of(self, row: int) -> str:
+        return "empty row" if len(self.rows) == row < self.height else f"row {row + 1}"
+
 
 def fill(
     rows: Sequence[Sequence[str]],
@@ -78,47 +82,53 @@ def fill(
     return Grid(tuple(map(tuple, rows)), delay, steps, truncated, tuple(cells), (*sequential, 0))
 
 
-def svg(grid: Grid, *, until: int | None = None, page: bool = False) -> str:
+def svg(grid: Grid, *, page: bool = False) -> str:
     """The grid as a standalone SVG that reads well on white and on dark.
 
     Time-steps run across, rows down, and a colour is a time-step. Beneath, on one scale: the steps of the pipelined
-    decoder, and those that a sequential one takes for the same text. `until`: draws the state after this time-step, not
-    the last; `page`: for a page, without a caption.
+    decoder, and those that a sequential one takes for the same text. `page`: for a page, which moves the current
+    time-step, without a caption.
     """
-    last = grid.steps if until is None else max(min(until, grid.steps), 0)
-    columns, pitch, top, caption = grid.steps + 1, pitch_of(grid), top_of(page=page), facts(grid)
+    pitch, top, caption = pitch_of(grid), top_of(page=page), facts(grid)
     column, size = _column_of_tokens(grid)
     width = width_of(grid, page=page)
     bottom = top + grid.height * pitch
-    height = bottom + 62
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="picture-title picture-text" '
-        f'font-family="{FONT}">',
+        open_svg(width, bottom + 62, "picture-title picture-text"),
         f'<title id="picture-title">{escape(caption)}</title>',
         f'<desc id="picture-text">{escape(_describe(grid))}</desc>',
     ]
-    if not page:
-        parts.append(label(LEFT, 20, caption, size=13, anchor="start", weight=600))
-    if page or until is not None:  # the current time-step; the page moves it
+    if page:
         parts.append(
             f'<rect class="now" data-left="{LEFT}" data-column="{column}" '
-            f'x="{LEFT + last * column}" y="{top - 20}" width="{column}" '
+            f'x="{LEFT + grid.steps * column}" y="{top - 20}" width="{column}" '
             f'height="{bottom - top + 22}" rx="6" fill="{QUIET}" fill-opacity=".14"/>'
         )
-    parts.append(label(LEFT - 12, top - 6, "time-step", anchor="end"))
-    parts += [label(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, columns)]
+    else:
+        parts.append(label(LEFT, 20, caption, size=13, anchor="start", weight=600))
+    parts += time_axis(grid.steps, column, top)
     for i in range(grid.height):
         middle, start = top + (i + 0.5) * pitch, LEFT + i * grid.delay * column
-        name = f"row {i + 1}" if i < len(grid.rows) else "empty row"
-        parts.append(label(LEFT - 12, middle + 4, name, anchor="end"))
-        if 0 < i * grid.delay <= last:
+        parts.append(label(LEFT - 12, middle + 4, grid.name_of(i), anchor="end"))
+        if 0 < i * grid.delay <= grid.steps:
             parts.append(dotted(LEFT + 2, middle, start - 4))
-    parts += [
-        _cell(cell, grid, column=column, pitch=pitch, top=top, size=size) for cell in grid.cells if cell.time <= last
-    ]
-    parts += _strips(grid, last, top=bottom + 22, room=min(width - LEFT - RIGHT - 60, STRIP_ROOM))
+    written = (cell for cell in grid.cells if cell.time <= grid.steps)
+    parts += [_cell(cell, grid, column=column, pitch=pitch, top=top, size=size) for cell in written]
+    parts += _strips(grid, top=bottom + 22, room=min(width - LEFT - RIGHT - 60, STRIP_ROOM))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def open_svg(width: int, height: int, labels: str) -> str:
+    """The start of an SVG that elements with these ids describe."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img" aria-labelledby="{labels}" font-family="{FONT}">'
+    )
+
+
+def time_axis(steps: int, column: int, top: int) -> list[str]:
+    times = [label(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, steps + 1)]
+    return [label(LEFT - 12, top - 6, "time-step", anchor="end"), *times]
 
 
 def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: float) -> str:
@@ -144,17 +154,16 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
     )
 
 
-def _strips(grid: Grid, last: int, *, top: int, room: float) -> Iterator[str]:
+def _strips(grid: Grid, *, top: int, room: float) -> Iterator[str]:
     unit = min(room / max(len(grid.sequential), grid.steps), 24.0)
     gap = 1.5 if unit > 6 else 0.5 if unit > 2.5 else 0.0
     for name, times in (("pipelined", range(1, grid.steps + 1)), ("sequential", grid.sequential)):
         yield label(LEFT - 12, top + STRIP - 1, name, anchor="end")
         for step, time in enumerate(times, start=1):
             colour = f'fill="{_colour(time, grid.steps)}"' if time else f'fill="{QUIET}" fill-opacity=".45"'
-            faint = ' opacity=".2"' if last < grid.steps and step > last else ""
             yield (
                 f'<rect class="step" data-time="{step}" x="{LEFT + (step - 1) * unit:.2f}" y="{top}" '
-                f'width="{unit - gap:.2f}" height="{STRIP}" rx="{min(2, unit / 4):.1f}" {colour}{faint}/>'
+                f'width="{unit - gap:.2f}" height="{STRIP}" rx="{min(2, unit / 4):.1f}" {colour}/>'
             )
         yield label(LEFT + len(times) * unit + 8, top + STRIP - 1, count(len(times), "step"), anchor="start")
         top += STRIP + 10

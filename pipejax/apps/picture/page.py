@@ -9,10 +9,11 @@ import math
 import string
 from collections.abc import Sequence
 
+from pipejax.apps.markup import FONT, escape
 from pipejax.apps.picture import calls as by_call
-from pipejax.apps.picture.calls import FILL, MARKS, Asked
+from pipejax.apps.picture.calls import FILL, MARKS, RowCall
 from pipejax.apps.picture.grid import Grid, facts, pitch_of, svg, top_of, width_of
-from pipejax.apps.picture.text import FONT, INK, escape, mark, text_width
+from pipejax.apps.picture.text import INK, mark, text_width
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
 WIDEST = 1500  # pixels of the page
@@ -23,7 +24,7 @@ def html(
     *,
     source: str = "",
     texts: Sequence[str] | None = None,
-    calls: Sequence[Sequence[Asked]] | None = None,
+    calls: Sequence[Sequence[RowCall]] | None = None,
     title: str = "Pipelined decoding, step by step",
 ) -> str:
     """One page that loads nothing from elsewhere and fills the grid step by step; rows have their `texts` beside."""
@@ -39,12 +40,12 @@ def html(
     narrow, drafts = width + 20 + beside + 2 * 32, ""
     if calls is not None:
         drafts = _template("drafts.html").substitute(
-            facts=escape(by_call.facts(grid, calls)),
+            facts=escape(by_call.facts_of_calls(grid, calls)),
             right=MARKS["accepted"],
             wrong=MARKS["rejected"],
             last=len(calls),
             drawing=by_call.draw(grid, calls),
-            table=by_call.table(grid, calls),
+            table=by_call.table_of_calls(grid, calls),
         )
     return _template("page.html").substitute(
         title=escape(title),

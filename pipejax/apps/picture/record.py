@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeGuard
 
-from pipejax.apps.picture.calls import Asked
+from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.grid import fill
 from pipejax.config import GRID
 from pipejax.data.formats import read_records
@@ -13,7 +13,7 @@ from pipejax.data.lines import Object, id_of
 from pipejax.system.errors import UserError
 
 
-def find(path: str, name: str | None) -> tuple[str, Object]:
+def find_record(path: str, name: str | None) -> tuple[str, Object]:
     """The record with that id (the line number where it has none), or the first, and where it stands."""
     for place, record in read_records(path):
         if name is None or str(id_of(record, place)) == name:
@@ -38,7 +38,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
         raise UserError(f"{place}: row_ids: found no list of lists; expected a record of pipejax decode")
     if found is None and (texts is None or "pieces" in record):  # None: decoded without a tokenizer
         pieces = _pieces(record, place)
-        found = [[_text(i, pieces) for i in row] for row in ids]
+        found = [[_piece(i, pieces) for i in row] for row in ids]
     if texts is None:
         texts = [" ".join(map(str, row)) for row in ids]
     if not isinstance(texts, list) or len(texts) != len(ids):
@@ -107,7 +107,7 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
     return steps == needed or (literal and steps == ends)
 
 
-def calls(record: Object, delay: int, place: str) -> list[list[Asked]] | None:
+def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
     """The calls that `decode.trace` left in a record, once they agree with its checked rows; None: it left none."""
     if (trace := record.get("trace")) is None:
         return None
@@ -146,7 +146,7 @@ def calls(record: Object, delay: int, place: str) -> list[list[Asked]] | None:
             right = [here in (i, None) for i, here in zip(drafted, line[before:], strict=False)]
             if not all(right[:accepted]):
                 raise UserError(f"{at}; expected accepted drafts that are in row_ids")
-            asked.append(Asked(row, written, accepted, tuple(_text(i, pieces) for i in drafted)))
+            asked.append(RowCall(row, written, accepted, tuple(_piece(i, pieces) for i in drafted)))
         found.append(asked)
     if truncated == "time_max" and not written_of[len(ids)]:  # all rows that may be were in use
         del wanted_of[len(ids)]
@@ -175,7 +175,7 @@ def _pieces(record: Object, place: str) -> dict[str, str]:
     return pieces
 
 
-def _text(number: object, pieces: dict[str, str]) -> str:
+def _piece(number: object, pieces: dict[str, str]) -> str:
     return pieces.get(str(number)) or str(number)
 
 

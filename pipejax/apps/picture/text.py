@@ -1,37 +1,25 @@
-"""The text of a picture: escaped, measured, cut, placed; and a source with the rows found in it marked."""
+"""The text of a picture: measured, cut, placed; and a source with the rows found in it marked."""
 
-import html
 import re
 import unicodedata
 from collections.abc import Sequence
 
+from pipejax.apps.markup import escape
+
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
-FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-
-_VISIBLE = {**{i: 0x2400 + i for i in range(32)}, **dict.fromkeys([*range(0xD800, 0xE000), 0xFFFE, 0xFFFF], 0xFFFD)}
 
 
-def escape(text: str) -> str:
-    """Text for XML and HTML. Control characters, which XML forbids, become their pictures."""
-    return html.escape(text.translate(_VISIBLE))
+_WIDTHS = {**dict.fromkeys("iljtfrI.,:;'|!()[] ", 0.34), **dict.fromkeys("mwMW@%—", 0.95)}  # in sizes of the font
 
 
 def text_width(text: str) -> float:
     """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
-    return sum(
-        0.0
-        if unicodedata.combining(c)
-        else 1.0
-        if unicodedata.east_asian_width(c) in "WF"
-        else 0.34
-        if c in "iljtfrI.,:;'|!()[] "
-        else 0.95
-        if c in "mwMW@%—"
-        else 0.7
-        if c.isupper()
-        else 0.62
+    widths = (
+        1.0 if unicodedata.east_asian_width(c) in "WF" else _WIDTHS.get(c, 0.7 if c.isupper() else 0.62)
         for c in text
+        if not unicodedata.combining(c)
     )
+    return sum(widths)
 
 
 def shorten(text: str, room: float) -> str:
@@ -56,10 +44,6 @@ def dotted(left: float, y: float, right: float) -> str:
     """A line of dots in an SVG, where a row waits for its start."""
     line = f'<path d="M{left} {y:g}H{right}" stroke="{QUIET}" stroke-opacity=".4" stroke-dasharray="1 5"'
     return f'{line} stroke-linecap="round"/>'
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:

@@ -17,13 +17,14 @@ import numpy as np
 from pipejax import grid
 from pipejax.config import GRID
 from pipejax.data.encoding import Encoded
-from pipejax.data.shapes import Shapes, pad
+from pipejax.data.shapes import Shapes, choose, pad
 from pipejax.model.interface import Module
 from pipejax.model.precision import precision
 from pipejax.system import Tree
 
 Array = jax.Array
 SLOTS = 512  # of a call and example, at the most, where a target has fewer: their attention grows with the square
+SHAPES = 4  # padded sizes, at the most: each is compiled
 WHOLE, HIDDEN = GRID, -GRID  # as a Δt: rows above are seen to their ends, or not at all
 NONE = -1  # no row
 
@@ -35,7 +36,7 @@ class Condition(NamedTuple):
     without: int = NONE  # the row, from 0, that no other row sees
 
 
-class Target(NamedTuple):
+class Parted(NamedTuple):
     """A target whose slots are told apart by rows."""
 
     encoded: Encoded
@@ -43,14 +44,14 @@ class Target(NamedTuple):
     place: np.ndarray  # i32 [N], within the row; at 0 its first token is generated
 
 
-def of_rows(encoded: Encoded, row: np.ndarray) -> Target:
+def of_rows(encoded: Encoded, row: np.ndarray) -> Parted:
     time = encoded.target.time
     first = np.full(int(row.max()) + 1, np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first, row, time)
-    return Target(encoded, row, time - first[row])
+    return Parted(encoded, row, time - first[row])
 
 
-def visible(row: Array, place: Array, delay: Array, without: Array) -> Array:
+def unhidden(row: Array, place: Array, delay: Array, without: Array) -> Array:
     """Which keys a query may see under a condition, beside the mask of training: bool [..., N, N] of i32 [..., N].
 
     The beginning of a row is always seen: it tells which row one's own is, as bos does in decoding.
@@ -72,7 +73,7 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
     (size, slots), count = inputs.shape, len(delay)
     real = jnp.arange(slots) < batch["slots"][:, None]
     learned = grid.visible(row[:, :, None], time[:, :, None], row[:, None, :], time[:, None, :]) & real[:, None, :]
-    seen = jax.vmap(partial(visible, batch["part"], batch["place"]), out_axes=1)(delay, without) & learned[:, None]
+    seen = jax.vmap(partial(unhidden, batch["part"], batch["place"]), out_axes=1)(delay, without) & learned[:, None]
     alone = jnp.eye(count, dtype=bool)[:, None, :, None] & seen[:, :, :, None, :]  # [B, P, N, P, N]
     variables = {"params": params}
     hidden: Array = model.apply(
@@ -94,6 +95,13 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
     return jax.lax.map(of_condition, hidden.reshape(size, count, slots, -1).swapaxes(0, 1)).swapaxes(0, 1)
 
 
+def fit_shapes(targets: Sequence[Parted], size: int, group: int) -> Shapes:
+    """A few padded sizes for batches of so many targets, of which so many batches are sorted by length."""
+    lengths = np.asarray([(len(target.encoded.source), len(target.row)) for target in targets], np.int64)
+    source, slots = lengths.max(axis=0).tolist()
+    return choose(lengths, size=size, group=group, pack=1, most=SHAPES, limit=(source, slots))
+
+
 class Meter:
     """Measures targets batch by batch, with a few compiled programs."""
 
@@ -102,15 +110,15 @@ class Meter:
         self.shapes, self.size = shapes, size
         self._program = jax.jit(partial(likelihoods, model))
 
-    def batches(self, targets: Sequence[Target]) -> list[list[int]]:
+    def batches(self, targets: Sequence[Parted]) -> list[list[int]]:
         lengths = [(len(target.encoded.source), len(target.row)) for target in targets]
         order = self.shapes.order(np.asarray(lengths, np.int64)).tolist()
         return [order[first : first + self.size] for first in range(0, len(order), self.size)]
 
-    def measure(self, targets: Sequence[Target]) -> list[np.ndarray]:
+    def measure(self, targets: Sequence[Parted]) -> list[np.ndarray]:
         """Negative log-likelihoods f32 [C, N] of each target, of at most B."""
         batch = padded([*targets, *[targets[-1]] * (self.size - len(targets))], self.shapes)
-        count, found = together(batch, self.conditions), list[np.ndarray]()
+        count, found = at_once(batch, self.conditions), list[np.ndarray]()
         for first in range(0, len(self.conditions), count):
             part = [*self.conditions[first : first + count]]
             given = part + [self.conditions[0]] * (count - len(part))  # one program for all parts
@@ -122,11 +130,11 @@ class Meter:
         return [joined[i, :, : len(target.row)] for i, target in enumerate(targets)]
 
 
-def together(batch: dict[str, np.ndarray], conditions: Sequence[Condition]) -> int:
+def at_once(batch: dict[str, np.ndarray], conditions: Sequence[Condition]) -> int:
     return min(max(SLOTS // batch["inputs"].shape[1], 1), len(conditions))
 
 
-def padded(targets: Sequence[Target], shapes: Shapes) -> dict[str, np.ndarray]:
+def padded(targets: Sequence[Parted], shapes: Shapes) -> dict[str, np.ndarray]:
     """The arrays of a batch, as `likelihoods` describes them; and weights f32 [B, N]."""
     sources = [target.encoded.source for target in targets]
     length, slots = shapes.fit((max(map(len, sources)), max(len(target.row) for target in targets)))

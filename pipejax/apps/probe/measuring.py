@@ -7,14 +7,13 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 
 from pipejax import checkpoint as checkpoints
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Target, of_rows
+from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows
 from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, summary
 from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
@@ -22,7 +21,6 @@ from pipejax.config import Config
 from pipejax.data import OWN_FILES, make_task
 from pipejax.data.encoding import encode
 from pipejax.data.examples import Example
-from pipejax.data.shapes import choose
 from pipejax.data.text import normalized
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.loading import override
@@ -30,39 +28,35 @@ from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
 from pipejax.system import Tree, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.system.files import sync_output
 from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 FREE = ("data", "method", "decode.dtype", "train.dtype", "train.learning_rate")  # what `--set` may change
 WINDOW = 16  # batches that are sorted by length, and written together
-SHAPES = 4  # padded sizes, at the most: each is compiled
 DECIMALS = 5  # of nats
 
 
-class Origin(TypedDict):
+class Found(Summary):
+    checkpoint: str
     step: int
     params_fp: str
-
-
-class Found(Origin, Summary):
-    checkpoint: str
     input: str
     adapt: str | None
     updates: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProbeWork:
     """A checkpoint, the examples that it is asked about, and others that it may learn from first."""
 
     config: Config
     params: Tree
-    origin: Origin
+    step: int
+    params_fp: str
     examples: Sequence[Example]
-    targets: Sequence[Target]  # of the examples
-    lessons: Sequence[Target]
+    targets: Sequence[Parted]  # of the examples
+    lessons: Sequence[Parted]
 
 
 def prepare(
@@ -72,10 +66,10 @@ def prepare(
     *,
     best: bool,
     limit: int | None,
-    lessons: int,
+    most: int,
     overrides: Sequence[str],
-) -> Work:
-    """Opens the checkpoint, and reads and encodes the examples, and those of `learned`; nothing is written."""
+) -> ProbeWork:
+    """Opens the checkpoint, reads and encodes the examples, and at `most` so many of `learned`; nothing is written."""
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")
@@ -92,33 +86,33 @@ def prepare(
     if tokenizer is None:
         raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read text")
     method.check_text(tokenizer)
-    origin: Origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
-    examples = _read(source, config)[:limit]
+    examples = _examples(source, config)[:limit]
     targets = _encode(source, examples, config, method, tokenizer)
     if not any(target.row.any() for target in targets):
         raise UserError(f"{source}: found one row in each of {len(targets)} answers; expected several in some")
-    if not learned:
-        return Work(config, restored.items["params"], origin, examples, targets, [])
-    found = _read(learned, config)
-    if len(found) > lessons:
-        logger.info(f"{learned}: {lessons} of {len(found)} examples are drawn at random, to learn from")
-        found = [found[i] for i in sorted(random.Random(config.train.seed).sample(range(len(found)), lessons))]
-    measured = {normalized(example.source) for example in examples}
-    if both := sum(normalized(example.source) in measured for example in found):
-        logger.warning(f"{learned}: {both} of {len(found)} sources are measured, too: costs may be too low")
-    taught = _encode(learned, found, config, method, tokenizer)
-    return Work(config, restored.items["params"], origin, examples, targets, taught)
+    lessons = list[Parted]()
+    if learned:
+        found = _examples(learned, config)
+        if len(found) > most:
+            logger.info(f"{learned}: {most} of {len(found)} examples are drawn at random, to learn from")
+            found = [found[i] for i in sorted(random.Random(config.train.seed).sample(range(len(found)), most))]
+        measured = {normalized(example.source) for example in examples}
+        if both := sum(normalized(example.source) in measured for example in found):
+            logger.warning(f"{learned}: {both} of {len(found)} sources are measured, too: costs may be too low")
+        lessons = _encode(learned, found, config, method, tokenizer)
+    params_fp = digest(restored.arrays["params"])
+    return ProbeWork(config, restored.items["params"], restored.step, params_fp, examples, targets, lessons)
 
 
-def _read(source: str, config: Config) -> Sequence[Example]:
+def _examples(source: str, config: Config) -> Sequence[Example]:
     task = config.data.task if config.data.task in OWN_FILES else "jsonl"
     return make_task(dataclasses.replace(config.data, task=task, test=source, split="")).examples("test")
 
 
 def _encode(
     source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
-) -> list[Target]:
-    model, targets = config.model, list[Target]()
+) -> list[Parted]:
+    model, targets = config.model, list[Parted]()
     assert model is not None
     ids = Ids.of(model)
     for example in examples:
@@ -135,22 +129,19 @@ def _encode(
     return targets
 
 
-def conditions(targets: Sequence[Target]) -> list[Condition]:
+def conditions(targets: Sequence[Parted]) -> list[Condition]:
     height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
     seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
     return seen + [Condition(WHOLE, row) for row in range(height)]
 
 
-def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
+def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summary:
     """Measures all examples, writes their lines, and gives their summary."""
-    size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.there.records
+    size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.records
     model, asked = work.config.model, conditions(work.targets)
     assert model is not None
-    lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
-    longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-    shapes = choose(lengths, size=size, group=WINDOW, pack=1, most=SHAPES, limit=longest)
     module = model.module(dtype=compute_dtype(work.config.decode.dtype))
-    meter = Meter(module, work.params, asked, shapes, size)
+    meter = Meter(module, work.params, asked, fit_shapes(work.targets, size, WINDOW), size)
     progress = Progress("measuring", len(work.targets), unit="example", start=begin)
     try:
         for first in range(begin, len(work.targets), size * WINDOW):
@@ -168,25 +159,24 @@ def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
     finally:
         progress.close()
         unfinished.close()
-    sync_output(output)
     unfinished.end()
     with output.open(encoding="utf-8") as lines:
         return summary(map(json.loads, lines))
 
 
-def settings_of(work: Work) -> Settings:
+def probe_settings(work: ProbeWork) -> Settings:
     """All that the lines depend on, but for how long the weights learned."""
     return {
         "input": _digest_of(work.targets, [example.id for example in work.examples]),
         "--adapt": _digest_of(work.lessons),
-        "weights": work.origin["params_fp"],
+        "weights": work.params_fp,
         "decode.dtype": compute_dtype(work.config.decode.dtype).name,
         "train.learning_rate": work.config.train.learning_rate,
         "conditions": [*NAMES, len(conditions(work.targets)) - len(NAMES)],
     }
 
 
-def _digest_of(targets: Sequence[Target], ids: Sequence[str] = ()) -> str:
+def _digest_of(targets: Sequence[Parted], ids: Sequence[str] = ()) -> str:
     found = hashlib.sha256(json.dumps([*ids]).encode())
     for target in targets:
         for array in (target.encoded.source, *target.encoded.target, target.row):
@@ -194,7 +184,7 @@ def _digest_of(targets: Sequence[Target], ids: Sequence[str] = ()) -> str:
     return found.hexdigest()
 
 
-def _line(example: Example, target: Target, found: np.ndarray) -> bytes:
+def _line(example: Example, target: Parted, found: np.ndarray) -> bytes:
     """The likelihoods f32 [C, N] of an example as JSON: by condition, row and token, and the costs without each row."""
     counts = target.encoded.target.weights > 0
     rows = [np.flatnonzero(counts & (target.row == row)) for row in range(int(target.row.max()) + 1)]

@@ -7,7 +7,7 @@ import importlib.resources
 import string
 from collections.abc import Mapping, Sequence
 
-from pipejax.apps.picture.text import FONT, count, escape
+from pipejax.apps.markup import FONT, count, escape
 from pipejax.apps.probe.measuring import Found
 from pipejax.apps.probe.summary import Cost, is_told
 

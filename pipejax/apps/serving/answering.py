@@ -5,9 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from pipejax.apps.serving.asked import Asked
+from pipejax.apps.serving.asked import ClientRequest
 from pipejax.apps.serving.counters import Counters
 from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.written import ObjectWriting, Piece, Writing
@@ -24,6 +24,7 @@ RETRY = 1  # seconds, until a queue that is full may have room
 class Choice:
     index: int
     writing: Writing | ObjectWriting
+    answer: Answer  # the engine's, to listen to
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     tokens: int = 0
     record: Record | None = None
@@ -31,32 +32,27 @@ class Choice:
 
 
 class Completion:
-    def __init__(self, asked: Asked, generator: Generator, engine: Engine, counters: Counters) -> None:
+    def __init__(self, asked: ClientRequest, generator: Generator, engine: Engine, counters: Counters) -> None:
         """Asks the engine for all of them, or for none."""
         self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores
         self._whole = generator.tokenizer is None or asked.rows  # with the record
         self._begun = time.perf_counter()
-        self.choices, self._answers = list[Choice](), list[Answer]()
+        self.choices = list[Choice]()
         self._has_begun = False  # the first of them
+        start = generator.make_strategy(asked.strategy, drafts=False).start
+        write: Callable[[], Writing | ObjectWriting] = functools.partial(
+            Writing,
+            generator.tokenizer,
+            start=start,
+            separator=generator.config.data.separator,
+            stop=asked.stop,
+            as_written=asked.rows and asked.stream,
+            unique=generator.config.decode.unique_rows,
+        )
+        if asked.schema:
+            write = functools.partial(ObjectWriting, asked.schema, start=start)
         try:
-            start = generator.make_strategy(asked.strategy, drafts=False).start
-            self.choices += (
-                Choice(
-                    i,
-                    ObjectWriting(asked.schema, start=start)
-                    if asked.schema
-                    else Writing(
-                        generator.tokenizer,
-                        start=start,
-                        separator=generator.config.data.separator,
-                        stop=asked.stop,
-                        as_written=asked.rows and asked.stream,
-                        unique=generator.config.decode.unique_rows,
-                    ),
-                )
-                for i in range(len(asked.sources) * asked.n)
-            )
             for source in (source._replace(sample=k) for source in asked.sources for k in range(asked.n)):
                 request = Request(
                     source,
@@ -68,10 +64,10 @@ class Completion:
                     at_once=asked.stream or bool(asked.stop),
                     adapter=asked.model if generator.adapter else "",
                 )
-                self._answers.append(engine.submit(request))
-        except BaseException as error:
+                self.choices.append(Choice(len(self.choices), write(), engine.submit(request)))
+        except BaseException:
             self.close()
-            raise _refusal(error) from error
+            raise
         counters.prompt_tokens.inc(asked.prompt_tokens)
 
     async def run(self, silence: float) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
@@ -88,8 +84,8 @@ class Completion:
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
                     loop.call_soon_threadsafe(inbox.put_nowait, items)
 
-        for i, answer in enumerate(self._answers):
-            answer.listen(functools.partial(hear, i))
+        for choice in self.choices:
+            choice.answer.listen(functools.partial(hear, choice.index))
         while any(choice.reason is None for choice in self.choices):
             added, items = dict[int, list[Piece]](), list[_Item]()
             with contextlib.suppress(TimeoutError):
@@ -102,13 +98,13 @@ class Completion:
                 if choice.reason is not None:
                     continue
                 if isinstance(item, BaseException):
-                    raise _refusal(item) from item
+                    raise item
                 pieces = added.setdefault(i, [])
                 if isinstance(item, Event):
                     choice.tokens += 1
                     pieces += choice.writing.add(*item)
                     if choice.writing.stopped:
-                        self._answers[i].cancel()
+                        choice.answer.cancel()
                         self._end(choice, "stop")
                     continue
                 choice.record = item
@@ -119,15 +115,19 @@ class Completion:
                 self.choices[i].pieces += pieces
             yield [(self.choices[i], pieces) for i, pieces in added.items()]
 
+    async def finish(self, silence: float) -> None:
+        async for _ in self.run(silence):
+            pass
+
     def _end(self, choice: Choice, reason: str) -> None:
         choice.reason = reason
         self._counters.answers.labels(reason).inc()
         self._counters.tokens.inc(choice.tokens)
 
     def close(self, reason: str = "cancelled") -> None:
-        for choice, answer in zip(self.choices, self._answers, strict=False):
+        for choice in self.choices:
             if choice.reason is None:
-                answer.cancel()
+                choice.answer.cancel()
                 self._end(choice, reason)
 
     def usage(self) -> dict[str, int]:
@@ -153,22 +153,16 @@ class Completion:
 _Item = tuple[int, Event | Record | BaseException]  # of the answer with that number
 
 
-def _refusal(error: BaseException) -> BaseException:
-    """The refusal for an error that is no mistake of the server; another one, which its log describes, as it is."""
+def told(error: BaseException) -> Refused:
+    """The refusal that tells a client of any error; what the client cannot mend is a mistake of the server."""
+    if isinstance(error, Refused):
+        return error
     if isinstance(error, Full):
-        message = "the queue is full; try again"
-        return Refused(429, message, code="queue_full", headers={"Retry-After": str(RETRY)})
+        return Refused(429, "the queue is full; try again", code="queue_full", headers={"Retry-After": str(RETRY)})
     if isinstance(error, Closed):
         return Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
     if isinstance(error, UserError):
         return Refused(400, str(error))
     if out_of_memory(error):
         return Refused(503, "too little memory for this request", code="out_of_memory")
-    return error
-
-
-def told(error: BaseException) -> Refused:
-    """The refusal that tells a client of any error; what is none is the server's own fault."""
-    if isinstance(found := _refusal(error), Refused):
-        return found
     return Refused(500, "the server made a mistake, which its log describes", code="internal_error")

@@ -14,17 +14,17 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from pipejax import methods
 from pipejax.apps.serving import asked
 from pipejax.apps.serving.answering import Completion, told
-from pipejax.apps.serving.asked import Asked, Form
+from pipejax.apps.serving.asked import ClientRequest, Form
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
-from pipejax.inference.engine import Engine
+from pipejax.inference.engine import Closed, Engine
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import template_of
@@ -58,15 +58,11 @@ class Limits:
     schemas: bool = True  # whether it may have one
 
 
-class Post(NamedTuple):
-    form: Form  # of what is asked
-    objects: type[Completions] | type[Responses]  # of the answers
-
-
-POSTS = {
-    "/v1/completions": Post(asked.COMPLETIONS, Completions),
-    "/v1/chat/completions": Post(asked.CHAT, Chats),
-    "/v1/responses": Post(asked.RESPONSES, Responses),
+# Of each route the fields of what is asked, and the objects of the answers.
+POSTS: dict[str, tuple[Form, type[Completions] | type[Responses]]] = {
+    "/v1/completions": (asked.COMPLETIONS, Completions),
+    "/v1/chat/completions": (asked.CHAT, Chats),
+    "/v1/responses": (asked.RESPONSES, Responses),
 }
 
 
@@ -107,10 +103,10 @@ class Service:
         self.active += 1
         try:
             if self.draining:
-                raise Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
+                raise Closed
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted: Asked = await _race(self._read(body, form), receive, begun + self.limits.seconds)
+            wanted: ClientRequest = await _race(self._read(body, form), receive, begun + self.limits.seconds)
             if wanted.unread and not self._told_of_turns:
                 self._told_of_turns = True
                 said = "no system message and no earlier turn (the first such request; later ones are not told)"
@@ -119,8 +115,11 @@ class Service:
             completion = Completion(wanted, generator, self.engine, self.counters)
             objects = made(completion, model=wanted.model, fingerprint=generator.origin.get("params_fp"))
             try:
-                answer = _stream if wanted.stream else _whole
-                await answer(completion, objects, scope, receive, send, ends=begun + self.limits.seconds)
+                if wanted.stream:
+                    await _stream(completion, objects, receive, send, ends=begun + self.limits.seconds)
+                else:
+                    await _race(completion.finish(SILENCE), receive, begun + self.limits.seconds)
+                    await _json(objects.whole())(scope, receive, send)
             finally:
                 completion.close()
         except ClientDisconnect:
@@ -138,11 +137,11 @@ class Service:
     def is_warm(self) -> bool:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
-    async def _read(self, body: bytes, form: Form) -> Asked:
+    async def _read(self, body: bytes, form: Form) -> ClientRequest:
         """The request; a new schema is compiled in a thread that does nothing else, one at a time."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
-        given = await run(self._readers, asked.parse, body)
-        read = partial(asked.read, given, form, self.models, most=limits.answers, schemas=limits.schemas)
+        given = await run(self._readers, asked.parse_body, body)
+        read = partial(asked.read_request, given, form, self.models, most=limits.answers, schemas=limits.schemas)
         try:
             return await run(self._readers, partial(read, at_once=True))
         except Uncompiled:
@@ -191,7 +190,7 @@ class Service:
         return Response(self.counters.text(), media_type=CONTENT_TYPE)
 
 
-def make(service: Service) -> ASGIApp:
+def make_app(service: Service) -> ASGIApp:
     page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
@@ -322,20 +321,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def _whole(
-    completion: Completion, objects: Objects, scope: Scope, receive: Receive, send: Send, *, ends: float
-) -> None:
-    async def wait() -> None:
-        async for _ in completion.run(SILENCE):
-            pass
-
-    await _race(wait(), receive, ends)
-    await _json(objects.whole())(scope, receive, send)
-
-
-async def _stream(
-    completion: Completion, objects: Objects, scope: Scope, receive: Receive, send: Send, *, ends: float
-) -> None:
+async def _stream(completion: Completion, objects: Objects, receive: Receive, send: Send, *, ends: float) -> None:
     """Answers with server-sent events while it is written; an error is the last of them."""
 
     async def say(*events: str, more: bool = True) -> None:

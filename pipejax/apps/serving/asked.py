@@ -8,15 +8,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 from pipejax import methods
-from pipejax.apps.serving import messages, response_format
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config
 from pipejax.data.encoding import cut_source
-from pipejax.data.lines import Object
+from pipejax.data.lines import Object, kind
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
-from pipejax.inference.schema import Schema
-from pipejax.inference.sources import Source, check_fields, fields_of
+from pipejax.inference.schema import MARKS, Schema
+from pipejax.inference.sources import Source, check_fields, fields_of, template_of
 from pipejax.system.errors import UserError
 
 Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change nothing
@@ -26,7 +25,9 @@ Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change no
 class Form:
     """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
 
-    read: Callable[[Object, str, Config], tuple[list[object], bool]]  # the sources, and whether some of it is not read
+    prompts: Callable[
+        [Object, str, Config], tuple[list[object], bool]
+    ]  # the sources, and whether some of it is not read
     source: str  # the field that holds them
     most_tokens: tuple[str, ...]  # fields of which one may bound the tokens of an answer
     more: tuple[str, ...]  # fields that not all routes have
@@ -41,10 +42,14 @@ class Form:
 SHARED = ("temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "strategy", "truncate")
 SEEDS = 2**31  # that are drawn for requests without one
 STOPS, STOP_LENGTH = 4, 200  # texts, characters
+ROLES = ("user", "system", "developer", "assistant", "tool", "function")
+TEXTS = ("text", "input_text")  # types of the parts of a message that are read
+FORMATS = "json_schema", "json_object", "text"
+FORMAT_FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema": Mapping, "strict": bool}
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A request, read and checked; sample k of prompt i is choice i * n + k."""
 
     model: str  # its name
@@ -72,7 +77,7 @@ class Asked:
         return sum(len(source.content) for source in self.sources)
 
 
-def parse(body: bytes) -> dict[str, object]:
+def parse_body(body: bytes) -> dict[str, object]:
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -93,21 +98,11 @@ def _no_number(name: str) -> None:
     raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
 
 
-def read(
+def read_request(
     body: Object, form: Form, models: Mapping[str, Generator], *, most: int, schemas: bool, at_once: bool = False
-) -> Asked:
-    """The request in a body; the last three: see `app.Limits.answers` and `response_format.read`."""
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in [*given.items()]:
-        if (neutral := form.neutral.get(name)) is not None:
-            del given[name]
-            if not any(type(value) in (type(other), float) and value == other for other in neutral):
-                known = f"{json.dumps(neutral[0])} or " if neutral else ""
-                raise unsuitable(name, value, f"{known}nothing, as it is not supported")
-        elif name not in (*form.fields, *form.unused):
-            guess = difflib.get_close_matches(name, form.fields, n=1)
-            hint = f' (did you mean "{guess[0]}"?)' if guess else ""
-            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(form.fields)}{hint}")
+) -> ClientRequest:
+    """The request in a body; the last three: see `app.Limits.answers` and `apply_format`."""
+    given = _supported(body, form)
     model = given.get("model", next(iter(models)))
     if not isinstance(model, str) or model not in models:
         raise unknown_model(model, models)
@@ -139,14 +134,14 @@ def read(
         raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
     if options and not stream:
         raise unsuitable("stream_options", options, "none without stream")
-    prompts, unread = form.read(given, form.source, generator.config)
+    prompts, unread = form.prompts(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
-    under = response_format.read(given, generator, strategy, schemas=schemas, at_once=at_once)
+    under = apply_format(given, generator, strategy, schemas=schemas, at_once=at_once)
     bound = _most_tokens(given, form.most_tokens)
-    row_tokens = response_format.row_tokens(under, strategy, *bound)
+    row_tokens = bound_rows(under, strategy, *bound)
     sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
-    return Asked(
+    return ClientRequest(
         model=model,
         sources=sources,
         cut_tokens=cut,
@@ -162,7 +157,7 @@ def read(
         row_tokens=row_tokens,
         echoed={
             **{name: given[name] for name, kind in ECHOED.items() if isinstance(given.get(name), kind)},
-            "text": {"format": response_format.echo(given)},
+            "text": {"format": echo(given)},
             "max_output_tokens": bound[1],
             "truncation": "auto" if given.get("truncate") else "disabled",
         },
@@ -177,6 +172,22 @@ def read(
 
 ECHOED: dict[str, type] = {"instructions": str, "metadata": Mapping, "user": str, "safety_identifier": str}
 ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
+
+
+def _supported(body: Object, form: Form) -> Object:
+    """The fields of a body that ask for something; refuses unknown ones, and values that are not supported."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in [*given.items()]:
+        if (neutral := form.neutral.get(name)) is not None:
+            del given[name]
+            if not any(type(value) in (type(other), float) and value == other for other in neutral):
+                known = f"{json.dumps(neutral[0])} or " if neutral else ""
+                raise unsuitable(name, value, f"{known}nothing, as it is not supported")
+        elif name not in (*form.fields, *form.unused):
+            guess = difflib.get_close_matches(name, form.fields, n=1)
+            hint = f' (did you mean "{guess[0]}"?)' if guess else ""
+            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(form.fields)}{hint}")
+    return given
 
 
 def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
@@ -241,6 +252,110 @@ def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], b
     return prompt, False
 
 
+# Of a conversation an encoder-decoder reads one text, the user's last message.
+
+
+def _last_message(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
+    """The source in `messages` or `input`, and whether there are messages or instructions that are not read."""
+    messages = given.get(field)
+    if field == "input" and isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list) or not messages:
+        found = Shown("nothing") if messages is None else messages
+        raise unsuitable(field, found, "a list of messages, of which at least one is a user's")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise unsuitable(f"{field} {i}", Shown(kind(message)), "an object with role and content")
+        if "type" not in message and message.get("role") not in ROLES:
+            raise unsuitable(f"{field} {i}", message.get("role"), f"a role: one of {', '.join(ROLES)}")
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if not users:
+        raise unsuitable(field, Shown("no message of a user"), "at least one: the last of them is the source")
+    text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
+    # A template of one field is filled by the text. One of several cannot be, so the text is the whole source then.
+    fields = {*template_of(config).fields}
+    unread = len(messages) > 1 or bool(given.get("instructions"))
+    return [{fields.pop(): text} if len(fields) == 1 else text], unread
+
+
+def _text_of_parts(content: object, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise unsuitable(place, Shown(f"the content {kind(content)}"), "a text, or a list of parts that are text")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
+            found = part.get("type") if isinstance(part, dict) else part
+            raise unsuitable(place, found, f"parts with a text, of the type {' or '.join(TEXTS)}: only text is read")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+# A JSON schema that answers follow: the fields response_format and text.format.
+
+
+def apply_format(given: Object, generator: Generator, strategy: str, *, schemas: bool, at_once: bool) -> Generator:
+    """The generator under the schema of a request, if `schemas` allows one, or as it is if the request has none."""
+    field, found = _format(given)
+    kind = found.get("type") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or kind not in FORMATS:
+        raise unsuitable(field, found, f"an object whose type is one of {', '.join(FORMATS)}")
+    if kind == "text":
+        return generator
+    if not schemas:
+        raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
+    if kind == "json_object":
+        if not (names := generator.config.grid.row_names):
+            expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
+            raise unsuitable(field, kind, expected)
+        schema: object = {"type": "object", "properties": {name.rstrip(MARKS): {"type": "string"} for name in names}}
+    else:
+        named = found.get("json_schema") if field == "response_format" else found
+        schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
+    for name in ("stop", "logprobs"):
+        if given.get(name) not in (None, []):
+            raise unsuitable(name, given[name], "none with a schema: the answer is JSON made of rows")
+    if given.get("stream") and given.get("rows"):
+        raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
+    try:
+        return generator.under(schema, strategy, at_once=at_once)
+    except UserError as error:
+        raise Refused(400, f"{field}: {error}", field=field) from error
+
+
+def echo(given: Object) -> dict[str, object]:
+    """The format that `apply_format` took, as a response says it: the fields of OpenAI's, of their types."""
+    _, found = _format(given)
+    if not isinstance(found, Mapping) or found["type"] == "text":
+        return {"type": "text"}
+    return {name: found[name] for name, kind in FORMAT_FIELDS.items() if isinstance(found.get(name), kind)}
+
+
+def _format(given: Object) -> tuple[str, object]:
+    if "text" not in given:
+        return "response_format", given.get("response_format", {"type": "text"})
+    text = given["text"]
+    if not isinstance(text, Mapping) or text.keys() - {"format", "verbosity"}:
+        raise unsuitable("text", text, 'an object such as {"format": {"type": "text"}}')
+    return "text.format", text.get("format") or {"type": "text"}
+
+
+def bound_rows(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
+    """The tokens that each row of an answer may have, so that all have at most so many as the field bounds them to."""
+    schema = generator.schema
+    if schema is None or most is None:
+        return None
+    each = most // len(schema.rows)
+    try:
+        schema.grammar(generator.make_strategy(strategy, drafts=False), [each])
+    except UserError as error:
+        raise Refused(400, f"{field}: found {most} for {len(schema.rows)} rows ({error})", field=field) from error
+    return each
+
+
 def _stop(given: Object) -> tuple[str, ...]:
     stop = given.get("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
@@ -287,7 +402,7 @@ _UNUSED = (
 )
 
 COMPLETIONS = Form(
-    read=_prompts,
+    prompts=_prompts,
     source="prompt",
     most_tokens=("max_tokens",),
     more=("n", "logprobs", "rows", "response_format"),
@@ -295,7 +410,7 @@ COMPLETIONS = Form(
     unused=("user",),
 )
 CHAT = Form(
-    read=messages.last,
+    prompts=_last_message,
     source="messages",
     most_tokens=("max_completion_tokens", "max_tokens"),
     more=("n", "rows", "response_format"),
@@ -312,7 +427,7 @@ CHAT = Form(
     unused=(*_UNUSED, "reasoning_effort", "verbosity", "prediction"),
 )
 RESPONSES = Form(
-    read=messages.last,
+    prompts=_last_message,
     source="input",
     most_tokens=("max_output_tokens",),
     more=("instructions", "text"),

@@ -217,7 +217,7 @@ def run(
     with extra("serve", "pipejax serve"):
         import uvicorn
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
-    from pipejax.apps.serving.app import make, no_request
+    from pipejax.apps.serving.app import make_app, no_request
 
     class Server(uvicorn.Server):
         """The first signal drains: clients get a refusal instead of a connection that is refused."""
@@ -247,7 +247,7 @@ def run(
         cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     ours = {"http": Protocol, "ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
-    config = uvicorn.Config(make(service), **ours, server_header=False, timeout_keep_alive=keep_alive)  # type: ignore[arg-type]
+    config = uvicorn.Config(make_app(service), **ours, server_header=False, timeout_keep_alive=keep_alive)  # type: ignore[arg-type]
     server = Server(config)
 
     async def serve() -> None:
