@@ -360,7 +360,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("a dirty file without a good line", "decode", ("--input={here}/config.py", "--skip-bad"), "no good one"),
     _flags("no such input", "decode", ("--input={here}/no.jsonl",), "no such file"),
     _flags("no such checkpoint", "decode", ("--checkpoint={here}/no",), "no such checkpoint"),
-    _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "from-hf"),
+    _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "nor a reachable hub id"),
     _flags("a step for a checkpoint", "decode", ("--checkpoint={here}/run/checkpoints/4",), "it is a part of"),
     _flags("decoding a model of another grid", "decode", ("--set=grid.delay=-1",), "grid.delay: found -1"),
     _flags(
