@@ -201,5 +201,17 @@ class T5Gemma2Config(T5GemmaConfig):
         return super().fitted(tensors, weights)
 
 
-_SMALL = GemmaStack(640, 2048, 4, 1, 256, 256, 512, 6, attn_logit_softcapping=0.0, full_rope_theta=1e6)
-ARCHITECTURES = {"t5gemma-2-270m-270m": T5Gemma2Config(_SMALL, _SMALL, 262_144, 18, 18, final_logit_softcapping=0.0)}
+# The published sizes: layers, width, that of feed-forward, groups of heads, window, and what divides full positions.
+_SIZES = {
+    "270m": (18, 640, 2048, 4, 1, 512, 1.0),
+    "1b": (26, 1152, 6912, 4, 1, 512, 1.0),
+    "4b": (34, 2560, 10240, 8, 4, 1024, 8.0),
+}
+
+
+def _published(depth: int, width: int, inner: int, heads: int, shared: int, window: int, factor: float) -> Any:
+    stack = GemmaStack(width, inner, heads, shared, 256, 256, window, 6, 0.0, 10_000.0, 1e6, factor)
+    return T5Gemma2Config(stack, stack, 262_144, depth, depth, final_logit_softcapping=0.0)
+
+
+ARCHITECTURES = {f"t5gemma-2-{name}-{name}": _published(*sizes) for name, sizes in _SIZES.items()}
