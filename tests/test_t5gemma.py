@@ -19,8 +19,15 @@ from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
-from support import in_transformers
-from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
+from support import in_transformers, schemas
+from support.in_transformers import (
+    check_algorithm_1,
+    check_beams,
+    check_greedy_tokens,
+    check_logits_and_gradients,
+    check_schema,
+    varied,
+)
 from support.tiny import FEW_WORDS
 
 # All features: groups, sides of unequal widths, caps that bend, windows that answers leave.
@@ -111,6 +118,19 @@ def test_greedy_tokens_of_one_row_are_generates():
     params = varied(TINY, 2, centered=True)
     torchs = loaded(made(TINY), TINY, params)
     check_greedy_tokens(TINY, params, torchs, lowest=3)
+
+
+@pytest.mark.slow
+def test_beams_are_generates():
+    params = varied(TINY, 2, centered=True)
+    check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
+
+
+@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
+    model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)
+    params = varied(model, 5, centered=True)
+    check_schema(model, params, logits_of(loaded(made(model), model, params)), delay=delay)
 
 
 @pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])
