@@ -16,8 +16,8 @@ from support.in_transformers import varied
 
 PYTHON = ENVIRONMENTS / "gemma" / "bin" / "python"
 WINDOW = 5
-ENCODER = GemmaStack(16, 24, 4, 2, 6, 6.0, WINDOW, attn_logit_softcapping=2.0)
-DECODER = dataclasses.replace(ENCODER, hidden_size=12, intermediate_size=20, head_dim=4, query_pre_attn_scalar=4.0)
+ENCODER = GemmaStack(16, 24, 4, 2, 6, 6, WINDOW, attn_logit_softcapping=2.0)
+DECODER = dataclasses.replace(ENCODER, hidden_size=12, intermediate_size=20, head_dim=4, query_pre_attn_scalar=4)
 MODEL = T5GemmaConfig(ENCODER, DECODER, 30, 2, 4, final_logit_softcapping=4.0)
 # From the parameters, the sizes and tokens in a directory to logits, by that package alone.
 WORKER = """

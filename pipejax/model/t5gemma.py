@@ -66,7 +66,7 @@ class GemmaStack:
     num_attention_heads: int = setting(least=1, most=2**10)
     num_key_value_heads: int = setting(least=1, most=2**10)  # each shared by a group of heads
     head_dim: int = setting(least=2, most=2**12)
-    query_pre_attn_scalar: float = setting(256, above=0.0)  # scores are divided by its root
+    query_pre_attn_scalar: int = setting(256, least=1)  # scores are divided by its root
     sliding_window: int = setting(4096, least=1)  # positions that a query of a sliding layer sees
     full_every: int = setting(2, least=1)  # of so many layers the last sees everything, the others slide
     attn_logit_softcapping: float = setting(50.0, least=0.0)  # of scores; 0: none
