@@ -25,7 +25,7 @@ from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.model.umt5 import UMT5Config
 from support import in_transformers
 from support.in_transformers import varied
-from support.tiny import FEW_WORDS, RUN, change, metrics
+from support.tiny import FEW_WORDS, RUN, change, metrics, untimed
 
 STACK = GemmaStack(16, 24, 4, 2, 4, query_pre_attn_scalar=4, sliding_window=3)
 SIZES: dict[str, Any] = {"vocab_size": 64, "num_layers": 2, "num_decoder_layers": 3}
@@ -68,6 +68,19 @@ def test_it_trains_on_eight_devices_as_on_one(trained, tmp_path):
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
     assert pipejax.load(trained).decode(["red apples"])[0]["rows"] is not None
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_bit(trained, tmp_path):
+    """In two parts as in one: the log, and every number of parameters and moments."""
+    config = config_lib.load(trained / "config.json")
+    for steps in (2, 6):
+        pipejax.fit(change(config, train={"steps": steps}), tmp_path / "parts")
+    whole, parts = ([line for line in untimed(metrics(x)) if "loss" in line] for x in (trained, tmp_path / "parts"))
+    assert whole == parts and len(whole) == 6
+    kept = [checkpoint.open_run(place).items for place in (trained, tmp_path / "parts")]
+    assert jax.tree.structure(kept[0]) == jax.tree.structure(kept[1])
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, kept), strict=True))
 
 
 @pytest.mark.slow
