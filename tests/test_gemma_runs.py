@@ -111,7 +111,7 @@ def test_bfloat16_and_int8_stay_near(model):
         (found[weights],) = generator.decode(source, strategy="sequential")
     assert found["auto"]["log_prob"] == pytest.approx(found["int8"]["log_prob"], abs=0.5)
     assert found["auto"]["log_prob"] != found["int8"]["log_prob"]
-    held = flatten_dict(generator.programs._ready.decoding, sep="/")  # type: ignore[arg-type]
+    held = flatten_dict(generator.programs._ready.decoding, sep="/")
     assert {path for path, x in held.items() if x.dtype == jnp.int8} == {
         path for path in model.tensors() if path.endswith(("/kernel", "/embedding"))
     }

@@ -221,9 +221,12 @@ def test_what_a_config_says_otherwise_is_one_line(changes, line):
 
 
 def test_older_configs_have_other_keys():
-    """One key for the rotation, none for the types of layers, which slide in turn."""
+    """One key for the rotation, none for the types of layers, which slide in turn. Ids are the decoder's."""
     found = T5GemmaConfig.read_facts(described(rope_parameters=..., rope_theta=500.0, layer_types=...))
     assert found["decoder"] == dataclasses.replace(TINY.decoder, rope_theta=500.0, full_rope_theta=500.0)
+    ids = T5GemmaConfig.read_facts(described(pad_token_id=4, eos_token_id=5, bos_token_id=6))
+    names = "pad_token_id", "eos_token_id", "decoder_start_token_id"
+    assert [ids[name] for name in names] == [4, 5, 6] and [found[name] for name in names] == [0, 1, 2]
     everywhere = T5GemmaConfig.read_facts(described(layer_types=["sliding_attention"] * 2))["decoder"]
     assert everywhere.layer_types(2) == ["sliding_attention"] * 2
 

@@ -200,11 +200,10 @@ class EncoderLayer(nn.Module):
     config: "T5GemmaConfig"
     dtype: DTypeLike
     dropout: float
-    attention_class: ClassVar[type[Attention]] = Attention
 
     def setup(self) -> None:
         given = self.config, self.config.encoder, self.dtype, self.dropout
-        self.attention, self.feed_forward = self.attention_class(*given), FeedForward(*given)
+        self.attention, self.feed_forward = self.config.attention_class(*given), FeedForward(*given)
 
     def __call__(self, x: Array, own: Own, seen: Seen, deterministic: bool) -> Array:
         found = self.attention.turned(x, seen[1], own[2])
@@ -218,15 +217,14 @@ class DecoderLayer(nn.Module):
     config: "T5GemmaConfig"
     dtype: DTypeLike
     dropout: float
-    attention_class: ClassVar[type[Attention]] = Attention
 
     def setup(self) -> None:
         given = self.config, self.config.decoder, self.dtype, self.dropout
-        self.self_attention, self.feed_forward = self.attention_class(*given), FeedForward(*given)
+        self.self_attention, self.feed_forward = self.config.attention_class(*given), FeedForward(*given)
         self.set_up_cross(*given)
 
     def set_up_cross(self, *given: Any) -> None:
-        self.cross_attention = self.attention_class(*given)
+        self.cross_attention = self.config.attention_class(*given)
 
     def __call__(
         self, x: Array, own: Own, cache: t5.LayerCache | None, seen: Seen, source: Any, real: Array, deterministic: bool
@@ -401,6 +399,7 @@ class T5GemmaConfig(Backbone):
     decoder_start_token_id: int = setting(2, least=0)  # bos: the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)
+    attention_class: ClassVar[type[Attention]] = Attention  # in every layer
     tables: ClassVar[tuple[str, ...]] = ("encoder/embedder/embedding", "decoder/embedder/embedding")
     has_one_table: ClassVar[bool] = False  # of tokens, for both sides
     prefixes: ClassVar[Mapping[str, str]] = {"encoder": "model.encoder", "decoder": "model.decoder"}  # of tensors

@@ -206,7 +206,7 @@ def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) ->
     for text in ("a red fish", "2024", "the", "ab ab", "no", "5 5"):
         chooses, margins = Greedy(logits, [*made.tokenizer.encode(text), 1], delay, 1), list[float]()
         expected = oracle.algorithm1(
-            schemas.choices(made, lambda rows, chooses=chooses: chooses.last(rows), under.rows, [], margins),
+            schemas.choices(made, chooses.last, under.rows, [], margins),
             delay=delay,
             time_max=made.config.grid.time_max,
             sub_max=4 if delay else 3,

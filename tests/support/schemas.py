@@ -121,7 +121,7 @@ def allowed(written: str, texts: list[str], left: int, pieces: dict[int, str]) -
 
 def choices(
     made: Generator,
-    last: Callable[[list[list[int]]], Sequence[np.ndarray]],
+    last: Callable[[list[list[int]]], Sequence[np.ndarray] | np.ndarray],
     rows: Any,
     near: list[bool],
     margins: list[float] | None = None,
