@@ -1,6 +1,7 @@
 """Both T5Gemmas in runs: on eight devices as on one, in scans, with low-rank factors, in int8, and for transformers."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import pipejax
 from pipejax import checkpoint
@@ -21,15 +22,17 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.model.t5gemma2 import T5Gemma2Config
+from pipejax.model.umt5 import UMT5Config
 from support import in_transformers
 from support.in_transformers import varied
-from support.tiny import RUN, change, metrics
+from support.tiny import FEW_WORDS, RUN, change, metrics, untimed
 
 STACK = GemmaStack(16, 24, 4, 2, 4, query_pre_attn_scalar=4, sliding_window=3)
 SIZES: dict[str, Any] = {"vocab_size": 64, "num_layers": 2, "num_decoder_layers": 3}
 ONE = T5GemmaConfig(**SIZES, encoder=STACK, decoder=dataclasses.replace(STACK, hidden_size=12))
 MERGED = dataclasses.replace(STACK, full_every=3, full_rope_theta=100.0)
 TWO = T5Gemma2Config(encoder=MERGED, decoder=MERGED, **SIZES, eoi_token_index=7)
+UMT5 = UMT5Config(**vars(FEW_WORDS) | {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False})
 BOTH = pytest.mark.parametrize("model", [ONE, pytest.param(TWO, marks=pytest.mark.slow)], ids=["1", "2"])
 
 
@@ -68,6 +71,19 @@ def test_it_trains_on_eight_devices_as_on_one(trained, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_to_the_bit(trained, tmp_path):
+    """In two parts as in one: the log, and every number of parameters and moments."""
+    config = config_lib.load(trained / "config.json")
+    for steps in (2, 6):
+        pipejax.fit(change(config, train={"steps": steps}), tmp_path / "parts")
+    whole, parts = ([line for line in untimed(metrics(x)) if "loss" in line] for x in (trained, tmp_path / "parts"))
+    assert whole == parts and len(whole) == 6
+    kept = [checkpoint.open_run(place).items for place in (trained, tmp_path / "parts")]
+    assert jax.tree.structure(kept[0]) == jax.tree.structure(kept[1])
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, kept), strict=True))
+
+
+@pytest.mark.slow
 def test_low_rank_factors_are_trained_alone(trained, tmp_path):
     config = config_lib.load(trained / "config.json")
     sections: dict[str, Any] = {"train": {"init_from": str(trained), "lora_rank": 2, "remat": "dots"}}
@@ -91,8 +107,14 @@ def test_bfloat16_and_int8_stay_near(model):
     for weights in ("auto", "int8"):
         decode = DecodeConfig(max_length=4, weights=weights, scores=True)
         config = Config(model=model, grid=GridConfig(time_max=4, sub_max=1), decode=decode)
-        (found[weights],) = Generator(config, params, None).decode(source, strategy="sequential")
+        generator = Generator(config, params, None, backend=None)
+        (found[weights],) = generator.decode(source, strategy="sequential")
     assert found["auto"]["log_prob"] == pytest.approx(found["int8"]["log_prob"], abs=0.5)
+    assert found["auto"]["log_prob"] != found["int8"]["log_prob"]
+    held = flatten_dict(generator.programs._ready.decoding, sep="/")
+    assert {path for path, x in held.items() if x.dtype == jnp.int8} == {
+        path for path in model.tensors() if path.endswith(("/kernel", "/embedding"))
+    }
     given, half = in_transformers.batch(model, 12), model.module(dtype=jnp.bfloat16)
     exact, rounded = (jax.jit(each.apply)({"params": params}, *given) for each in (model.module(), half))
     assert abs(rounded - exact).mean() < 0.2 * abs(exact).mean()
@@ -107,25 +129,69 @@ def test_of_a_run_transformers_is_given_no_program_that_it_could_not_run(trained
     assert kind == type(config_lib.load(trained / "config.json").model).model_types[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [ONE, TWO], ids=["1", "2"])
-def test_drafts_and_batches_whose_examples_come_and_go_write_the_same(model):
-    """As alone, one after the other: what is accepted of a draft lies in slots of any order."""
+KINDS = ["1", "2", "umt5"]
+
+
+def few_words(model: Any, seed: int) -> tuple[Any, Any]:
+    """With nine words, and parameters of which answers vary."""
     few = dataclasses.replace(model, vocab_size=9)
-    params = varied(few, 5, centered=True)
+    params = varied(few, seed, centered=model is not UMT5)
     if model is TWO:
         params["shared"]["eoi_embedding"] = np.ones(16, np.float32)
-    grid = GridConfig(delay=2, time_max=12, sub_max=4)
-    generator = Generator(Config(model=few, grid=grid, decode=DecodeConfig(draft_tokens=3)), params, None)
-    rng = np.random.default_rng(7)
-    given = [[*rng.integers(3, 9, rng.integers(2, 9)).tolist(), 1] for _ in range(16)]
-    alone = [generator.decode([source], batch_size=1)[0]["row_ids"] for source in given]
+    return few, params
+
+
+GRID = GridConfig(delay=2, time_max=12, sub_max=4)
+NUMBERS = np.random.default_rng(7)
+SOURCES = [[*NUMBERS.integers(3, 9, NUMBERS.integers(2, 9)).tolist(), 1] for _ in range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [ONE, *(pytest.param(x, marks=pytest.mark.long) for x in (TWO, UMT5))], ids=KINDS)
+def test_drafts_streams_and_batches_whose_examples_come_and_go_write_the_same(model, tmp_path):
+    """As alone, one after the other: what is accepted of a draft lies in slots of any order."""
+    few, params = few_words(model, 5)
+    small = jax.tree.map(lambda x: x + 0.1 * x.std() * NUMBERS.standard_normal(x.shape).astype(np.float32), params)
+    config = Config(model=few, grid=GRID)
+    checkpoint.save_params(tmp_path / "small", config, small)
+    decode = DecodeConfig(draft_tokens=3)
+    generator = Generator(dataclasses.replace(config, decode=decode), params, None)
+    alone = [generator.decode([source], batch_size=1)[0] for source in SOURCES]
     engine = Engine(generator, places=3, queue=100)
-    answers = [engine.submit(Request(Source(i, ids), "pipelined")) for i, ids in enumerate(given)]
-    engines = [[*answer.events()][-1]["row_ids"] for answer in answers]
+    answers = [engine.submit(Request(Source(i, ids), "pipelined")) for i, ids in enumerate(SOURCES)]
+    engines = [[*answer.events()][-1] for answer in answers]
     engine.close(drain=True, seconds=60)
-    drafted = [x["row_ids"] for x in generator.decode(given, draft="source", batch_size=4)]
+    drafted = generator.decode(SOURCES, draft="source", batch_size=4)
+    by_model = dataclasses.replace(decode, draft="model", draft_checkpoint=str(tmp_path / "small"))
+    by_another = Generator(dataclasses.replace(config, decode=by_model), params, None).decode(SOURCES, batch_size=4)
+    streams = list[Any]()
+    for source in SOURCES:
+        *events, last = generator.stream_rows(source)
+        for i, row in enumerate(last["row_ids"]):
+            assert [event.token for event in events if event.row == i and not event.done] == row
+        streams.append(last)
     # Where two tokens are as likely, rounding may decide.
-    for found in (engines, drafted):
-        assert sum(a == b for a, b in zip(found, alone, strict=True)) >= 15
-    assert len({str(rows) for rows in alone}) > 5
+    for found in (engines, drafted, by_another, streams):
+        assert sum(a["row_ids"] == b["row_ids"] for a, b in zip(found, alone, strict=True)) >= 7
+    for found in (drafted, by_another):
+        assert sum(x["calls"] for x in found) < sum(x["calls"] for x in alone)
+    assert len({str(record["row_ids"]) for record in alone}) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [ONE, TWO, UMT5], ids=KINDS)
+def test_weights_held_in_bfloat16_are_rounded_and_nothing_else_is(model):
+    few, params = few_words(model, 6)
+    vectors = re.compile(r".*(norm/scale|relative_bias/embedding)")
+    flat = flatten_dict(params, sep="/")
+    rounded = {path: x if vectors.fullmatch(path) else np.float32(x.astype(jnp.bfloat16)) for path, x in flat.items()}
+
+    def answers(params: Any, **decode: Any) -> list[Any]:
+        config = Config(model=few, grid=GRID, decode=DecodeConfig(dtype="float32", scores=True, **decode))
+        return Generator(config, params, None, backend=None).decode(SOURCES)  # with XLA, its default, in the dtype
+
+    held, plain = answers(params, weights="bfloat16"), answers(unflatten_dict(rounded, sep="/"))
+    assert [x["row_ids"] for x in held] == [x["row_ids"] for x in plain]
+    probabilities = [[x["log_prob"] for x in found] for found in (held, plain, answers(params))]
+    np.testing.assert_allclose(probabilities[0], probabilities[1], rtol=1e-4)
+    assert not np.allclose(probabilities[0], probabilities[2], rtol=1e-4)

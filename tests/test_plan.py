@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.model.sharding import make_mesh
 from pipejax.model.t5_config import ARCHITECTURES
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.system import targets
@@ -249,3 +252,12 @@ def test_a_run_keeps_the_choice_that_it_began_with(monkeypatch):
 def test_a_trainer_that_nobody_chose_for_repeats_nothing():
     assert Trainer(shallow(config(64, {"data": 1}))).model.remat == "none"
     assert Trainer(shallow(config(64, {"data": 1}, remat="dots"))).model.remat == "dots"
+
+
+def test_described_chips_of_two_hosts_are_a_mesh(monkeypatch):
+    """They belong to other processes than this one; a part that leaves a host out is still refused."""
+    chips: Any = [SimpleNamespace(process_index=i // 4) for i in range(8)]
+    monkeypatch.setattr(jax, "make_mesh", lambda *sizes, devices, **more: devices)
+    assert make_mesh(1, 8, 1, chips) == chips
+    with pytest.raises(UserError, match="mesh: found data x fsdp x tensor = 4; expected devices of each of"):
+        make_mesh(1, 4, 1, chips)

@@ -136,50 +136,6 @@ def test_a_bound_that_is_too_tight_is_refused() -> None:
 
 # Against plain Python: the best of the tokens with which some text is still within reach.
 
-FINITE = {"colour": ["red", "redder", "ab"], "mixed": ["5", "null", "19"], "fixed": ["ab"]}
-
-
-def tokens_needed(text: str, pieces: list[str]) -> int:
-    """The fewest tokens that spell a text."""
-    best = [0] + [10**6] * len(text)
-    for end in range(1, len(text) + 1):
-        best[end] = min(
-            (best[end - len(p)] + 1 for p in pieces if len(p) <= end and text[end - len(p) : end] == p), default=10**6
-        )
-    return best[len(text)]
-
-
-def allowed(written: str, texts: list[str], left: int, pieces: dict[int, str]) -> list[int]:
-    """Tokens that may come next; `left`: answers that are left, this one included."""
-    spelled, targets = [*pieces.values()], [space + text for text in texts for space in ("", " ")]
-    found = [1] if written in targets else []
-    for token, piece in pieces.items():
-        rests = [text[len(written) + len(piece) :] for text in targets if text.startswith(written + piece)]
-        if any(tokens_needed(rest, spelled) + 1 <= left - 1 for rest in rests):
-            found.append(token)
-    return found
-
-
-def choices(made: Any, params: Any, encoded: Any, rows: Any, near: list[bool]) -> Any:
-    """For `oracle.algorithm1`: the best allowed token of each row; one that is over or has still to begin gets any."""
-    pieces = {i: piece.replace("▁", " ") for i, piece in enumerate(schemas.PIECES) if i > 2}
-    delay, time_max = made.config.grid.delay, made.config.grid.time_max
-
-    def next_tokens(written: list[list[int]]) -> list[int]:
-        found = [1] * len(written)
-        logits = oracle.grid_logits(params, schemas.SIZES, encoded, written, delay)
-        for i, (row, tokens) in enumerate(zip(rows, written, strict=False)):
-            begun = len(row.beginning) + 1
-            if tokens[-1] != 1 and len(tokens) >= begun:
-                text = "".join(pieces[token] for token in tokens[begun:])
-                left = time_max - (len(tokens) - 1 + delay * i)
-                may = allowed(text, FINITE[row.name], left, pieces)
-                found[i] = may[int(np.argmax(logits[i][-1][may]))]
-                near.append(left <= 3)
-        return found
-
-    return next_tokens
-
 
 @pytest.mark.parametrize(
     "native, delay",
@@ -187,15 +143,19 @@ def choices(made: Any, params: Any, encoded: Any, rows: Any, near: list[bool]) -
 )
 def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, request: Any) -> None:
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
-    asked = of(**{name: {"enum": values} for name, values in FINITE.items()})
+    asked = of(**{name: {"enum": values} for name, values in schemas.FINITE.items()})
     near = list[bool]()
     made: Any = generator(2, backend=backend, delay=delay, time_max=12 + 2 * delay)
     rows = made.under(asked).schema.rows
     params = oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2)
     for source in SOURCES[:4]:
         encoded = oracle.encode(params, schemas.SIZES, [*made.tokenizer.encode(source), 1])
+
+        def last(written: list[list[int]], encoded: Any = encoded) -> list[np.ndarray]:
+            return [x[-1] for x in oracle.grid_logits(params, schemas.SIZES, encoded, written, delay)]
+
         expected = oracle.algorithm1(
-            choices(made, params, encoded, rows, near),
+            schemas.choices(made, last, rows, near),
             delay=delay,
             time_max=made.config.grid.time_max,
             sub_max=4 if delay else 3,

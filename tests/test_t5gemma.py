@@ -3,24 +3,41 @@
 import dataclasses
 import json
 import math
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
+import pipejax
 from pipejax import checkpoint, testing
-from pipejax.config import Config
+from pipejax.config import Config, DataConfig
 from pipejax.convert import description
-from pipejax.convert.huggingface import from_hf, to_hf
+from pipejax.convert.huggingface import from_hf, to_hf, write_hf
+from pipejax.data.encoding import encode
+from pipejax.data.examples import Example
+from pipejax.data.tokenizer import Tokenizer, source_ids
+from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
-from support import in_transformers
-from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
+from support import in_transformers, schemas
+from support.in_transformers import (
+    check_algorithm_1,
+    check_beams,
+    check_greedy_tokens,
+    check_logits_and_gradients,
+    check_schema,
+    varied,
+)
 from support.tiny import FEW_WORDS
 
 # All features: groups, sides of unequal widths, caps that bend, windows that answers leave.
@@ -113,6 +130,19 @@ def test_greedy_tokens_of_one_row_are_generates():
     check_greedy_tokens(TINY, params, torchs, lowest=3)
 
 
+@pytest.mark.slow
+def test_beams_are_generates():
+    params = varied(TINY, 2, centered=True)
+    check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
+
+
+@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
+    model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)
+    params = varied(model, 5, centered=True)
+    check_schema(model, params, logits_of(loaded(made(model), model, params)), delay=delay)
+
+
 @pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])
 def test_it_goes_there_and_back(model, tmp_path):
     """From `save_pretrained`, which names the class by its model_type, and bit by bit back again."""
@@ -191,9 +221,12 @@ def test_what_a_config_says_otherwise_is_one_line(changes, line):
 
 
 def test_older_configs_have_other_keys():
-    """One key for the rotation, none for the types of layers, which slide in turn."""
+    """One key for the rotation, none for the types of layers, which slide in turn. Ids are the decoder's."""
     found = T5GemmaConfig.read_facts(described(rope_parameters=..., rope_theta=500.0, layer_types=...))
     assert found["decoder"] == dataclasses.replace(TINY.decoder, rope_theta=500.0, full_rope_theta=500.0)
+    ids = T5GemmaConfig.read_facts(described(pad_token_id=4, eos_token_id=5, bos_token_id=6))
+    names = "pad_token_id", "eos_token_id", "decoder_start_token_id"
+    assert [ids[name] for name in names] == [4, 5, 6] and [found[name] for name in names] == [0, 1, 2]
     everywhere = T5GemmaConfig.read_facts(described(layer_types=["sliding_attention"] * 2))["decoder"]
     assert everywhere.layer_types(2) == ["sliding_attention"] * 2
 
@@ -203,16 +236,64 @@ def test_groups_are_equal():
         dataclasses.replace(TINY, decoder=dataclasses.replace(DECODER, num_key_value_heads=3)).check("here")
 
 
-@pytest.mark.parametrize(
-    "name, millions",
-    [("t5gemma-b-b", 591), ("t5gemma-2b-2b", 5597), ("t5gemma-9b-2b", 12292), ("t5gemma-2-270m-270m", 368)],
-)
-def test_published_sizes(name, millions):
-    """Parameters, as the models' cards tell them: 0.6 B, 5.6 B, 12.3 B and 370 M."""
-    model = architecture(name)
-    model.check(name)
+# Parameters as published: of Gemma 2 and 3, from which a side comes whole, of mT5, and of T5Gemma where they are exact.
+GEMMA = {"2b": 2_614_341_888, "9b": 9_241_705_984, "270m": 268_098_176, "1b": 999_885_952}
+MT5 = {"small": 300_176_768, "base": 582_401_280, "xl": 3_742_619_648, "xxl": 12_921_057_280}
+WHOLE = {"t5gemma-s-s": 312_517_632, "t5gemma-b-b": 591_490_560}
+ROUGHLY = {  # in billions, as the cards and papers say; MADLAD's 7.2 are without its two tables
+    "t5gemma-l-l": 1.24,
+    "t5gemma-ml-ml": 2.2,
+    "t5gemma-xl-xl": 3.8,
+    "t5gemma-2b-2b": 5.6,
+    "t5gemma-9b-2b": 12.3,
+    "t5gemma-9b-9b": 20.3,
+    "t5gemma-2-270m-270m": 0.37,
+    "t5gemma-2-1b-1b": 1.7,
+    "t5gemma-2-4b-4b": 7.1,
+    "madlad-3b": 2.9,
+    "madlad-7b": 7.2 + 2 * 0.256 * 2.048,
+    "madlad-10b": 10.7,
+}
+
+
+def shapes_of(model: Any) -> Any:
+    """Of its parameters, by the table for Hugging Face's files."""
     sizes = model.sizes()
-    assert round(sum(math.prod(sizes[x][1] for x in axes) for _, axes in model.tensors().values()) / 1e6) == millions
+    flat = {path: tuple(sizes[axis][1] for axis in axes) for path, (_, axes) in model.tensors().items()}
+    return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in flat.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["t5gemma-s-s", *(pytest.param(x, marks=pytest.mark.slow) for x in ("t5gemma-9b-2b", "t5gemma-2-4b-4b"))]
+)
+def test_the_module_of_a_size_has_the_parameters_of_its_table(name):
+    model = architecture(name)
+    made = flatten_dict(jax.eval_shape(model.init_params, jax.random.key(0)), sep="/")
+    assert {path: x.shape for path, x in made.items()} == {path: x.shape for path, x in shapes_of(model).items()}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *ROUGHLY, *(f"umt5-{size}" for size in MT5)])
+def test_published_sizes(name):
+    model, parts = architecture(name), Counter[str]()
+    model.check(name)
+    for path, x in shapes_of(model).items():
+        parts[path.split("/")[0]] += math.prod(x.shape)
+    total = parts.total()
+    first, _, size = name.partition("-")
+    if first == "umt5":  # mT5's, but for some more tokens, and a bias in each layer
+        layers, tables = model.num_layers + model.num_decoder_layers, 2 * (256_384 - 250_112) * model.d_model
+        assert total == MT5[size] + tables + (layers - 2) * 32 * model.num_heads
+    elif name in WHOLE:
+        assert total == WHOLE[name]
+    else:
+        assert total / 1e9 == pytest.approx(ROUGHLY[name], rel=0.03)
+    if name == "t5gemma-2-4b-4b":
+        assert round(parts["encoder"] / 1e6) == 3209  # without the table, as Gemma 3's report has it
+    elif name.startswith("t5gemma-2-"):
+        assert parts["encoder"] + parts["shared"] - model.decoder.hidden_size == GEMMA[size.split("-")[1]]
+        assert parts["decoder"] == parts["encoder"]  # attention to both is one
+    elif (side := size.split("-")[0]) in GEMMA:
+        assert parts["encoder"] == GEMMA[side]
 
 
 def test_an_unknown_size_is_one_line():
@@ -224,3 +305,64 @@ def test_only_a_t5s_rows_are_written_by_a_program_for_transformers():
     """Which knows T5's layers by their names, UMT5's too."""
     given = Config(model=TINY), Config(model=UMT5Config(**vars(FEW_WORDS)))
     assert [description.custom_generate(config, None) is None for config in given] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["t5gemma-2b-2b", "t5gemma-9b-2b", "t5gemma-2-4b-4b"])
+@pytest.mark.parametrize("fsdp, tensor", [(8, 1), (1, 8), (2, 4)])
+def test_eight_devices_share_every_large_parameter(name, fsdp, tensor):
+    """Nothing of more than a megabyte is whole on each, and each has an eighth of all."""
+    model, mesh, whole, held = architecture(name), make_mesh(1, fsdp, tensor), 0, 0
+    shapes = shapes_of(model)
+    for path, place in flatten_dict(param_shardings(model, unflatten_dict(shapes, sep="/"), mesh), sep="/").items():
+        size, own = (4 * math.prod(shape) for shape in (shapes[path].shape, place.shard_shape(shapes[path].shape)))
+        assert size <= 2**20 or own == size // 8, (path, place.spec)
+        whole, held = whole + size, held + own
+    assert held <= whole / 8 * 1.01
+
+
+def tokenizer_that_adds(added: str, place: Path) -> Any:
+    """A tokenizer of transformers' in that directory, which puts bos and eos around a text as `added` says."""
+    ids = {word: i for i, word in enumerate(("<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "c"))}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    specials = [(word, ids[word]) for word in ("<bos>", "<eos>")]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single=added, special_tokens=specials)
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+    made.save_pretrained(place)
+    return made
+
+
+@pytest.mark.parametrize(
+    "added, ids",
+    [
+        ("<bos> $A", [2, 4, 5, 4]),
+        ("<bos> $A <eos>", [2, 4, 5, 4, 1]),
+        ("$A <eos>", [4, 5, 4, 1]),
+        ("$A", [4, 5, 4, 1]),  # of ours an eos
+        ("<eos> $A <eos>", [4, 5, 4, 1]),  # its own start is not the model's
+    ],
+)
+def test_a_source_begins_with_bos_where_its_tokenizer_has_it_so(added, ids, tmp_path):
+    theirs, tokenizer = tokenizer_that_adds(added, tmp_path), Tokenizer.load(tmp_path)
+    if added[0] != "$" and "<eos> $" not in added:
+        assert theirs("a b a").input_ids == ids
+    found = encode(Example("1", "a b a", ("c",)), tokenizer, Config(model=TINY, data=DataConfig(max_source=9)), TINY)
+    assert found.source.tolist() == source_ids("a b a", tokenizer, TINY) == ids
+    started_by_eos = dataclasses.replace(TINY, decoder_start_token_id=TINY.eos_token_id)
+    assert source_ids("a b a", tokenizer, started_by_eos) == [4, 5, 4, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added, line", [("<bos> $A", False), ("<eos> $A <eos>", True)])
+def test_decoding_gives_the_encoder_what_transformers_would(added, line, tmp_path, capsys):
+    """And conversion says so where it does not."""
+    model = dataclasses.replace(TINY, vocab_size=8)
+    write_hf(model, varied(model, 6, centered=True), tmp_path / "there", None)
+    theirs = tokenizer_that_adds(added, tmp_path / "there")
+    from_hf(tmp_path / "there", tmp_path / "run")
+    assert (f"adds ids {theirs('').input_ids} to a text" in capsys.readouterr().err) == line
+    generator = pipejax.load(tmp_path / "run", overrides={"decode.max_length": 6})
+    texts = ["a b a", "b c", "c"]
+    ids = [theirs(text).input_ids if not line else theirs(text).input_ids[1:] for text in texts]
+    assert [x["row_ids"] for x in generator.decode(texts)] == [x["row_ids"] for x in generator.decode(ids)]

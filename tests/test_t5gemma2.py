@@ -15,8 +15,15 @@ from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.model.t5gemma import GemmaStack
 from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.system.errors import UserError
-from support import in_transformers
-from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
+from support import in_transformers, schemas
+from support.in_transformers import (
+    check_algorithm_1,
+    check_beams,
+    check_greedy_tokens,
+    check_logits_and_gradients,
+    check_schema,
+    varied,
+)
 
 # All features: groups, windows that answers leave, rotations of two kinds, a token with a vector of its own.
 ENCODER = GemmaStack(
@@ -97,8 +104,8 @@ def logits_of(torchs: Any) -> in_transformers.Logits:
     return logits
 
 
-def params_of(seed: int) -> Any:
-    params = varied(TINY, seed, centered=True)
+def params_of(seed: int, model: T5Gemma2Config = TINY) -> Any:
+    params = varied(model, seed, centered=True)
     params["shared"]["eoi_embedding"] = np.random.default_rng(seed).standard_normal(16).astype(np.float32) * 4
     return params
 
@@ -115,6 +122,20 @@ def test_greedy_tokens_of_one_row_are_generates():
     params = params_of(2)
     torchs = loaded(made(TINY), TINY, params)
     check_greedy_tokens(TINY, params, torchs, lowest=3)
+
+
+@pytest.mark.slow
+def test_beams_are_generates():
+    params = params_of(2)
+    check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
+    model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)
+    params = params_of(4, model)
+    check_schema(model, params, logits_of(loaded(made(model), model, params)), delay=delay)
 
 
 def test_it_goes_there_and_back(tmp_path, capsys):

@@ -23,8 +23,15 @@ from pipejax.inference.backends import Xla, portable
 from pipejax.inference.generator import Generator
 from pipejax.model.interface import BACKBONES
 from pipejax.model.umt5 import UMT5Config
-from support import in_transformers, oracle
-from support.in_transformers import check_algorithm_1, check_greedy_tokens, check_logits_and_gradients, varied
+from support import in_transformers, oracle, schemas
+from support.in_transformers import (
+    check_algorithm_1,
+    check_beams,
+    check_greedy_tokens,
+    check_logits_and_gradients,
+    check_schema,
+    varied,
+)
 from support.tiny import FEW_WORDS, RUN, change, metrics
 
 SIZES: dict[str, Any] = vars(FEW_WORDS) | {"d_model": 16, "num_layers": 2, "dropout_rate": 0.0}
@@ -39,9 +46,9 @@ def made(model: UMT5Config) -> Any:
     return torchs.eval()
 
 
-def loaded(torchs: Any, params: Any) -> Any:
+def loaded(torchs: Any, params: Any, model: UMT5Config = TINY) -> Any:
     """The model with these weights."""
-    state = in_transformers.tensors(TINY, params)
+    state = in_transformers.tensors(model, params)
     aliases = {f"{stack}.embed_tokens.weight": state["shared.weight"] for stack in ("encoder", "decoder")}
     torchs.load_state_dict(state | aliases)
     return torchs
@@ -98,6 +105,21 @@ def test_umt5_is_torchs(params, torchs):
 
 def test_greedy_tokens_of_one_row_are_generates(params, torchs):
     check_greedy_tokens(TINY, params, torchs, lowest=2)
+
+
+@pytest.mark.slow
+def test_beams_are_generates_with_the_heads_scale_taken_out(params):
+    torchs = loaded(made(TINY), params)
+    torchs.lm_head.weight.data *= TINY.d_model**0.5  # `logits_of` says why
+    check_beams(TINY, params, torchs, lowest=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
+    model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)
+    params = varied(model, 4)
+    check_schema(model, params, logits_of(loaded(made(model), params, model)), delay=delay)
 
 
 def test_umt5_goes_there_and_back(theirs, tmp_path):

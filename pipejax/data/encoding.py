@@ -12,7 +12,7 @@ import numpy as np
 from pipejax import grid, methods
 from pipejax.config import Config
 from pipejax.data.examples import Example
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer, source_ids
 from pipejax.methods import Ids
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
@@ -65,7 +65,7 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbo
     the model does not learn to stop there. If the first row alone is too long, that row is cut.
     """
     ids = Ids.of(model)
-    full = [*tokenizer.encode(example.source), ids.eos]
+    full = source_ids(example.source, tokenizer, model)
     source = cut_source(full, config.data.max_source)
     most, where = config.data.max_target, place_of(example)
     method = methods.trained(config)

@@ -132,11 +132,13 @@ class Tokenizer:
         with self._lock:
             return self._inner.convert_ids_to_tokens(int(number)) or ""
 
+    @functools.cached_property
     def added(self) -> list[int]:
         """The ids that transformers adds to a text by itself: an eos for T5."""
         if self._backend is not None:
             return list(self._backend.encode("", add_special_tokens=True).ids)
-        return list(self._inner("", verbose=False)["input_ids"])
+        with self._lock:
+            return list(self._inner("", verbose=False)["input_ids"])
 
     def is_word(self, number: int) -> bool:
         """Whether an id stands for text: it is no special token by the files, and has no brackets as <s> and [PAD]."""
@@ -208,6 +210,17 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
         raise UserError(f"{found}; expected an id that stands for no text, as it ends sources and rows")
     if tokenizer.unknown == eos and eos in tokenizer.encode(_UNKNOWN):
         raise UserError(f"{found}, and stands for all that it lacks; expected an id that ends a text and means no more")
+
+
+def source_ids(text: str, tokenizer: Tokenizer, model: Backbone) -> list[int]:
+    """The ids of a source: as transformers has them where its tokenizer puts the model's start before, as Gemma's do.
+
+    Elsewhere an eos ends them, and nothing else is added.
+    """
+    ids, added, eos = tokenizer.encode(text), tokenizer.added, model.eos_token_id
+    if added and added[0] == model.decoder_start_token_id != eos:
+        return [added[0], *ids, *added[1:]]
+    return [*ids, eos]
 
 
 def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) -> None:

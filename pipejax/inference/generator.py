@@ -15,7 +15,7 @@ from pipejax import methods
 from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.formats import rows_in
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer, source_ids
 from pipejax.decoding import Decoded, Drafter, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
 from pipejax.inference import schema as schema_lib
@@ -370,7 +370,7 @@ class Generator:
         given = source.content
         if isinstance(given, str):
             assert self.tokenizer is not None  # `check` saw to it
-            content = [*self.tokenizer.encode(given), self.architecture.eos_token_id]
+            content = source_ids(given, self.tokenizer, self.architecture)
         else:
             content = [int(i) for i in given]
         cut = cut_source(content, self.config.data.max_source)

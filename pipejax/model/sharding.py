@@ -31,7 +31,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
             f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
             "of this machine"
         )
-    if {device.process_index for device in devices[: data * rest]} != set(range(jax.process_count())):
+    # Of the devices that are there to choose from: those that `plan` describes belong to processes of their own.
+    if {device.process_index for device in devices[: data * rest]} != {device.process_index for device in devices}:
         raise UserError(
             f"mesh: found data x fsdp x tensor = {data * rest}; expected devices of each of the {jax.process_count()} "
             f"processes, {len(devices)} in all"

@@ -227,6 +227,7 @@ _BASE = T5Config(vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12
 _SMALL = dataclasses.replace(_BASE, d_model=512, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)
 _LARGE = dataclasses.replace(_BASE, d_model=1024, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24)
 _V1_1: dict[str, Any] = {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False}
+_MADLAD: dict[str, Any] = {**_V1_1, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 ARCHITECTURES = {
     "small": _SMALL,
@@ -235,9 +236,9 @@ ARCHITECTURES = {
     "v1_1-small": dataclasses.replace(_SMALL, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8, **_V1_1),
     "v1_1-base": dataclasses.replace(_BASE, d_ff=2048, **_V1_1),
     "v1_1-large": dataclasses.replace(_LARGE, d_ff=2816, **_V1_1),
-    "madlad-3b": T5Config(
-        256_000, 1024, 128, 8192, 16, 32, 32, pad_token_id=1, eos_token_id=2, decoder_start_token_id=0, **_V1_1
-    ),
+    "madlad-3b": T5Config(256_000, 1024, 128, 8192, 16, 32, 32, **_MADLAD),
+    "madlad-7b": T5Config(256_000, 2048, 128, 8192, 16, 48, 48, **_MADLAD),
+    "madlad-10b": T5Config(256_000, 2048, 256, 16384, 16, 32, 32, **_MADLAD),
 }
 
 

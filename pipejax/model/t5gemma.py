@@ -66,7 +66,7 @@ class GemmaStack:
     num_attention_heads: int = setting(least=1, most=2**10)
     num_key_value_heads: int = setting(least=1, most=2**10)  # each shared by a group of heads
     head_dim: int = setting(least=2, most=2**12)
-    query_pre_attn_scalar: float = setting(256, above=0.0)  # scores are divided by its root
+    query_pre_attn_scalar: int = setting(256, least=1)  # scores are divided by its root
     sliding_window: int = setting(4096, least=1)  # positions that a query of a sliding layer sees
     full_every: int = setting(2, least=1)  # of so many layers the last sees everything, the others slide
     attn_logit_softcapping: float = setting(50.0, least=0.0)  # of scores; 0: none
@@ -200,11 +200,10 @@ class EncoderLayer(nn.Module):
     config: "T5GemmaConfig"
     dtype: DTypeLike
     dropout: float
-    attention_class: ClassVar[type[Attention]] = Attention
 
     def setup(self) -> None:
         given = self.config, self.config.encoder, self.dtype, self.dropout
-        self.attention, self.feed_forward = self.attention_class(*given), FeedForward(*given)
+        self.attention, self.feed_forward = self.config.attention_class(*given), FeedForward(*given)
 
     def __call__(self, x: Array, own: Own, seen: Seen, deterministic: bool) -> Array:
         found = self.attention.turned(x, seen[1], own[2])
@@ -218,15 +217,14 @@ class DecoderLayer(nn.Module):
     config: "T5GemmaConfig"
     dtype: DTypeLike
     dropout: float
-    attention_class: ClassVar[type[Attention]] = Attention
 
     def setup(self) -> None:
         given = self.config, self.config.decoder, self.dtype, self.dropout
-        self.self_attention, self.feed_forward = self.attention_class(*given), FeedForward(*given)
+        self.self_attention, self.feed_forward = self.config.attention_class(*given), FeedForward(*given)
         self.set_up_cross(*given)
 
     def set_up_cross(self, *given: Any) -> None:
-        self.cross_attention = self.attention_class(*given)
+        self.cross_attention = self.config.attention_class(*given)
 
     def __call__(
         self, x: Array, own: Own, cache: t5.LayerCache | None, seen: Seen, source: Any, real: Array, deterministic: bool
@@ -401,6 +399,7 @@ class T5GemmaConfig(Backbone):
     decoder_start_token_id: int = setting(2, least=0)  # bos: the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)
+    attention_class: ClassVar[type[Attention]] = Attention  # in every layer
     tables: ClassVar[tuple[str, ...]] = ("encoder/embedder/embedding", "decoder/embedder/embedding")
     has_one_table: ClassVar[bool] = False  # of tokens, for both sides
     prefixes: ClassVar[Mapping[str, str]] = {"encoder": "model.encoder", "decoder": "model.decoder"}  # of tensors
@@ -550,6 +549,7 @@ _SIDES = {
     "s": (8, GemmaStack(512, 1024, 8, 8, 64, 64)),
     "b": (12, GemmaStack(768, 2048, 12, 12, 64, 64)),
     "l": (24, GemmaStack(1024, 2816, 16, 16, 64, 64)),
+    "ml": (26, GemmaStack(1152, 6912, 4, 4, 256)),
     "xl": (24, GemmaStack(2048, 5120, 32, 32, 64, 64)),
     "2b": (26, GemmaStack(2304, 9216, 8, 4, 256)),
     "9b": (42, GemmaStack(3584, 14336, 16, 8, 256)),

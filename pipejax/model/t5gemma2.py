@@ -42,16 +42,8 @@ class Attention(t5gemma.Attention):
         return self.key_norm(keys), values
 
 
-class EncoderLayer(t5gemma.EncoderLayer):
-    """Self-attention, then feed-forward."""
-
-    attention_class: ClassVar[type[t5gemma.Attention]] = Attention
-
-
 class DecoderLayer(t5gemma.DecoderLayer):
     """One attention over slots and source, then feed-forward."""
-
-    attention_class: ClassVar[type[t5gemma.Attention]] = Attention
 
     def set_up_cross(self, *given: Any) -> None:
         """There is nothing else."""
@@ -65,12 +57,6 @@ class DecoderLayer(t5gemma.DecoderLayer):
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
         return self.self_attention.keys_values(encoded)
-
-
-class Encoder(t5gemma.Encoder):
-    """See `t5gemma.Encoder`."""
-
-    layer: ClassVar[type[nn.Module]] = EncoderLayer
 
 
 class Decoder(t5gemma.Decoder):
@@ -97,7 +83,6 @@ class Embedder(t5gemma.Embedder):
 class T5Gemma2(t5gemma.T5Gemma):
     """The module."""
 
-    encoder_stack: ClassVar[type[nn.Module]] = Encoder
     decoder_stack: ClassVar[type[nn.Module]] = Decoder
 
     def set_up_table(self) -> None:
@@ -116,6 +101,7 @@ class T5Gemma2Config(T5GemmaConfig):
     eoi_token_index: int = setting(256_000, least=0)  # the token that ends an image, with a vector apart
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma2",)
+    attention_class: ClassVar[type[t5gemma.Attention]] = Attention
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)
     sharding: ClassVar[Any] = ((rf"shared/{EOI}", ()), *T5GemmaConfig.sharding)
     has_one_table: ClassVar[bool] = True
@@ -201,5 +187,17 @@ class T5Gemma2Config(T5GemmaConfig):
         return super().fitted(tensors, weights)
 
 
-_SMALL = GemmaStack(640, 2048, 4, 1, 256, 256, 512, 6, attn_logit_softcapping=0.0, full_rope_theta=1e6)
-ARCHITECTURES = {"t5gemma-2-270m-270m": T5Gemma2Config(_SMALL, _SMALL, 262_144, 18, 18, final_logit_softcapping=0.0)}
+# The published sizes: layers, width, that of feed-forward, groups of heads, window, and what divides full positions.
+_SIZES = {
+    "270m": (18, 640, 2048, 4, 1, 512, 1.0),
+    "1b": (26, 1152, 6912, 4, 1, 512, 1.0),
+    "4b": (34, 2560, 10240, 8, 4, 1024, 8.0),
+}
+
+
+def _published(depth: int, width: int, inner: int, heads: int, shared: int, window: int, factor: float) -> Any:
+    stack = GemmaStack(width, inner, heads, shared, 256, 256, window, 6, 0.0, 10_000.0, 1e6, factor)
+    return T5Gemma2Config(stack, stack, 262_144, depth, depth, final_logit_softcapping=0.0)
+
+
+ARCHITECTURES = {f"t5gemma-2-{name}-{name}": _published(*sizes) for name, sizes in _SIZES.items()}

@@ -107,4 +107,7 @@ ARCHITECTURES = {
     "umt5-small": dataclasses.replace(_BASE, d_model=512, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8),
     "umt5-base": _BASE,
     "umt5-xl": dataclasses.replace(_BASE, d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
+    "umt5-xxl": dataclasses.replace(
+        _BASE, d_model=4096, d_ff=10240, num_heads=64, num_layers=24, num_decoder_layers=24
+    ),
 }

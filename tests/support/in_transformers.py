@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from pipejax.config import Config, DecodeConfig
+from pipejax.config import Config, DecodeConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sizes
 from pipejax.inference.backends import Backend
 from pipejax.inference.generator import Generator
 from pipejax.model.interface import Backbone
-from support import oracle
+from support import oracle, schemas
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
 
@@ -105,14 +105,19 @@ class Greedy:
     eos: int
     margin: float = np.inf  # the least, of rows that had not ended
 
-    def __call__(self, rows: list[list[int]]) -> list[int]:
+    def last(self, rows: list[list[int]]) -> np.ndarray:
+        """The logits [R, V] after each row's last token."""
         cells = oracle.coordinates(rows, self.delay)
         ids, tokens = torch.tensor([[*self.source]]), torch.tensor([[token for row in rows for token in row]])
         visible = torch.tensor(oracle.visibility(cells))
         position = torch.tensor([row + time for row, time in cells])
         with torch.no_grad():
             logits = self.logits(ids, torch.ones_like(ids, dtype=torch.bool), tokens, visible, position)[0].numpy()
-        last = logits[np.cumsum([len(row) for row in rows]) - 1]
+        found: np.ndarray = logits[np.cumsum([len(row) for row in rows]) - 1]
+        return found
+
+    def __call__(self, rows: list[list[int]]) -> list[int]:
+        last = self.last(rows)
         self.margin = min(
             [self.margin, *(oracle.margin(x) for row, x in zip(rows, last, strict=True) if row[-1] != self.eos)]
         )
@@ -173,3 +178,45 @@ def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: in
         texts.append(expected)
         assert found["row_ids"] == [[token for token in expected if token != 1]]
     assert len(set(map(str, texts))) > 2
+
+
+def check_beams(model: Backbone, params: Any, torchs: Any, *, lowest: int, beams: int = 3) -> None:
+    """The same with beams, of which the best is often another answer than the greedy one."""
+    decode = DecodeConfig(max_length=12, beams=beams)
+    config = Config(model=model, decode=decode, train=TrainConfig(objective="none"))
+    generator = Generator(config, params, None)
+    rng, given = np.random.default_rng(2), {"max_new_tokens": 12, "do_sample": False}
+    others = 0
+    texts = [[*rng.integers(lowest, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2, 6, 4, 7)]
+    for source, record in zip(texts, generator.decode(texts), strict=True):
+        best, greedy = (
+            torchs.generate(torch.tensor([source]), num_beams=n, **given)[0, 1:].tolist() for n in (beams, 1)
+        )
+        assert record["row_ids"] == [best[: best.index(1)] if 1 in best else best]
+        others += best != greedy
+    assert others > 2
+
+
+def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) -> None:
+    """Answers under a schema of few texts: at each step the best of the tokens with which one is within reach."""
+    made = schemas.generator(of=(model, params), delay=delay, time_max=12 + 2 * delay)
+    asked = {"type": "object", "properties": {name: {"enum": values} for name, values in schemas.FINITE.items()}}
+    under, answers, compared = made.under(asked).schema, set(), 0
+    assert under is not None and made.tokenizer is not None
+    for text in ("a red fish", "2024", "the", "ab ab", "no", "5 5"):
+        chooses, margins = Greedy(logits, [*made.tokenizer.encode(text), 1], delay, 1), list[float]()
+        expected = oracle.algorithm1(
+            schemas.choices(made, chooses.last, under.rows, [], margins),
+            delay=delay,
+            time_max=made.config.grid.time_max,
+            sub_max=4 if delay else 3,
+            stop="empty_row",
+            bos=model.decoder_start_token_id,
+            prefixes=[row.beginning for row in under.rows],
+        )
+        (record,) = made.decode([text], schema=asked)
+        if min(margins) > SURE:
+            assert record["row_ids"] == [[token for token in row[1:] if token != 1] for row in expected.all_rows[:3]]
+            compared += 1
+        answers.add(str(record["row_ids"]))
+    assert compared > 4 and len(answers) > 1

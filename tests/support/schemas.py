@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import string
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.generator import Generator
+from pipejax.model.interface import Backbone
 from support import oracle
 from support.tiny import IN_BLOCKS
 
@@ -91,18 +93,83 @@ def _backend() -> tokenizers.Tokenizer:
     return made
 
 
+# Against plain Python: the best of the tokens with which some text is still within reach.
+
+FINITE = {"colour": ["red", "redder", "ab"], "mixed": ["5", "null", "19"], "fixed": ["ab"]}
+
+
+def tokens_needed(text: str, pieces: list[str]) -> int:
+    """The fewest tokens that spell a text."""
+    best = [0] + [10**6] * len(text)
+    for end in range(1, len(text) + 1):
+        best[end] = min(
+            (best[end - len(p)] + 1 for p in pieces if len(p) <= end and text[end - len(p) : end] == p), default=10**6
+        )
+    return best[len(text)]
+
+
+def allowed(written: str, texts: list[str], left: int, pieces: dict[int, str]) -> list[int]:
+    """Tokens that may come next; `left`: answers that are left, this one included."""
+    spelled, targets = [*pieces.values()], [space + text for text in texts for space in ("", " ")]
+    found = [1] if written in targets else []
+    for token, piece in pieces.items():
+        rests = [text[len(written) + len(piece) :] for text in targets if text.startswith(written + piece)]
+        if any(tokens_needed(rest, spelled) + 1 <= left - 1 for rest in rests):
+            found.append(token)
+    return found
+
+
+def choices(
+    made: Generator,
+    last: Callable[[list[list[int]]], Sequence[np.ndarray] | np.ndarray],
+    rows: Any,
+    near: list[bool],
+    margins: list[float] | None = None,
+) -> oracle.NextTokens:
+    """For `oracle.algorithm1`: the best allowed token of each row; one that is over or has still to begin gets any.
+
+    `last`: the logits [V] after each row's last token. `near` gets whether a row's end is near, `margins` by how much
+    the best is better than the second.
+    """
+    pieces = {i: piece.replace("▁", " ") for i, piece in enumerate(PIECES) if i > 2}
+    delay, time_max = made.config.grid.delay, made.config.grid.time_max
+
+    def next_tokens(written: list[list[int]]) -> list[int]:
+        found, logits = [1] * len(written), last(written)
+        for i, (row, tokens) in enumerate(zip(rows, written, strict=False)):
+            begun = len(row.beginning) + 1
+            if tokens[-1] != 1 and len(tokens) >= begun:
+                text = "".join(pieces[token] for token in tokens[begun:])
+                left = time_max - (len(tokens) - 1 + delay * i)
+                may = allowed(text, FINITE[row.name], left, pieces)
+                found[i] = may[int(np.argmax(logits[i][may]))]
+                near.append(left <= 3)
+                if margins is not None and len(may) > 1:
+                    margins.append(oracle.margin(logits[i][may]))
+        return found
+
+    return next_tokens
+
+
 SIZES = dataclasses.replace(IN_BLOCKS, vocab_size=len(PIECES) + 3)  # as T5's, it is larger than its tokenizer
 
 
-def generator(seed: int = 0, *, backend: Backend = XLA, decode: dict[str, Any] | None = None, **grid: Any) -> Generator:
-    """A generator of random weights; `decode` and `grid`: its settings."""
+def generator(
+    seed: int = 0,
+    *,
+    backend: Backend | None = XLA,
+    decode: dict[str, Any] | None = None,
+    of: tuple[Backbone, Any] | None = None,
+    **grid: Any,
+) -> Generator:
+    """A generator of random weights, or of that backbone and parameters; `decode` and `grid`: its settings."""
+    model, params = of or (SIZES, oracle.random_params(SIZES, np.random.default_rng(seed), eos_scale=1.2))
     config = Config(
-        model=SIZES,
+        model=model,
         grid=GridConfig(**{"delay": 0, "time_max": 32, "sub_max": 4, **grid}),
         train=TrainConfig(objective="pipelined"),
         decode=DecodeConfig(**(decode or {})),
     )
-    params = oracle.random_params(SIZES, np.random.default_rng(seed), eos_scale=1.2)
     return Generator(config, params, tokenizer(), backend=backend)
 
 

@@ -12,6 +12,7 @@ from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object, kind
+from pipejax.data.tokenizer import source_ids
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import MARKS, Schema
@@ -217,7 +218,7 @@ def _sources(
             ids: Sequence[int]
             if isinstance(source.content, str):
                 assert generator.tokenizer is not None  # `source` saw to it
-                ids = [*generator.tokenizer.encode(source.content), generator.architecture.eos_token_id]
+                ids = source_ids(source.content, generator.tokenizer, generator.architecture)
             else:
                 ids = [int(token) for token in source.content]
             if len(ids) > longest and not truncate:
