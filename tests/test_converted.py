@@ -224,7 +224,7 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(converted, "_downloaded", lambda source: part)
     monkeypatch.setattr(converted, "locate", locate)
     monkeypatch.setattr(converted, "from_hf", convert)
-    converted.find("some/t5")
+    converted.find_checkpoint("some/t5")
     assert calls == ["some/t5", "some/t5"]
 
 
@@ -246,11 +246,11 @@ def test_the_base_of_an_adapter_is_asked_for_no_more_than_a_model(
     monkeypatch.setattr(converted, "from_hf", lambda source, out: out.mkdir())
     source = "some/adapter" if of_hub else str(there)
     names = ["some/adapter", "some/base"] if of_hub else ["some/base"]
-    first = converted.find(source)
+    first = converted.find_checkpoint(source)
     assert asked == names
-    assert converted.find(source) == first and asked == names
+    assert converted.find_checkpoint(source) == first and asked == names
     flip(base / "model.safetensors")
-    assert converted.find(source) != first and asked == 2 * names
+    assert converted.find_checkpoint(source) != first and asked == 2 * names
 
 
 def test_a_model_is_named_as_it_was_asked_for(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,4 +263,4 @@ def test_a_model_is_named_as_it_was_asked_for(there: Path, tmp_path: Path, monke
         run = tmp_path / f"run of {name}{len(spelling)}"
         from_hf(spelling, run)
         assert json.loads((run / "config.json").read_text())["name"] == name
-        assert converted.find(spelling).parent.name.rpartition("-")[0] == name
+        assert converted.find_checkpoint(spelling).parent.name.rpartition("-")[0] == name

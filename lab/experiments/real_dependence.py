@@ -29,7 +29,7 @@ from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter
 from pipejax.apps.probe.summary import is_told, mean
 from pipejax.config import Config
 from pipejax.data import PUBLISHED
-from pipejax.data.shapes import choose
+from pipejax.data.shapes import choose_pairs
 from pipejax.system import cli
 from pipejax.system.files import write_text
 from pipejax.training import probe_command
@@ -53,10 +53,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workdir", default="runs/real_dependence", metavar="DIR", help="of the runs")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     updates = probe_command.UPDATES
-    parser.add_argument("--updates", type=cli.whole(1), default=updates, metavar="N", help=f"of the probe ({updates})")
+    parser.add_argument(
+        "--updates", type=cli.whole_number(1), default=updates, metavar="N", help=f"of the probe ({updates})"
+    )
     parser.add_overrides("override a setting of all runs, such as train.steps=400 (repeatable)")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     data, found = real_data.directory(), dict[str, Any]()
     for task in names_of("--tasks", flags.tasks, FILES):
         workdir = Path(flags.workdir) / task
@@ -138,7 +140,7 @@ def likelihoods(base: Config, delay: int, workdir: Path) -> Lines:
     )
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
     longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-    shapes = choose(lengths, size=BATCH, group=1, pack=1, most=measuring.SHAPES, limit=longest)
+    shapes = choose_pairs(lengths, size=BATCH, group=1, pack=1, most=measuring.SHAPES, limit=longest)
     assert work.config.model is not None
     # A condition hides what it does not let be seen, beside what the training hid already: that is its Δt.
     meter = Meter(work.config.model.module(), work.params, [Condition(WHOLE)], shapes, BATCH)

@@ -17,7 +17,7 @@ import numpy as np
 from pipejax.apps.probe.likelihoods import Condition, Target, likelihoods, padded, together
 from pipejax.checkpoint import Store
 from pipejax.config import Config
-from pipejax.data.shapes import choose
+from pipejax.data.shapes import choose_pairs
 from pipejax.model.interface import Module
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.system import Tree
@@ -51,7 +51,7 @@ def adapt(
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in targets], np.int64)
     size = min(BATCH, len(targets))
     longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-    shapes = choose(lengths, size=size, group=1, pack=1, most=SHAPES, limit=longest)
+    shapes = choose_pairs(lengths, size=size, group=1, pack=1, most=SHAPES, limit=longest)
 
     params = jax.tree.map(jnp.array, params)  # copies: an update takes the place of those that it is given
     items = {"params": params, "state": optimizer.init(params)}

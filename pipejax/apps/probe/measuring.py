@@ -20,9 +20,9 @@ from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, make_task
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
-from pipejax.data.shapes import choose
+from pipejax.data.shapes import choose_pairs
 from pipejax.data.text import normalized
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.loading import override
@@ -79,7 +79,7 @@ def prepare(
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")
-    compile_cache.use()
+    compile_cache.use_cache()
     restored = checkpoints.open_run(checkpoint, best=best, packed=not learned)
     config = override(restored.config, overrides, where="--set")
     method = methods.make(methods.default(config), config)
@@ -122,7 +122,7 @@ def _encode(
     assert model is not None
     ids = Ids.of(model)
     for example in examples:
-        encoded = encode(example, tokenizer, config, model)
+        encoded = encode_example(example, tokenizer, config, model)
         targets.append(of_rows(encoded, method.rows_of(encoded.target, example.targets, tokenizer, ids)))
     for what, key, cut in (
         ("answers", "max_target", sum(target.encoded.target_was_cut for target in targets)),
@@ -148,7 +148,7 @@ def measure(work: Work, unfinished: Unfinished, *, batch_size: int) -> Summary:
     assert model is not None
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in work.targets], np.int64)
     longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
-    shapes = choose(lengths, size=size, group=WINDOW, pack=1, most=SHAPES, limit=longest)
+    shapes = choose_pairs(lengths, size=size, group=WINDOW, pack=1, most=SHAPES, limit=longest)
     module = model.module(dtype=compute_dtype(work.config.decode.dtype))
     meter = Meter(module, work.params, asked, shapes, size)
     progress = Progress("measuring", len(work.targets), unit="example", start=begin)
