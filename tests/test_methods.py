@@ -27,7 +27,7 @@ from pipejax.apps.unfinished import settings_of
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.convert import huggingface
-from pipejax.convert.quantized import quantize_run
+from pipejax.convert.quantized import quantize
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode_example
@@ -425,7 +425,7 @@ def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
         pipejax.load(run)
     with pytest.raises(UserError, match=r"^method: found brought:Brought, by which"):
         pipejax.load(run, overrides=["method.rows=3"])
-    quantize_run(run, tmp_path / "small")
+    quantize(run, tmp_path / "small")
     assert open_run(tmp_path / "small").config.method == open_run(run).config.method
     (tmp_path / "record.jsonl").write_text('{"id": 0, "row_ids": [[5]], "steps": 1}')
     with pytest.raises(UserError, match=r"with brought:Brought decoding, which does not write rows .*; expected none$"):

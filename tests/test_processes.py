@@ -207,7 +207,7 @@ from jax._src import distributed
 from pipejax.system import distributed as pipejax_distributed
 
 own = int(sys.argv[2])
-pipejax_distributed.join(sys.argv[1], 2, own, heartbeat=5)
+pipejax_distributed.join_processes(sys.argv[1], 2, own, heartbeat=5)
 exchange, gone = pipejax_distributed.Exchange(), pipejax_distributed.Exchange()
 for call in range(4):
     said = exchange(b"%d of %d" % (call, own))

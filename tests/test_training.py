@@ -161,7 +161,7 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
         batches = TrainingBatches(examples, tokenizer, config, MODEL, alone.shapes, share)
         results[index] = [batches[i] for i in range(count)]
 
-    monkeypatch.setattr(batches, "encode", counted)
+    monkeypatch.setattr(batches, "encode_example", counted)
     threads = [threading.Thread(target=process, args=[i]) for i in range(n)]
     for thread in threads:
         thread.start()

@@ -4,6 +4,6 @@ A converted checkpoint is a run directory like any other.
 """
 
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
-from pipejax.convert.quantized import quantize_run
+from pipejax.convert.quantized import quantize
 
 __all__ = ["from_hf", "quantize", "read_hf", "to_hf", "write_hf"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pipejax import config
 from pipejax.convert.huggingface import from_hf, to_hf
 from pipejax.convert.push import add_origin
-from pipejax.convert.quantized import quantize_run
+from pipejax.convert.quantized import quantize
 from pipejax.data import hub
 from pipejax.system.cli import Parser, run
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         given = {"best": args.best, "base_model": args.base_model, "scores": args.scores, "license": args.license}
         print(f"{args.out}: {to_hf(args.source, args.out, **given, adapter=args.adapter)}")
     else:
-        quantize_run(args.source, args.out, weights=args.weights, best=args.best)
+        quantize(args.source, args.out, weights=args.weights, best=args.best)
     return 0
 
 

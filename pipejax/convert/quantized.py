@@ -12,7 +12,7 @@ from pipejax.convert.tensor_files import check_finite
 from pipejax.model import quantization
 
 
-def quantize_run(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", best: bool = False) -> None:
+def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", best: bool = False) -> None:
     """Writes the parameters of a run as a new run whose only step is 0, and whose config decodes with them."""
     require_free(Path(out))
     check_place(Path(out))
