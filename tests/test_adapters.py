@@ -262,7 +262,7 @@ def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapte
     change(**PLAIN[kind])(tmp_path / "adapter")
     merged = peft.PeftModel.from_pretrained(whole(base), tmp_path / "adapter").merge_and_unload().state_dict()
     model, params = read_hf(base)
-    flat, factors = flatten_dict(params, sep="/"), adapters.read(tmp_path / "adapter", model)
+    flat, factors = flatten_dict(params, sep="/"), adapters.read_factors(tmp_path / "adapter", model)
     assert sum(path.endswith("lora_a") for path in factors) == 2 * 2 + 2 * 4
     for path, (name, _) in model.tensors().items():
         if path.endswith("kernel"):

@@ -260,9 +260,9 @@ def test_orbax_and_we_read_each_other(tmp_path):
     values = {"a": {"b": wide}, "count": np.int32(7)}
     values |= {"half": jnp.asarray(wide, jnp.bfloat16), "small": rng.integers(-9, 9, (3, 5)).astype(np.int8)}
     saved = jax.tree.map(jnp.asarray, values) | {"parts": jax.device_put(wide, parts)}
-    for write in arrays.begin(tmp_path / "ours", saved):
+    for write in arrays.begin_item(tmp_path / "ours", saved):
         write.result()
-    arrays.finish(tmp_path / "ours")
+    arrays.finish_item(tmp_path / "ours")
     theirs, epath = orbax.checkpoint.StandardCheckpointHandler(), orbax.checkpoint.utils.epath
     theirs.save(epath.Path(tmp_path / "theirs"), args=orbax.checkpoint.args.StandardSave(saved))
     theirs.finalize(epath.Path(tmp_path / "theirs"))
@@ -270,10 +270,10 @@ def test_orbax_and_we_read_each_other(tmp_path):
     read = theirs.restore(epath.Path(tmp_path / "ours"), args=orbax.checkpoint.args.StandardRestore(wanted))
     jax.tree.map(np.testing.assert_array_equal, read, saved)
     for place in (tmp_path / "ours", tmp_path / "theirs"):
-        arrays.check(place, wanted, {})
+        arrays.check_item(place, wanted, {})
         for across in (on_host(), parts):
             target = wanted | {"parts": jax.ShapeDtypeStruct((8, 6), np.float32, sharding=across)}
-            found = arrays.read(place, target, {})
+            found = arrays.read_item(place, target, {})
             jax.tree.map(np.testing.assert_array_equal, found, saved)
             assert found["parts"].sharding == across
 
@@ -288,10 +288,10 @@ def test_orbax_and_we_read_each_other(tmp_path):
     ],
 )
 def test_other_arrays_than_those_that_are_wanted_are_damage(tmp_path, wanted, problem):
-    for write in arrays.begin(tmp_path / "x", {"a": jnp.zeros((2, 3)), "b": jnp.zeros(2)}):
+    for write in arrays.begin_item(tmp_path / "x", {"a": jnp.zeros((2, 3)), "b": jnp.zeros(2)}):
         write.result()
-    arrays.finish(tmp_path / "x")
-    for look in (arrays.read, arrays.check):
+    arrays.finish_item(tmp_path / "x")
+    for look in (arrays.read_item, arrays.check_item):
         with pytest.raises(Damaged, match=problem):
             look(tmp_path / "x", jax.tree.map(host, wanted), {})
 

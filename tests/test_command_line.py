@@ -262,4 +262,4 @@ def test_a_disk_that_is_read_only_is_called_so(
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "absent.jsonl")
     for name in ("new.jsonl", "old.jsonl", "link.jsonl"):
         with pytest.raises(UserError, match=f"cannot be written .{os.strerror(reason)}"):
-            cli.check_output("--output", str(tmp_path / name))
+            cli.check_output_file("--output", str(tmp_path / name))

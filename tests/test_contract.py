@@ -16,7 +16,7 @@ import pipejax
 from pipejax import decoding, grid, methods, testing
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.data import demo
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.decoding import Decoded, Pipelined, Sizes
 from pipejax.inference.generator import Generator
@@ -333,8 +333,8 @@ def test_a_layout_that_breaks_a_rule_is_one_line(parts: Any, line: str) -> None:
     example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
     config = dataclasses.replace(RUN, method=with_flat(**parts))
     with refused("example x: Broken.target: " + line):
-        encode(example, tokenizer, config, MODEL)
-    assert len(encode(example, tokenizer, dataclasses.replace(RUN, method=Uneven()), MODEL).target.inputs) == 7
+        encode_example(example, tokenizer, config, MODEL)
+    assert len(encode_example(example, tokenizer, dataclasses.replace(RUN, method=Uneven()), MODEL).target.inputs) == 7
 
 
 @pytest.mark.parametrize("slots, line", [(6, "found 7 slots; expected 1 to 6"), (0, "found 7 slots; expected 1 to 0")])
@@ -342,10 +342,10 @@ def test_more_slots_than_it_said_are_one_line(slots: int, line: str) -> None:
     example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
     config = dataclasses.replace(RUN, method=broken(method={"most_slots": lambda self, most: slots}))
     with pytest.raises(UserError, match=rf"^example x: Broken\.target: {line}, as most_slots says of \d+ tokens$"):
-        encode(example, tokenizer, config, MODEL)
+        encode_example(example, tokenizer, config, MODEL)
     with pytest.raises(UserError, match=r"^example x: Broken\.target: found 0 slots; expected 1 to 18"):
         parts = {name: lambda x: x[:0] for name in grid.Flat._fields}
-        encode(example, tokenizer, dataclasses.replace(RUN, method=with_flat(**parts)), MODEL)
+        encode_example(example, tokenizer, dataclasses.replace(RUN, method=with_flat(**parts)), MODEL)
 
 
 # Settings that nobody reads.

@@ -128,7 +128,7 @@ def test_one_bit_of_any_file_makes_another_conversion(part: str, there: Path) ->
 
 
 def place_of(directory: Path, name: str = "name") -> Path:
-    return converted._place(Path("cache"), name, str(directory), locate)
+    return converted._place_of(Path("cache"), name, str(directory), locate)
 
 
 def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monk
     digests = set()
     for start in (content, content[16:32] + content[:16] + content[32:], content[:-1], content[:32]):
         file.write_bytes(start)
-        digests.add(converted._digest(file))
+        digests.add(converted._digest_of_content(file))
     assert len(digests) == 4
 
 
@@ -154,11 +154,11 @@ def test_a_blob_of_the_hub_is_known_by_its_name(tmp_path: Path, monkeypatch: pyt
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"content")
     (tmp_path / "model.safetensors").symlink_to(blob)
-    other = converted._digest(tmp_path / "model.safetensors")
+    other = converted._digest_of_content(tmp_path / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert converted._digest(tmp_path / "model.safetensors") == "5" * 64 != other
+    assert converted._digest_of_content(tmp_path / "model.safetensors") == "5" * 64 != other
     short = blob.rename(blob.with_name("5" * 40))
-    assert converted._digest(short) == other
+    assert converted._digest_of_content(short) == other
 
 
 def test_a_name_of_the_hub(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(converted, "_downloaded", lambda source: part)
     monkeypatch.setattr(converted, "locate", locate)
     monkeypatch.setattr(converted, "from_hf", convert)
-    converted.find("some/t5")
+    converted.find_checkpoint("some/t5")
     assert calls == ["some/t5", "some/t5"]
 
 
@@ -246,11 +246,11 @@ def test_the_base_of_an_adapter_is_asked_for_no_more_than_a_model(
     monkeypatch.setattr(converted, "from_hf", lambda source, out: out.mkdir())
     source = "some/adapter" if of_hub else str(there)
     names = ["some/adapter", "some/base"] if of_hub else ["some/base"]
-    first = converted.find(source)
+    first = converted.find_checkpoint(source)
     assert asked == names
-    assert converted.find(source) == first and asked == names
+    assert converted.find_checkpoint(source) == first and asked == names
     flip(base / "model.safetensors")
-    assert converted.find(source) != first and asked == 2 * names
+    assert converted.find_checkpoint(source) != first and asked == 2 * names
 
 
 def test_a_model_is_named_as_it_was_asked_for(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,4 +263,4 @@ def test_a_model_is_named_as_it_was_asked_for(there: Path, tmp_path: Path, monke
         run = tmp_path / f"run of {name}{len(spelling)}"
         from_hf(spelling, run)
         assert json.loads((run / "config.json").read_text())["name"] == name
-        assert converted.find(spelling).parent.name.rpartition("-")[0] == name
+        assert converted.find_checkpoint(spelling).parent.name.rpartition("-")[0] == name

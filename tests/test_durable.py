@@ -184,7 +184,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, caps
     def read(place, template):
         raise error
 
-    monkeypatch.setattr(arrays_lib, "_open", read)
+    monkeypatch.setattr(arrays_lib, "_open_arrays", read)
     store = Store(tmp_path / "checkpoints", writable=True)
     with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
         store.newest(None, set_aside=True)
@@ -265,7 +265,7 @@ def test_a_step_without_digests_opens(tmp_path, monkeypatch):
 
 def replacing(monkeypatch, directory, *, times):
     """Each of the next reads finds its step replaced by the next one, as a run does that keeps one."""
-    original, left = arrays_lib.read, [times]
+    original, left = arrays_lib.read_item, [times]
 
     def read(place, *args):
         if left[0]:
@@ -273,7 +273,7 @@ def replacing(monkeypatch, directory, *, times):
             save(directory, int(place.parent.name) + 1, keep=1)
         return original(place, *args)
 
-    monkeypatch.setattr(arrays_lib, "read", read)
+    monkeypatch.setattr(arrays_lib, "read_item", read)
 
 
 def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsys, said):

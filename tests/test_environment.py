@@ -70,12 +70,12 @@ def test_a_program_is_warned(tmp_path):
 
 
 def test_a_program_that_set_it_itself_is_refused(monkeypatch):
-    environment.check()
+    environment.check_environment()
     with jax.numpy_dtype_promotion("strict"), pytest.raises(UserError, match=r"^jax_numpy_dtype_promotion: found"):
-        environment.check()
+        environment.check_environment()
     monkeypatch.setitem(environment.PINNED, "jax_enable_x64", True)
     with pytest.raises(UserError, match=r"^jax_enable_x64: found False, from jax.config or from JAX_ENABLE_X64 before"):
-        environment.check()
+        environment.check_environment()
 
 
 @pytest.mark.parametrize("flags", ["--xla_nonsense=1", "--xla_backend_optimization_level=x", "nonsense"])
@@ -99,7 +99,7 @@ def test_good_flags_are_no_news():
 def test_a_platform_that_is_not_there(platform):
     if platform == "cuda" and any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("there is a GPU")
-    ended = python("import jax, pipejax; pipejax.system.environment.check()", JAX_PLATFORMS=platform)
+    ended = python("import jax, pipejax; pipejax.system.environment.check_environment()", JAX_PLATFORMS=platform)
     assert ended.stderr.splitlines()[-1].startswith(
         f"pipejax.system.errors.UserError: JAX_PLATFORMS: found '{platform}' ("
     )

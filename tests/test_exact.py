@@ -8,7 +8,7 @@ import pytest
 
 from pipejax import metrics
 from pipejax.metrics import __main__ as command
-from pipejax.metrics.exact import fold, named, number_or_text
+from pipejax.metrics.exact import fold, named_rows, number_or_text
 
 
 def f1(gold: Any, predicted: Any, name: str = "exact") -> float:
@@ -119,11 +119,11 @@ def test_values_of_named_rows_by_type(tmp_path, capsys, left: str, right: str, e
 
 def test_a_longer_name_comes_first() -> None:
     readers = dict.fromkeys(("price", "price net"), number_or_text)
-    assert named(["price net 2", "price 3", "cost 4"], readers) == [("price net", 2), ("price", 3), "cost 4"]
+    assert named_rows(["price net 2", "price 3", "cost 4"], readers) == [("price net", 2), ("price", 3), "cost 4"]
 
 
 def test_a_value_that_breaks_its_schema_is_text() -> None:
-    assert named(["a: x", "b: y"], {"a:": json.loads, "b:": {"z": 1}.__getitem__}) == [("a:", "x"), ("b:", "y")]
+    assert named_rows(["a: x", "b: y"], {"a:": json.loads, "b:": {"z": 1}.__getitem__}) == [("a:", "x"), ("b:", "y")]
 
 
 def test_folding_twice_is_folding_once() -> None:

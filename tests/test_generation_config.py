@@ -103,7 +103,7 @@ def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path,
     generate, config, differs = FOLLOWED[case]
     source = directory(tmp_path / "hf", generate, config)
     model, _ = huggingface.read_hf(source)
-    decode = huggingface._settings(source, model).decode
+    decode = huggingface._run_settings(source, model).decode
     says = generate if generate is not None else config
     bounded = {"max_length", "max_new_tokens"} & says.keys()
     expected = theirs(source, **({} if bounded else {"max_new_tokens": MOST}))
@@ -227,7 +227,7 @@ def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, caps
     source = directory(tmp_path / "hf", IDS)
     for key, value in NOT_FOLLOWED.items():
         (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL | {key: value}))
-        assert [*generation.read(source, {}).lost()] == [key]
+        assert [*generation.read_generation(source, {}).lost()] == [key]
     (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL))
     assert lines(source, tmp_path / "out", capsys) == []
 
@@ -251,7 +251,7 @@ def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, caps
 )
 def test_settings_of_draws_and_beams(given: Any, decode: Any, lost: str, tmp_path: Path, capsys: Any) -> None:
     source = directory(tmp_path / "hf", IDS | given)
-    assert huggingface._settings(source, MODEL).decode == dataclasses.replace(DecodeConfig(), **decode)
+    assert huggingface._run_settings(source, MODEL).decode == dataclasses.replace(DecodeConfig(), **decode)
     said = capsys.readouterr().err.splitlines()
     assert [line.endswith(f": {lost}") for line in said if "not followed" in line] == ([True] if lost else [])
     assert any("followed as decode." in line for line in said) == bool(decode)

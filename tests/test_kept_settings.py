@@ -194,7 +194,7 @@ def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> 
     """A file of one's own has no name on the hub; its scores stand in the table alone."""
     scores = {"task": task, "split": "test", "examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
     config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(objective="pipelined"))
-    text = description.card("k", config, tokenizer=True, origin=description.Origin(scores=scores))
+    text = description.card("k", config, tokenizer=True, origin=description.ModelOrigin(scores=scores))
     data: Any = huggingface_hub.ModelCard(text).data
     found = data.eval_results or []
     assert [result.dataset_type for result in found] == ([named] if named else [])

@@ -30,7 +30,7 @@ from pipejax.convert import huggingface
 from pipejax.convert.quantized import quantize
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined
 from pipejax.inference.engine import Engine, Request
@@ -262,7 +262,7 @@ def test_streams_and_requests_are_what_a_list_is(generator: Generator) -> None:
 def test_the_loss_is_its_own() -> None:
     """Of a batch, beside the same numbers in NumPy."""
     tokenizer = demo.DemoTask().tokenizer()
-    encoded = [encode(e, tokenizer, RUN, MODEL) for e in demo.examples("train")[:5]]
+    encoded = [encode_example(e, tokenizer, RUN, MODEL) for e in demo.examples("train")[:5]]
     assert encoded[0].target.targets.shape[1:] == (2,)
     params = oracle.random_params(MODEL, np.random.default_rng(3))
     arrays = collate(encoded).arrays
@@ -328,7 +328,7 @@ def test_positions_of_a_strategys_own_decode_and_train() -> None:
     config, tokenizer = dataclasses.replace(RUN_ON_ONE, method=RowsApart()), demo.DemoTask().tokenizer()
     params = oracle.random_params(MODEL, np.random.default_rng(3))
     (example,) = demo.examples("train")[:1]
-    arrays = collate([encode(example, tokenizer, config, MODEL)]).arrays
+    arrays = collate([encode_example(example, tokenizer, config, MODEL)]).arrays
     total, count = Trainer(change(config, train={"batch_size": 1, "accumulate": 1})).dev_loss(params, arrays)
     rows, source = [tokenizer.encode(row) for row in example.targets], [*tokenizer.encode(example.source), 1]
     expected_loss = oracle.teacher_forced_loss(params, MODEL, source, rows, 1, distances=farther)
@@ -486,7 +486,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
 def test_targets_are_cut_to_its_rows() -> None:
     tokenizer = demo.DemoTask().tokenizer()
     example = Example("x", "the baker smiled .", ("roses",) * 5)
-    assert encode(example, tokenizer, RUN, MODEL).target_was_cut
+    assert encode_example(example, tokenizer, RUN, MODEL).target_was_cut
     batches = TrainingBatches(demo.examples("train"), tokenizer, RUN, MODEL)
     assert batches[0].arrays["targets"].shape[2:] == (2,)
 
@@ -612,7 +612,7 @@ def test_the_method_of_the_page_writes_rows_turned_round(page: Config) -> None:
     for example in demo.examples("train")[:20]:
         turned = dataclasses.replace(example, targets=example.targets[::-1])
         plain = dataclasses.replace(config, method=None, grid=GridConfig(delay=2))
-        ours, own = encode(turned, tokenizer, plain, MODEL), encode(example, tokenizer, config, MODEL)
+        ours, own = encode_example(turned, tokenizer, plain, MODEL), encode_example(example, tokenizer, config, MODEL)
         assert all(np.array_equal(*pair) for pair in zip(ours.target, own.target, strict=True))
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(7))
     config = dataclasses.replace(config, model=FEW_WORDS)

@@ -161,7 +161,7 @@ def test_large_batches_of_few_examples(tokenizer, monkeypatch):
         seen[example.id] += 1
         return encode(example, *more)
 
-    monkeypatch.setattr(batches, "encode", counted)
+    monkeypatch.setattr(batches, "encode_example", counted)
     monkeypatch.setattr(Shapes, "order", lambda self, lengths: looked.append(len(lengths)) or order(self, lengths))
     examples = demo.examples("train")[:800]
     config = change(CONFIG, train={"batch_size": 2000, "length_group": 16, "shapes": 4})

@@ -14,7 +14,7 @@ from pipejax.apps.export import export
 from pipejax.apps.picture.command import main as draw
 from pipejax.apps.unfinished import settings_of
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.engine import Engine, Request
@@ -274,7 +274,7 @@ TRAINED = change(RUN_ON_ONE, grid={"delay": 0, "row_names": NAMES}, data={"task"
 
 
 def test_a_target_is_its_names_side_by_side(tokenizer):
-    flat = encode(Example("1", "the clerk slept .", ROWS), tokenizer, TRAINED, MODEL).target
+    flat = encode_example(Example("1", "the clerk slept .", ROWS), tokenizer, TRAINED, MODEL).target
     rows = [tokenizer.encode(row) for row in ROWS]
     for i, row in enumerate(rows):
         here = (flat.row == i) & (flat.weights > 0)
@@ -284,7 +284,7 @@ def test_a_target_is_its_names_side_by_side(tokenizer):
         assert flat.inputs[flat.row == i][: len(row) + 1].tolist() == [0, *row]
     assert set(flat.row.tolist()) == {0, 1, 2}  # no empty one
     just_enough = change(TRAINED, data={"max_target": sum(map(len, rows)) + 3})  # an eos each
-    assert not encode(Example("1", "the clerk slept .", ROWS), tokenizer, just_enough, MODEL).target_was_cut
+    assert not encode_example(Example("1", "the clerk slept .", ROWS), tokenizer, just_enough, MODEL).target_was_cut
 
 
 @pytest.mark.parametrize(
@@ -297,16 +297,16 @@ def test_a_target_is_its_names_side_by_side(tokenizer):
 )
 def test_targets_that_are_not_named_so_are_refused(tokenizer, rows, words):
     with pytest.raises(UserError) as refused:
-        encode(Example("7", "the clerk slept .", rows), tokenizer, TRAINED, MODEL)
+        encode_example(Example("7", "the clerk slept .", rows), tokenizer, TRAINED, MODEL)
     assert words in str(refused.value) and "\n" not in str(refused.value)
     sequential = change(TRAINED, train={"objective": "sequential"})  # it has no rows
-    encode(Example("7", "the clerk slept .", rows), tokenizer, sequential, MODEL)
+    encode_example(Example("7", "the clerk slept .", rows), tokenizer, sequential, MODEL)
 
 
 def test_the_place_of_a_refused_example_is_told_and_what_a_tokenizer_lacks(tokenizer, caplog):
     """Ids come from anywhere; a line can be looked up."""
     with pytest.raises(UserError, match=r"^train\.jsonl:3: found 2 rows; expected 3"):
-        encode(Example("7", "the clerk slept .", ROWS[:2], "train.jsonl:3"), tokenizer, TRAINED, MODEL)
+        encode_example(Example("7", "the clerk slept .", ROWS[:2], "train.jsonl:3"), tokenizer, TRAINED, MODEL)
     assert not caplog.records
     for _ in range(2):
         assert tokenizer.unknown in prefix_ids(tokenizer, "small ☃", "here")

@@ -22,7 +22,7 @@ from pipejax.data.encoding import answered
 from pipejax.data.examples import Example
 from pipejax.data.lines import id_of, kind
 from pipejax.data.own_files import FilesTask
-from pipejax.data.text import Template, keyphrases, normalized, plain
+from pipejax.data.text import Template, keyphrases, normalized, plain_text
 from pipejax.system.errors import UserError
 
 
@@ -612,14 +612,14 @@ def test_a_template_keeps_doubled_braces():
 
 
 def test_plain_text():
-    assert plain(" a\n``b''  `c' <digit>\t", (("<digit>", "#"),)) == "a \"b\" 'c' #"
+    assert plain_text(" a\n``b''  `c' <digit>\t", (("<digit>", "#"),)) == "a \"b\" 'c' #"
 
 
 def test_t5_holds_what_is_made_plain(real_data):
     from pipejax.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(real_data / "t5_tokenizer")
-    text = plain("``a'' `b' <dig> <cit> il <digit>", (("<digit>", "#"), ("<dig>", "#"), ("<cit>", "[cit]")))
+    text = plain_text("``a'' `b' <dig> <cit> il <digit>", (("<digit>", "#"), ("<dig>", "#"), ("<cit>", "[cit]")))
     assert 2 not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
     assert 2 in tokenizer.encode("``a'' <digit>")
 

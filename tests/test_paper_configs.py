@@ -11,7 +11,7 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, load
-from pipejax.data.builders import prepare
+from pipejax.data.builders import prepare_data_set
 from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
@@ -36,7 +36,7 @@ def tiny(tmp_path_factory):
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(root / "checkpoint", config, params, tokenizer_source=root / "tokenizer")
     for name, (files, _) in CASES.items():
-        prepare(PUBLISHED[name], manual_dir=str(lay(root / name, files)), data_dir=str(root / "data"))
+        prepare_data_set(PUBLISHED[name], manual_dir=str(lay(root / name, files)), data_dir=str(root / "data"))
     return root
 
 
@@ -144,7 +144,9 @@ def test_what_docs_clusters_starts_comes_out_even():
 
 def test_nothing_to_train_on(tiny, tmp_path):
     files = {"valid.json": CASES["msqa"][0]["MultiSpanQA_data/valid.json"]}
-    prepare(PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data"))
+    prepare_data_set(
+        PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data")
+    )
     overrides = [f"train.init_from={tiny / 'checkpoint'}", f"data.data_dir={tmp_path / 'data'}"]
     with pytest.raises(UserError, match=r"data\.train: found nothing; expected the examples to train on"):
         loop.fit(load(CONFIGS / "msqa.py", overrides), tmp_path / "run")

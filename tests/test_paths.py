@@ -96,9 +96,9 @@ def test_an_output_by_way_of_what_is_absent_is_refused_at_once(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "deep")
     for target, missing in (("../absent/../x", "../absent/.."), ("../absent/x", "../absent"), ("lost", ".*/absent")):
         with pytest.raises(UserError, match=f"^{flag} {target}: found no directory {missing}; expected one"):
-            cli.check_output(flag, target)
+            cli.check_output_file(flag, target)
     for target in ("../x", "../deep/../x", "link", "../deep/link"):
-        cli.check_output(flag, target)
+        cli.check_output_file(flag, target)
 
 
 @pytest.mark.slow

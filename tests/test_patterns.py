@@ -51,7 +51,7 @@ def accepts(automaton: Automaton, text: bytes, start: int = 0) -> bool:
 def test_patterns_find_the_texts_of_re(pattern: str) -> None:
     rng = np.random.default_rng(0)
     made = Expressions()
-    automaton = compiled(patterns.read(pattern, made, "here"), made=made)
+    automaton = compiled(patterns.read_pattern(pattern, made, "here"), made=made)
     theirs = re.compile(pattern.replace("$", r"\Z").replace("[^]", r"[\s\S]"), re.ASCII)
     found = 0
     for _ in range(1500):
@@ -97,7 +97,7 @@ ECMA = {  # as the standard lists them
 def test_characters_of_classes_are_so_by_the_rules_of_ecma_and_of_python(letter: str) -> None:
     made, pattern = Expressions(), rf"\{letter}"
     forms = (pattern, pattern.upper(), f"[^{pattern}]", f"[^{pattern.upper()}]", f"[{pattern}x]", f"[^{pattern}x]")
-    automaton = compiled(*(patterns.read(f"^{form}$", made, "here") for form in forms), made=made)
+    automaton = compiled(*(patterns.read_pattern(f"^{form}$", made, "here") for form in forms), made=made)
     for code in EVERY:
         char = chr(code)
         ours, theirs = code in ECMA[letter], re.fullmatch(pattern, char) is not None
@@ -264,7 +264,7 @@ def test_texts_on_any_way_through_the_automaton_are_valid(name: str) -> None:
 def test_the_work_for_an_automaton_has_an_end(pattern: str) -> None:
     begun, made = time.thread_time(), Expressions()
     with pytest.raises(TooLarge):
-        compiled(patterns.read(pattern, made, "here"), made=made, most=1 << 15)
+        compiled(patterns.read_pattern(pattern, made, "here"), made=made, most=1 << 15)
     assert time.thread_time() - begun < 8
 
 
@@ -281,12 +281,14 @@ def test_the_work_for_long_texts_has_an_end(schema: dict[str, object]) -> None:
 def test_too_many_states_are_refused() -> None:
     made = Expressions()
     with pytest.raises(TooLarge, match="more than 500 states"):
-        compiled(patterns.read("^(a|b)*a(a|b){12}$", made, "here"), made=made, most=500)
+        compiled(patterns.read_pattern("^(a|b)*a(a|b){12}$", made, "here"), made=made, most=500)
 
 
 def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, made = np.random.default_rng(0), Expressions()
-    automaton = compiled(*(patterns.read(p, made, "here") for p in ("^(ab|ba)*c$", "^[abc]{3,5}$", "^d$")), made=made)
+    automaton = compiled(
+        *(patterns.read_pattern(p, made, "here") for p in ("^(ab|ba)*c$", "^[abc]{3,5}$", "^d$")), made=made
+    )
     tokens = [b"", *{bytes(rng.choice([*b"abc"], rng.integers(1, 5)).tolist()) for _ in range(40)}]
     table = Table.lift(automaton[1:], tokens, most=10**6)
     assert table is not None

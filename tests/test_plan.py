@@ -150,13 +150,13 @@ def test_a_compiler_that_is_missing_is_named(name, wanted, monkeypatch):
     monkeypatch.setattr(targets.importlib, "import_module", absent)
     monkeypatch.setattr(targets, "_added", set())
     with pytest.raises(UserError, match=f"pip install --no-deps --target .*{wanted}"):
-        targets.find(name, "--target").devices(1)
+        targets.find_target(name, "--target").devices(1)
 
 
 def test_a_target_is_known_or_a_topology():
-    assert targets.find("v5e:4x4", "--target") == targets.Tpu("v5e:4x4")
+    assert targets.find_target("v5e:4x4", "--target") == targets.TpuTarget("v5e:4x4")
     with pytest.raises(UserError, match="--target: found 'rtx9090'; expected h100"):
-        targets.find("rtx9090", "--target")
+        targets.find_target("rtx9090", "--target")
 
 
 # What the backward pass repeats, by the memory.

@@ -22,9 +22,9 @@ from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo
 from pipejax.data.batches import collate
-from pipejax.data.encoding import Encoded, encode
+from pipejax.data.encoding import Encoded, encode_example
 from pipejax.data.examples import Example
-from pipejax.data.shapes import choose
+from pipejax.data.shapes import choose_pairs
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import Ids
 from pipejax.model.umt5 import UMT5Config
@@ -97,7 +97,7 @@ def sequential(rows: list[list[int]]) -> tuple[Parted, list[int]]:
 
 def measured(targets: Sequence[Parted], model: Any = None, params: Any = None) -> list[np.ndarray]:
     lengths = np.asarray([(len(t.encoded.source), len(t.row)) for t in targets])
-    shapes = choose(lengths, size=3, group=2, pack=1, most=2, limit=(64, 64))
+    shapes = choose_pairs(lengths, size=3, group=2, pack=1, most=2, limit=(64, 64))
     meter, found = Meter(model or Counting(), params or {}, ALL, shapes, 3), dict[int, np.ndarray]()
     for batch in meter.batches(targets):
         found |= zip(batch, meter.measure([targets[i] for i in batch]), strict=True)
@@ -495,7 +495,7 @@ def test_a_run_that_writes_rows(tmp_path: Path, run: Path, tokenizer_files: Path
 def test_encoded_examples_keep_their_rows(tokenizer_files: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_files)
     config = change(Config(model=MODEL), train={"objective": "sequential"}, data={"separator": " ; "})
-    encoded = encode(Example("x", "bread", ("old lamps", "coins")), tokenizer, config, MODEL)
+    encoded = encode_example(Example("x", "bread", ("old lamps", "coins")), tokenizer, config, MODEL)
     ids = Ids(MODEL.decoder_start_token_id, MODEL.eos_token_id)
     target = of_rows(encoded, methods.trained(config).rows_of(encoded.target, ("old lamps", "coins"), tokenizer, ids))
     assert target.row.tolist() == [0, 0, 0, 1, 1] and target.place.tolist() == [0, 1, 2, 0, 1]

@@ -60,7 +60,7 @@ def joined(monkeypatch):
     ],
 )
 def test_who_is_told_what(joined, flags, environment, expected):
-    assert distributed.join(*flags, environment=environment) == (expected is not None)
+    assert distributed.join_processes(*flags, environment=environment) == (expected is not None)
     assert joined == ([expected] if expected else [])
 
 
@@ -74,15 +74,15 @@ def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
 
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", get)
-    assert not distributed.join(environment={}) and asked == []
+    assert not distributed.join_processes(environment={}) and asked == []
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    assert distributed.join(environment={}) and joined == [(None, None, None, None)]
-    assert not distributed.join(environment={}, alone=True) and len(joined) == 1
+    assert distributed.join_processes(environment={}) and joined == [(None, None, None, None)]
+    assert not distributed.join_processes(environment={}, alone=True) and len(joined) == 1
     metadata["worker-network-endpoints"] = "10.0.0.1"  # a machine of its own
-    assert not distributed.join(environment={}) and len(joined) == 1
+    assert not distributed.join_processes(environment={}) and len(joined) == 1
     metadata.clear()
     with pytest.raises(UserError, match=r"Cloud TPU machine: found no answer of use .*; --alone trains without others"):
-        distributed.join(environment={})
+        distributed.join_processes(environment={})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
 )
 def test_refused_before_anything_waits(joined, flags, environment, message):
     with pytest.raises(UserError, match=message):
-        distributed.join(*flags, environment=environment)
+        distributed.join_processes(*flags, environment=environment)
     assert joined == []
 
 
@@ -115,7 +115,7 @@ def test_nobody_answers():
         closed.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"--coordinator {place}: no answer in 0 s"):
-            distributed.join(place, 2, 1, patience=0.1)
+            distributed.join_processes(place, 2, 1, patience=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ from jax._src import distributed
 from pipejax.system import distributed as pipejax_distributed
 
 own = int(sys.argv[2])
-pipejax_distributed.join(sys.argv[1], 2, own, heartbeat=5)
+pipejax_distributed.join_processes(sys.argv[1], 2, own, heartbeat=5)
 exchange, gone = pipejax_distributed.Exchange(), pipejax_distributed.Exchange()
 for call in range(4):
     said = exchange(b"%d of %d" % (call, own))

@@ -15,11 +15,11 @@ from tensorflow_datasets.summarization.wikihow import Wikihow
 from pipejax.config import Config, DataConfig
 from pipejax.data import PAPERS, make_task
 from pipejax.data.__main__ import main
-from pipejax.data.builders import BUILDERS, prepare
-from pipejax.data.encoding import encode
+from pipejax.data.builders import BUILDERS, prepare_data_set
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.papers import PUBLISHED
-from pipejax.data.statistics import measure
+from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -45,13 +45,13 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 def prepared(name, manual, root):
     """The task, once its files are prepared."""
-    prepare(PUBLISHED[name], manual_dir=str(manual), data_dir=str(root))
+    prepare_data_set(PUBLISHED[name], manual_dir=str(manual), data_dir=str(root))
     return make_task(DataConfig(task=name, data_dir=str(root)))
 
 
 def refused(name, manual, root):
     with pytest.raises(UserError) as caught:
-        prepare(PUBLISHED[name], manual_dir=str(manual) if manual else "", data_dir=str(root))
+        prepare_data_set(PUBLISHED[name], manual_dir=str(manual) if manual else "", data_dir=str(root))
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert not list(Path(root).rglob("dataset_info.json"))
@@ -143,7 +143,7 @@ def test_no_temporary_directory_is_left(tmp_path, scratch):
     manual = lay(tmp_path / "manual", CASES["msqa"][0])
     assert prepared("msqa", manual, tmp_path / "data").examples("train")
     with pytest.raises(UserError, match="no such directory"):
-        prepare(PUBLISHED["msqa"], manual_dir=str(tmp_path / "no"), data_dir=str(tmp_path / "more"))
+        prepare_data_set(PUBLISHED["msqa"], manual_dir=str(tmp_path / "no"), data_dir=str(tmp_path / "more"))
     assert not [*scratch.iterdir()]
 
 
@@ -154,7 +154,7 @@ def records(name, directory, data_dir):
     """What was written, by TFDS's names of the splits."""
     import tensorflow_datasets as tfds
 
-    prepare(PUBLISHED[name], manual_dir=str(directory), data_dir=str(data_dir))
+    prepare_data_set(PUBLISHED[name], manual_dir=str(directory), data_dir=str(data_dir))
     builder = tfds.builder_from_directory(str(data_dir / PUBLISHED[name].directory))
     sources = {split: builder.as_data_source(split=split) for split in builder.info.splits}
     return {
@@ -285,7 +285,7 @@ def test_without_files_or_tensorflow(tmp_path):
 def test_a_split_that_is_not_there_is_told_and_empty(tmp_path, said):
     manual = lay(tmp_path / "manual", {"valid.json": wrapped(MSQA)})
     for _ in range(2):
-        prepare(PUBLISHED["msqa"], manual_dir=str(manual), data_dir=str(tmp_path / "data"))
+        prepare_data_set(PUBLISHED["msqa"], manual_dir=str(manual), data_dir=str(tmp_path / "data"))
     assert "there will be no split 'train'" in said[0]
     assert "prepared before; nothing to do" in said[-1]
     task = make_task(DataConfig(task="msqa", data_dir=str(tmp_path / "data")))
@@ -375,7 +375,7 @@ def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_f
     assert found["rows_per_target"] == (3 + 0 + 1 + 0) / 4 and found["without_target"] == 2
     assert found["words_per_target"] == (5 + 0 + 1 + 0) / 4
     config, tokenizer = Config(data=DataConfig(train=str(tmp_path / "own.jsonl"))), Tokenizer.load(tokenizer_files)
-    kept = [encode(e, tokenizer, config, MODEL).target for e in make_task(config.data).examples("train")]
+    kept = [encode_example(e, tokenizer, config, MODEL).target for e in make_task(config.data).examples("train")]
     steps = [int(target.time.max()) + 1 for target in kept]  # the last query of each
     assert steps == [6, 1, 2, 1] and found["tokens"]["pipelined_steps"]["most"] == max(steps)
     assert found["changed_percent"] == {"sources": 25, "targets": 50, "joined": 0}
@@ -443,7 +443,7 @@ def test_refused_commands(flags, words, tmp_path, capsys):
 
 
 def of_table_1(examples):
-    found = measure(examples, None, DataConfig(), PUBLISHED["msqa"].grid)
+    found = measure_split(examples, None, DataConfig(), PUBLISHED["msqa"].grid)
     return [round(found[key], 1) for key in ("words_per_target", "rows_per_target", "words_per_row")]
 
 
@@ -455,7 +455,7 @@ def test_msqa_for_real(real_data, tmp_path):
     official_test = list(prepared("msqa", manual, tmp_path / "a").examples("test"))
     assert len(official_test) == 653
     assert of_table_1(official_test) == [9.1, 2.9, 3.1]
-    found = measure(official_test, None, DataConfig(), PUBLISHED["msqa"].grid)
+    found = measure_split(official_test, None, DataConfig(), PUBLISHED["msqa"].grid)
     assert round(found["rows_per_target"], 2) == 2.93 and round(found["words_per_row"], 2) == 3.10
     manual = lay(tmp_path / "own", {})
     shutil.copy(originals / "inhouse_valid.json", manual / "dev.json")

@@ -389,7 +389,7 @@ def test_python_refuses_what_would_decode_its_column_names(checkpoints, given, f
 def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     """And those that were warmed up compile nothing at all."""
     opened = []
-    monkeypatch.setattr(compile_cache, "use", lambda: opened.append(1))
+    monkeypatch.setattr(compile_cache, "use_cache", lambda: opened.append(1))
     generator = load(checkpoints / "pipelined")
     assert opened  # the cache on disk, as the commands have it
     for count in range(1, 9):

@@ -20,7 +20,7 @@ from pipejax.config import DataConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
-from pipejax.data.remote import files_of, name_of
+from pipejax.data.remote import files_of, inner_name
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.system.errors import UserError
 from pipejax.training.loop import Examples, fit
@@ -221,7 +221,7 @@ def test_a_chain_that_breaks_is_one_line(memory: MemoryFileSystem, tmp_path: Pat
     }.items(),
 )
 def test_the_name_of_a_file_in_a_chain(path: str, name: str) -> None:
-    assert name_of(path) == name
+    assert inner_name(path) == name
 
 
 def test_a_bad_line_elsewhere_is_named(memory: MemoryFileSystem) -> None:

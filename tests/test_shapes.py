@@ -9,7 +9,7 @@ import pytest
 
 from pipejax.config import Config, DataConfig, TrainConfig
 from pipejax.data.batches import longest
-from pipejax.data.shapes import FIRST, Shapes, choose, deal, levels, round_up
+from pipejax.data.shapes import FIRST, Shapes, choose_pairs, deal, levels, round_up
 from pipejax.grid import flatten
 
 LIMIT = (2048, 1536)
@@ -62,7 +62,7 @@ def trained(lengths, shapes, *, steps=2000, size=24, group=16, pack=3):
 def test_few_shapes_pad_little(name):
     """By default, in draws of examples of which the sample held none."""
     sample, lengths = np.split(like(name, 8000), 2)
-    shapes = choose(sample, size=24, group=16, pack=3, most=TrainConfig().shapes, limit=LIMIT)
+    shapes = choose_pairs(sample, size=24, group=16, pack=3, most=TrainConfig().shapes, limit=LIMIT)
     used, sums = trained(lengths, shapes)
     padded, real = sums[:, :2].sum(), sums[:, 2:].sum()
     assert len(set(used)) <= 24 and padded < 1.35 * real
@@ -76,7 +76,7 @@ def test_the_choice_is_the_best_for_lengths_of_two_kinds():
     """Short and long sources, short and long targets, each batch of one kind: four shapes, without any padding."""
     kinds = [(64, 8), (64, 40), (256, 8), (256, 40)]
     lengths = np.repeat(kinds, 12, axis=0)
-    shapes = choose(lengths, size=4, group=12, pack=1, most=4, limit=(256, 64))
+    shapes = choose_pairs(lengths, size=4, group=12, pack=1, most=4, limit=(256, 64))
     assert sorted(shapes.pairs) == kinds and shapes.pairs[0] == (256, 40)
     used, sums = trained(lengths, shapes, steps=96, size=4, group=12, pack=1)
     assert set(used) == set(kinds) and (sums[:, :2].sum(0) == sums[:, 2:].sum(0)).all()
@@ -88,21 +88,21 @@ def test_few_short_examples_have_few_shapes(steps, most):
     rng = np.random.default_rng(1)
     lengths = np.stack([lognormal(rng, 30, 60, 120, 406), lognormal(rng, 12, 24, 60, 406)], axis=1)
     sizes = {"size": 24, "group": 16, "pack": 3, "most": TrainConfig().shapes, "limit": LIMIT}
-    shapes = choose(lengths, **sizes, steps=steps)
-    everything = choose(lengths, **sizes)
+    shapes = choose_pairs(lengths, **sizes, steps=steps)
+    everything = choose_pairs(lengths, **sizes)
     (used, sums), (_, least) = (trained(lengths, chosen, steps=steps) for chosen in (shapes, everything))
     assert 1 < len(set(used)) <= len(shapes.pairs) <= most and len(everything.pairs) == 22
     # All others together would have saved less than their compilations cost.
     assert 0 < (sums - least)[:, :2].sum() < (22 - len(shapes.pairs)) * 2**15
-    assert choose(lengths, **sizes, steps=steps) == shapes  # as another process would
+    assert choose_pairs(lengths, **sizes, steps=steps) == shapes  # as another process would
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_long_runs_have_as_many_shapes_as_are_asked_for(name):
     """Of the paper's runs the shortest has 1,907 steps."""
     sizes = {"size": 24, "group": 16, "pack": 3, "limit": LIMIT}
-    shapes = choose(like(name), **sizes, most=22, steps=1907)
-    assert shapes == choose(like(name), **sizes, most=22) and len(shapes.pairs) == 22
+    shapes = choose_pairs(like(name), **sizes, most=22, steps=1907)
+    assert shapes == choose_pairs(like(name), **sizes, most=22) and len(shapes.pairs) == 22
 
 
 def test_what_exceeds_every_shape_gets_a_doubling_of_the_largest():
@@ -114,7 +114,7 @@ def test_what_exceeds_every_shape_gets_a_doubling_of_the_largest():
 
 
 def test_shapes_come_into_use_by_and_by_and_survive_json():
-    shapes = choose(like("spans", 500), size=24, group=16, pack=3, most=12, limit=LIMIT)
+    shapes = choose_pairs(like("spans", 500), size=24, group=16, pack=3, most=12, limit=LIMIT)
     assert len(shapes.pairs) == 12 and len(shapes.in_use(0)) == FIRST
     assert [len(shapes.in_use(step)) for step in (7, 8, 40, 1000)] == [4, 5, 9, 12]
     assert Shapes.from_json(json.loads(json.dumps(shapes.to_json()))) == shapes

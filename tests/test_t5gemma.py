@@ -21,7 +21,7 @@ from pipejax import checkpoint, testing
 from pipejax.config import Config, DataConfig
 from pipejax.convert import description
 from pipejax.convert.huggingface import from_hf, to_hf, write_hf
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer, source_ids
 from pipejax.model.sharding import make_mesh, param_shardings
@@ -347,7 +347,9 @@ def test_a_source_begins_with_bos_where_its_tokenizer_has_it_so(added, ids, tmp_
     theirs, tokenizer = tokenizer_that_adds(added, tmp_path), Tokenizer.load(tmp_path)
     if added[0] != "$" and "<eos> $" not in added:
         assert theirs("a b a").input_ids == ids
-    found = encode(Example("1", "a b a", ("c",)), tokenizer, Config(model=TINY, data=DataConfig(max_source=9)), TINY)
+    found = encode_example(
+        Example("1", "a b a", ("c",)), tokenizer, Config(model=TINY, data=DataConfig(max_source=9)), TINY
+    )
     assert found.source.tolist() == source_ids("a b a", tokenizer, TINY) == ids
     started_by_eos = dataclasses.replace(TINY, decoder_start_token_id=TINY.eos_token_id)
     assert source_ids("a b a", tokenizer, started_by_eos) == [4, 5, 4, 1]

@@ -14,7 +14,7 @@ import pytest
 from pipejax.config import TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, abstract_batch, choose_shapes, collate, fixed_batches, pack_size
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.shapes import bucket, deal
 from pipejax.methods import losses
@@ -69,7 +69,7 @@ def test_pipelined_loss_is_the_definition(tokenizer, delay, pack):
     examples = demo.examples("train")[: 13 if delay else 14]
     if delay:  # else the number of rows is given: there is no answer without any
         examples.append(Example("none", "the baker smiled .", ()))
-    encoded = [encode(e, tokenizer, config, MODEL) for e in examples]
+    encoded = [encode_example(e, tokenizer, config, MODEL) for e in examples]
     total, count = jax.jit(lambda p: batch_loss(t5.T5(MODEL), p, collate(encoded, pack).arrays, None))(params)
     expected, tokens = 0.0, 0
     for example in examples:
@@ -158,7 +158,7 @@ def test_pack_follows_the_batch_size(size, pack):
 
 
 def test_fixed_batches_hold_everything_once(tokenizer):
-    encoded = [encode(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:31]]
+    encoded = [encode_example(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:31]]
     shapes = choose_shapes(demo.examples("train"), tokenizer, CONFIG, MODEL)
     batches = list(fixed_batches(encoded, CONFIG.train, shapes))
     assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
@@ -450,7 +450,7 @@ def test_a_row_more_costs_what_one_example_costs():
 
 
 def test_an_example_without_rows_still_teaches_to_stop(tokenizer):
-    encoded = encode(Example("none", "the baker smiled .", ()), tokenizer, CONFIG, MODEL)
+    encoded = encode_example(Example("none", "the baker smiled .", ()), tokenizer, CONFIG, MODEL)
     assert collate([encoded]).arrays["weights"].sum() == 1
 
 
@@ -459,7 +459,7 @@ def test_rows_that_vanish_are_none_for_either_objective(tokenizer):
     for objective in ("pipelined", "sequential"):
         config = change(CONFIG, train={"objective": objective})
         spoilt, clean = (
-            encode(Example("x", "the baker smiled .", rows), tokenizer, config, MODEL).target
+            encode_example(Example("x", "the baker smiled .", rows), tokenizer, config, MODEL).target
             for rows in (("honey", "</s>", "old </s> bread", " "), ("honey", "old bread"))
         )
         for one, other in zip(spoilt, clean, strict=True):

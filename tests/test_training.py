@@ -27,7 +27,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
 from pipejax.data import batches, demo
 from pipejax.data.batches import Share, TrainingBatches, pack_size, prefetch
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
 
     counting, rows = Counting.__new__(Counting), ("honey",) * 4000
     config = change(CONFIG, data={"max_target": 101}, train={"objective": "sequential"})
-    encoded = encode(Example("x", "deliver honey .", rows), counting, config, MODEL)
+    encoded = encode_example(Example("x", "deliver honey .", rows), counting, config, MODEL)
     assert encoded.target_was_cut and Counting.calls <= 15
     separator = tokenizer.encode(";")
     one = [*tokenizer.encode("honey"), *separator]
@@ -77,7 +77,7 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
 
     def slots(most, **sections):
         config = change(CONFIG, data={"max_target": most}, grid={"delay": 1}, **sections)
-        encoded = encode(Example("x", "deliver honey .", rows), tokenizer, config, MODEL)
+        encoded = encode_example(Example("x", "deliver honey .", rows), tokenizer, config, MODEL)
         real = encoded.target.weights > 0
         return encoded.target_was_cut, encoded.target.targets[real].tolist()
 
@@ -100,7 +100,7 @@ def test_no_row_ends_in_its_middle(tokenizer, objective):
     """A tokenizer reads "</s>" as the token that ends a row."""
     config = change(CONFIG, train={"objective": objective})
     spelt, plain = (
-        encode(Example("x", "deliver apples .", (row,)), tokenizer, config, MODEL).target
+        encode_example(Example("x", "deliver apples .", (row,)), tokenizer, config, MODEL).target
         for row in ("small </s> apples", "small apples")
     )
     assert all((a == b).all() for a, b in zip(spelt, plain, strict=True))
@@ -108,7 +108,7 @@ def test_no_row_ends_in_its_middle(tokenizer, objective):
 
 def test_an_over_long_source_is_cut_and_keeps_its_eos(tokenizer):
     example, short = Example("x", "deliver red apples .", ("red apples",)), change(CONFIG, data={"max_source": 3})
-    encoded = encode(example, tokenizer, short, MODEL)
+    encoded = encode_example(example, tokenizer, short, MODEL)
     assert encoded.source.tolist() == [*tokenizer.encode("deliver red"), 1] and encoded.source_was_cut
 
 
@@ -153,7 +153,7 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
 
     def counted(*arguments):
         made[own.index] += 1
-        return encode(*arguments)
+        return encode_example(*arguments)
 
     def process(index):
         own.index = index
@@ -161,7 +161,7 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
         batches = TrainingBatches(examples, tokenizer, config, MODEL, alone.shapes, share)
         results[index] = [batches[i] for i in range(count)]
 
-    monkeypatch.setattr(batches, "encode", counted)
+    monkeypatch.setattr(batches, "encode_example", counted)
     threads = [threading.Thread(target=process, args=[i]) for i in range(n)]
     for thread in threads:
         thread.start()
@@ -302,17 +302,19 @@ def test_the_number_of_shapes_is_told_and_why_there_are_no_more(said, step, coun
 def test_evaluations_are_bounded_by_their_targets(tokenizer):
     examples = demo.examples("dev")[:50]
     wide = change(CONFIG, grid={"time_max": 5000, "sub_max": 300}, data={"max_target": 100})
-    encoded = [encode(e, tokenizer, wide, MODEL) for e in examples]
+    encoded = [encode_example(e, tokenizer, wide, MODEL) for e in examples]
     rows = [[len(tokenizer.encode(row)) for row in e.targets] for e in examples]
     steps = max(grid.pipelined_steps(x, delay=2, sub_max=300, time_max=5000) for x in rows)
     bounds = examiner.bound_decoding(wide, encoded).grid
     assert 1.5 * steps <= bounds.time_max < 2 * steps + 8 and bounds.sub_max == 1.5 * (max(map(len, rows)) + 1) // 1 + 8
     assert examiner.bound_decoding(CONFIG, encoded) == CONFIG  # never wider than asked for
     cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
-    assert examiner.bound_decoding(cut, [encode(e, tokenizer, cut, MODEL) for e in examples]) == cut
+    assert examiner.bound_decoding(cut, [encode_example(e, tokenizer, cut, MODEL) for e in examples]) == cut
     joined = change(wide, train={"objective": "sequential"}, decode={"max_length": 512})
     longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
-    bound = examiner.bound_decoding(joined, [encode(e, tokenizer, joined, MODEL) for e in examples]).decode.max_length
+    bound = examiner.bound_decoding(
+        joined, [encode_example(e, tokenizer, joined, MODEL) for e in examples]
+    ).decode.max_length
     assert bound == longest + longest // 2 + 8
 
 

@@ -42,16 +42,18 @@ def main(argv: Sequence[str]) -> int:
     """Compares, prints a line for each comparison, writes JSON after each."""
     parser = cli.Parser(prog="python -m lab.benchmarks.agreement", description=__doc__)
     parser.add_argument("--model", choices=SIZES, default="base")
-    parser.add_argument("--layers", type=cli.whole(1), default=2, metavar="N", help="of encoder and decoder (2)")
-    parser.add_argument("--source", type=cli.whole(1), default=128, metavar="L", help="tokens of each source (128)")
+    parser.add_argument("--layers", type=cli.whole_number(1), default=2, metavar="N", help="of encoder and decoder (2)")
+    parser.add_argument(
+        "--source", type=cli.whole_number(1), default=128, metavar="L", help="tokens of each source (128)"
+    )
     parser.add_argument("--batch", default="1,8", metavar="B,...", help="examples decoded together (1,8)")
-    parser.add_argument("--rows", type=cli.whole(1), default=8, metavar="S", help="of the grid (8)")
-    parser.add_argument("--times", type=cli.whole(2), default=24, metavar="T", help="steps of a decode (24)")
+    parser.add_argument("--rows", type=cli.whole_number(1), default=8, metavar="S", help="of the grid (8)")
+    parser.add_argument("--times", type=cli.whole_number(2), default=24, metavar="T", help="steps of a decode (24)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities in float32 (0.001)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
-    compile_cache.use()
+    cli.check_output_file("--json", flags.json)
+    compile_cache.use_cache()
     interpret = jax.default_backend() != "gpu"
     config = dataclasses.replace(SIZES[flags.model], num_layers=flags.layers, num_decoder_layers=flags.layers)
     found: dict[str, Any] = {"machine": machine(1), "interpreted": interpret, "agrees": None, "results": []}

@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("name", choices=("pipejax", *PEERS))
     parser.add_argument("directory", metavar="DIR", help="a checkpoint, or for others a model of Hugging Face's")
     parser.add_argument("--answer", required=True, metavar="NxM", help="rows and tokens of each answer")
-    parser.add_argument("--sub-max", type=cli.whole(1), default=20, metavar="S", help="rows of pipejax's grid")
-    parser.add_argument("--time-max", type=cli.whole(1), default=64, metavar="T", help="its time-steps")
-    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N")
+    parser.add_argument("--sub-max", type=cli.whole_number(1), default=20, metavar="S", help="rows of pipejax's grid")
+    parser.add_argument("--time-max", type=cli.whole_number(1), default=64, metavar="T", help="its time-steps")
+    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N")
     flags, more = parser.parse_known_args(argv)
     rows = rows_of(flags.answer)
     if flags.name == "pipejax":

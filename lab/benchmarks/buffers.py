@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", required=True, metavar="OUT", help="write the results there")
     parser.add_argument("arguments", nargs="*", help="of lab.benchmarks.decode, after --")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     found: dict[str, Any] = {"results": [], "tried": []}
     found["command"] = "python -m lab.benchmarks.buffers " + " ".join(argv)
     for setting, ways in SETTINGS.items():

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--keep", metavar="DIR", help="the peers' models stay there, and are taken from there")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
     patterns = {text: rows_of(text) for text in flags.patterns.split(",")}
     peers, weights = names_of("--peers", flags.peers, PEERS), names_of("--weights", flags.weights, SUFFIXES)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if len(times) != len(rows_of_grid):
         raise UserError(f"--time-max: found {flags.time_max}; expected one, or as many as --sub-max has")
     grids = list(zip(rows_of_grid, times, strict=True))
-    compile_cache.use()
+    compile_cache.use_cache()
     for text, rows in patterns.items():
         for most, time_max in grids:
             if len(rows) >= most or len(rows) + max(rows) > time_max:

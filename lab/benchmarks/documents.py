@@ -67,14 +67,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     weights, peers = names_of("--weights", flags.weights, SUFFIXES), names_of("--peers", flags.peers, PEERS)
     if flags.batch > 1 and any(name.startswith("ct2") for name in peers):
         raise UserError(
             "--peers: found CTranslate2 with batches, whose answers must have one length; expected --batch 1"
         )
     use_threads(flags.threads)
-    compile_cache.use()
+    compile_cache.use_cache()
     tokenizer = Tokenizer.load(Path(flags.tokenizer))
     documents = [
         (text, [n for target in targets if (n := len(tokenizer.encode(target)))])

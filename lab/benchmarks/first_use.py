@@ -110,15 +110,17 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m lab.benchmarks.first_use", description=__doc__)
     parser.add_argument("--model", choices=SIZES, default="base")
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32", help="where a system has both")
-    parser.add_argument("--source", type=cli.whole(1), default=512, metavar="L", help="words of the source (512)")
-    parser.add_argument("--tokens", type=cli.whole(2), default=16, metavar="N", help="of the answer (16)")
-    parser.add_argument("--rounds", type=cli.whole(1), default=7, metavar="N")
-    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of every system (2)")
+    parser.add_argument(
+        "--source", type=cli.whole_number(1), default=512, metavar="L", help="words of the source (512)"
+    )
+    parser.add_argument("--tokens", type=cli.whole_number(2), default=16, metavar="N", help="of the answer (16)")
+    parser.add_argument("--rounds", type=cli.whole_number(1), default=7, metavar="N")
+    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--no-peers", action="store_true", help="only pipejax")
     parser.add_argument("--keep", metavar="DIR", help="the models stay there, and are taken from there")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
     config, held = SIZES[flags.model], flags.weights
     failures: list[dict[str, str]] = []

@@ -26,12 +26,14 @@ def main(argv: Sequence[str]) -> int:
     """Measures, prints a line for each number of queries, writes JSON after each."""
     parser = cli.Parser(prog="python -m lab.benchmarks.graph", description=__doc__)
     parser.add_argument("--models", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
-    parser.add_argument("--source", type=cli.whole(1), default=512, metavar="L", help="tokens of the source (512)")
+    parser.add_argument(
+        "--source", type=cli.whole_number(1), default=512, metavar="L", help="tokens of the source (512)"
+    )
     parser.add_argument("--queries", default="1,9,20", metavar="N,...", help="of a step (1,9,20)")
-    parser.add_argument("--steps", type=cli.whole(1), default=22, metavar="N", help="of an answer (22)")
+    parser.add_argument("--steps", type=cli.whole_number(1), default=22, metavar="N", help="of an answer (22)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     names, counts = names_of("--models", flags.models, SIZES), whole_numbers("--queries", flags.queries)
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory is PyTorch's
     import torch

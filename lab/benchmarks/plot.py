@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=0, metavar="B", help="only those of batches of B")
     parser.add_argument("--output", required=True, metavar="FILE", help=".svg, .png or .pdf")
     flags = parser.parse_args(argv)
-    cli.check_output("--output", flags.output)
+    cli.check_output_file("--output", flags.output)
     found = [read(path) for path in flags.results]
     if all("score" in result for each in found for result in each["results"]):
         draw_quality([result for each in found for result in each["results"]], flags.output)

@@ -39,11 +39,13 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser)
     parser.add_argument("--work", default="train,decode", metavar="NAME,...", help="train, decode (both)")
     parser.add_argument("--pattern", default="8x14", metavar="NxM", help="of the answer (8x14)")
-    parser.add_argument("--source", type=cli.whole(1), default=512, metavar="L", help="tokens of its source (512)")
+    parser.add_argument(
+        "--source", type=cli.whole_number(1), default=512, metavar="L", help="tokens of its source (512)"
+    )
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     which, chosen = names_of("--work", flags.work, ("train", "decode")), cases(flags)
-    compile_cache.use()
+    compile_cache.use_cache()
     found: dict[str, Any] = {"machine": machine(1), "results": [], "failures": []}
     found["command"] = "python -m lab.benchmarks.profile " + " ".join(argv)
 

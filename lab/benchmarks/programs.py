@@ -106,11 +106,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     parser.add_argument("--dump", metavar="DIR", help="write the text of each program there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     batches = [int(b) for b in flags.batches.split(",") if b.isdigit()]
     if len(batches) != len(flags.batches.split(",")):
         raise UserError(f"--batches: found {flags.batches!r}; expected whole numbers with commas")
-    kinds = {name: targets.find(name, "--targets") for name in flags.targets.split(",")}
+    kinds = {name: targets.find_target(name, "--targets") for name in flags.targets.split(",")}
     if flags.dump:
         Path(flags.dump).mkdir(parents=True, exist_ok=True)
     models, dtypes = names_of("--model", flags.model, SIZES), names_of("--dtype", flags.dtype, DTYPES)
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     for (target, kind), name_of_model, name_of_dtype in itertools.product(kinds.items(), models, dtypes):
         device = kind.devices(1)[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
-        backend = XLA if flags.xla or not isinstance(kind, targets.Gpu) else Gpu()
+        backend = XLA if flags.xla or not isinstance(kind, targets.GpuTarget) else Gpu()
         config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
         programs_of: list[tuple[str, Any, dict[str, float]]] = [
             (case.name, partial(_lowered, case, sharding), {"least_bytes": case.least} if case.least else {})
@@ -127,7 +127,9 @@ def main(argv: Sequence[str]) -> int:
         ]
         for name in trainings:
             own = TRAININGS[name]._replace(model=TRAININGS[name].model or config)
-            limits = {"most": own.most, "most_temporary": own.most_temporary} if isinstance(kind, targets.Gpu) else {}
+            limits = (
+                {"most": own.most, "most_temporary": own.most_temporary} if isinstance(kind, targets.GpuTarget) else {}
+            )
             lower = partial(training, own, name_of_dtype, device, arrays=flags.arrays)
             programs_of.append((f"train, {name}{', arrays' * flags.arrays}", lower, limits))
         for name, lower, more in programs_of:

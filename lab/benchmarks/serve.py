@@ -51,15 +51,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--concurrency", default="1,4,8,16", metavar="N,...", help="connections that ask at a time")
     parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(apps.PEERS)}; make venv-bench")
     parser.add_argument("--answer", default="8x14", metavar="NxM", help="rows and tokens of each answer (8x14)")
-    parser.add_argument("--source", type=cli.whole(1, 4096), default=512, metavar="L", help="tokens of each (512)")
-    parser.add_argument("--sub-max", type=cli.whole(1), default=20, metavar="S", help="rows of pipejax's grid (20)")
-    parser.add_argument("--time-max", type=cli.whole(1), default=64, metavar="T", help="its time-steps (64)")
-    parser.add_argument("--rounds", type=cli.whole(1), default=3, metavar="N")
-    parser.add_argument("--seconds", type=cli.whole(1), default=10, metavar="S", help="of each turn, at least (10)")
-    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of all together (2)")
+    parser.add_argument(
+        "--source", type=cli.whole_number(1, 4096), default=512, metavar="L", help="tokens of each (512)"
+    )
+    parser.add_argument(
+        "--sub-max", type=cli.whole_number(1), default=20, metavar="S", help="rows of pipejax's grid (20)"
+    )
+    parser.add_argument("--time-max", type=cli.whole_number(1), default=64, metavar="T", help="its time-steps (64)")
+    parser.add_argument("--rounds", type=cli.whole_number(1), default=3, metavar="N")
+    parser.add_argument(
+        "--seconds", type=cli.whole_number(1), default=10, metavar="S", help="of each turn, at least (10)"
+    )
+    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of all together (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     levels, rows = whole_numbers("--concurrency", flags.concurrency), rows_of(flags.answer)
     weights = names_of("--weights", flags.weights, SUFFIXES)
     peers = names_of("--peers", flags.peers, apps.PEERS)

@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser)
     parser.add_argument("--again", action="store_true", help="load each program once more, from the cache")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     chosen = cases(flags)
-    compile_cache.use()
+    compile_cache.use_cache()
     found: dict[str, Any] = {"machine": machine(1), "results": [], "failures": []}
     found["command"] = "python -m lab.benchmarks.steps " + " ".join(argv)
     for name, config in chosen:
@@ -68,7 +68,7 @@ def add_flags(parser: cli.Parser) -> None:
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--models", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
     parser.add_argument("--sources", default="", metavar="L,...", help="tokens of a source (the config's)")
-    parser.add_argument("--steps", type=cli.whole(2), default=5, metavar="N", help="the last one is timed (5)")
+    parser.add_argument("--steps", type=cli.whole_number(2), default=5, metavar="N", help="the last one is timed (5)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     parser.add_overrides("override a setting of the config (repeatable)")
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     parser.add_argument("arguments", nargs="*", help=f"of pytest, after --; none: {' '.join(TESTS)}")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     os.environ[VARIABLE] = "here"
     import jax
     import pytest

@@ -46,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--time-max", type=int, default=50, metavar="T", help="time-steps of the dense grid (50)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
-    compile_cache.use()
+    compile_cache.use_cache()
     rows, model = rows_of(flags.pattern), SIZES[flags.model]
     rng = np.random.default_rng(1)
     source = rng.integers(3, model.vocab_size, (flags.batch, flags.source)).astype(np.int32)

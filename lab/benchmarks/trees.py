@@ -37,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sources", default="512", metavar="BATCH,...", help="each L, NxL or L+L+... (512)")
     parser.add_argument("--pattern", default="8x14", metavar="NxM", help="rows of an answer, as in decode (8x14)")
     parser.add_argument("--weights", choices=SUFFIXES, default="int8")
-    parser.add_argument("--rounds", type=cli.whole(1), default=7, metavar="N")
-    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="of each (2)")
+    parser.add_argument("--rounds", type=cli.whole_number(1), default=7, metavar="N")
+    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of each (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     batches, rows = {text: lengths_of(text) for text in flags.sources.split(",")}, rows_of(flags.pattern)
     trees = [Tree(Path(path), flags.model, flags.weights, flags.threads) for path in (flags.old, flags.new)]
     results: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ def work(model: str, weights: str, threads: str) -> None:
     from pipejax.system import compile_cache
 
     systems.use_threads(int(threads))
-    compile_cache.use()
+    compile_cache.use_cache()
     config, clock = systems.SIZES[model], time.perf_counter if threads != "1" else time.process_time
     strategies: dict[str, Pipelined | Sequential] = {"": Pipelined(1, 64, 20)}
     (ours,) = systems.build_each(

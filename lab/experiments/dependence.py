@@ -33,10 +33,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workdir", default="runs/probes", metavar="DIR", help="of the runs (default: runs/probes)")
     parser.add_argument("--trained", default=str(TRAINED), metavar="FILE", help="what lab.experiments.probes wrote")
     parser.add_argument(
-        "--updates", type=cli.whole(0), default=probe_command.UPDATES, metavar="N", help="that models learn first"
+        "--updates",
+        type=cli.whole_number(0),
+        default=probe_command.UPDATES,
+        metavar="N",
+        help="that models learn first",
     )
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     gaps = read_gaps(flags.trained)
     kinds = {kind.name: gaps[kind.name] | measure(kind, Path(flags.workdir), flags.updates) for kind in KINDS}
     found = {"updates": flags.updates, "seed": SEED, "delays": probes.DELAYS, **correlations(kinds), "kinds": kinds}

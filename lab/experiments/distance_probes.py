@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workdir", default="runs/distances", metavar="DIR", help="of the runs (runs/distances)")
     parser.add_argument("--kinds", default="running_total,copy_end", metavar="A,B", help=f"of {', '.join(known)}")
     parser.add_argument("--delays", default="1,4", metavar="N,N", help="Δt (default: 1,4)")
-    parser.add_argument("--seeds", type=cli.whole(1), default=2, metavar="N", help="runs of each (default: 2)")
+    parser.add_argument("--seeds", type=cli.whole_number(1), default=2, metavar="N", help="runs of each (default: 2)")
     parser.add_overrides("override a setting of all runs, such as train.steps=4000 (repeatable)")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     kinds = [known[name] for name in names_of("--kinds", flags.kinds, known)]
     delays = [int(delay) for delay in names_of("--delays", flags.delays, [*map(str, range(1, probes.MOST_DELAY + 1))])]
     base = config_lib.override(probes.CONFIG, flags.overrides)

@@ -167,13 +167,15 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Prints the table."""
     parser = cli.Parser(prog="python -m lab.experiments.drafts", description=__doc__)
-    parser.add_argument("--examples", type=cli.whole(1, 10**6), metavar="N", help="of each data set, at the most")
+    parser.add_argument(
+        "--examples", type=cli.whole_number(1, 10**6), metavar="N", help="of each data set, at the most"
+    )
     drafters_alone = [name for name in DRAFTS if name not in ("none", "model")]
     parser.add_argument("--draft", choices=drafters_alone, default="source", help="the product's drafter")
     parser.add_argument("--only", metavar="TEXT", default="", help="data sets whose name holds this")
     parser.add_argument("--json", metavar="FILE", help="the figures, too")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     data = real_data.directory()
     tokenizer = Tokenizer.load(data / "t5_tokenizer")
     results: dict[str, dict[str, Any]] = {}

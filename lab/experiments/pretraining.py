@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
-    documents = [text.plain(document) for path in flags.files for document in read(path)]
+    documents = [text.plain_text(document) for path in flags.files for document in read(path)]
     if not documents:
         raise UserError(f"{flags.files[0]}: found no lines; expected texts")
     if not any(character.isalpha() for document in documents for character in document):

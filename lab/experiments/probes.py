@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> int:
     kinds, delays = _kinds(flags.kinds), _delays(flags.delays)
     if flags.seeds < 1:
         raise UserError(f"--seeds: found {flags.seeds}; expected at least 1")
-    cli.check_output("--json", flags.json)
-    cli.check_output("--png", flags.png)
+    cli.check_output_file("--json", flags.json)
+    cli.check_output_file("--png", flags.png)
     if flags.png:
         if Path(flags.png).suffix not in (".png", ".svg", ".pdf"):
             raise UserError(f"--png: found {flags.png}; expected a name that ends in .png, .svg or .pdf")

@@ -50,10 +50,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workdir", default="runs/real_dependence", metavar="DIR", help="of the runs")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     updates = probe_command.UPDATES
-    parser.add_argument("--updates", type=cli.whole(1), default=updates, metavar="N", help=f"of the probe ({updates})")
+    parser.add_argument(
+        "--updates", type=cli.whole_number(1), default=updates, metavar="N", help=f"of the probe ({updates})"
+    )
     parser.add_overrides("override a setting of all runs, such as train.steps=400 (repeatable)")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     data, found = real_data.directory(), dict[str, Any]()
     for task in names_of("--tasks", flags.tasks, FILES):
         workdir = Path(flags.workdir) / task

@@ -35,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m lab.experiments.rounding", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--test", default="", metavar="FILE", help="documents with their rows (default: the task's)")
-    parser.add_argument("--limit", type=cli.whole(1), metavar="N", help="only the first so many documents")
-    parser.add_argument("--threads", type=cli.whole(1), default=2, metavar="N", help="(2)")
+    parser.add_argument("--limit", type=cli.whole_number(1), metavar="N", help="only the first so many documents")
+    parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="(2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     use_threads(flags.threads)
     results: list[dict[str, Any]] = []
     plain: list[list[list[int]]] = []

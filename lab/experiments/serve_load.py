@@ -54,12 +54,18 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="python -m lab.experiments.serve_load", description=__doc__)
     parser.add_checkpoint()
-    parser.add_argument("--clients", type=cli.whole(1, 256), default=64, metavar="N")
-    parser.add_argument("--bad", type=cli.whole(0, 64), default=5, metavar="N", help="of them, with slow schemas")
-    parser.add_argument("--other", type=cli.whole(0, 64), default=2, metavar="N", help="of them, by the other strategy")
-    parser.add_argument("--requests", type=cli.whole(1, 10**5), default=2000, metavar="N")
-    parser.add_argument("--seconds", type=cli.whole(1, 3600), default=120, metavar="S", help="of the load, at the most")
-    parser.add_argument("--most", type=cli.whole(1), default=2, metavar="S", help="that a usual client may wait")
+    parser.add_argument("--clients", type=cli.whole_number(1, 256), default=64, metavar="N")
+    parser.add_argument(
+        "--bad", type=cli.whole_number(0, 64), default=5, metavar="N", help="of them, with slow schemas"
+    )
+    parser.add_argument(
+        "--other", type=cli.whole_number(0, 64), default=2, metavar="N", help="of them, by the other strategy"
+    )
+    parser.add_argument("--requests", type=cli.whole_number(1, 10**5), default=2000, metavar="N")
+    parser.add_argument(
+        "--seconds", type=cli.whole_number(1, 3600), default=120, metavar="S", help="of the load, at the most"
+    )
+    parser.add_argument("--most", type=cli.whole_number(1), default=2, metavar="S", help="that a usual client may wait")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     flags = parser.parse_args(argv)
     command = ["pipejax", "serve", "--checkpoint", flags.checkpoint, "--port", "0", *(["--best"] if flags.best else [])]

@@ -45,9 +45,11 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     parser = cli.Parser(prog="python -m lab.experiments.serve_stress", description=__doc__)
     parser.add_checkpoint()
-    parser.add_argument("--requests", type=cli.whole(1), default=10_000, metavar="N")
-    parser.add_argument("--at-a-time", type=cli.whole(1, 256), default=16, metavar="N", help="connections that ask")
-    parser.add_argument("--places", type=cli.whole(1), default=8, metavar="N")
+    parser.add_argument("--requests", type=cli.whole_number(1), default=10_000, metavar="N")
+    parser.add_argument(
+        "--at-a-time", type=cli.whole_number(1, 256), default=16, metavar="N", help="connections that ask"
+    )
+    parser.add_argument("--places", type=cli.whole_number(1), default=8, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     flags = parser.parse_args(argv)
     texts = [example.source for example in itertools.islice(demo.examples("test"), TEXTS)]

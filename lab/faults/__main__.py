@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(chosen) - PARTS.keys():
         raise UserError(f"--only: found {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
     jax.config.update("jax_platforms", "cpu")
-    cli.check_output("--json", flags.json)
-    cli.check_output("--table", flags.table)
+    cli.check_output_file("--json", flags.json)
+    cli.check_output_file("--table", flags.table)
     if flags.scratch:
         Path(flags.scratch).mkdir(parents=True, exist_ok=True)
     out = Path(flags.json)

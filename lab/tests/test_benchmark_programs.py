@@ -10,7 +10,7 @@ from lab.benchmarks import programs
 from lab.benchmarks.hlo import Program, elements, size
 from lab.benchmarks.programs import cases, report, troubles
 from lab.benchmarks.systems import SIZES
-from pipejax.system.targets import TARGETS, Gpu
+from pipejax.system.targets import TARGETS, GpuTarget
 from pipejax.training.plan import longest_batch
 
 # A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
@@ -204,7 +204,7 @@ def test_sizes(shape: str, count: int, bytes_: int) -> None:
 
 def test_a_gpu_is_described_by_its_figures() -> None:
     card = TARGETS["rtx4090"]
-    assert isinstance(card, Gpu)
+    assert isinstance(card, GpuTarget)
     said = card.description()
     assert "major: 8 minor: 9" in said and "device_memory_size: 25393692672" in said
     assert said.count("{") == said.count("}")

@@ -10,7 +10,7 @@ from lab.experiments.distances import DISTANCES, DistanceConfig, Places
 from pipejax.config import Config
 from pipejax.data import demo
 from pipejax.data.batches import collate
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.inference.generator import Generator
 from pipejax.training.step import Trainer
 from support import oracle
@@ -77,7 +77,7 @@ def test_training_is_that_of_plain_lists(distance):
     config = dataclasses.replace(change(RUN_ON_ONE, train={"batch_size": 6}), method=method, model=model)
     tokenizer, params = demo.DemoTask().tokenizer(), oracle.random_params(MODEL, np.random.default_rng(1))
     examples = demo.examples("train")[:6]
-    batch = collate([encode(example, tokenizer, config, model) for example in examples], 3).arrays
+    batch = collate([encode_example(example, tokenizer, config, model) for example in examples], 3).arrays
     total, count = jax.device_get(Trainer(config).dev_loss(params, batch))
     expected, tokens = 0.0, 0
     for example in examples:

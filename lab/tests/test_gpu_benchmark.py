@@ -280,7 +280,7 @@ def test_kernels_that_decoding_does_not_use_need_not_fit(broken, code, tmp_path,
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return {"agrees": True}
 
-    monkeypatch.setattr(agreement.compile_cache, "use", lambda: None)
+    monkeypatch.setattr(agreement.compile_cache, "use_cache", lambda: None)
     monkeypatch.setattr(agreement, "trial", lambda queries, interpret: {"agrees": True, "apart": 0.0})
     monkeypatch.setattr(agreement.Four, "__init__", lambda self, *given: None)
     monkeypatch.setattr(agreement.Four, "outputs", compared)

@@ -93,7 +93,7 @@ def _decode(
     rest = decoded(examples[even:], report if index == 0 else Report())
     if count == 1:
         return records, report
-    shares = [json.loads(text) for text in distributed.gather(json.dumps([records, vars(report)]))]
+    shares = [json.loads(text) for text in distributed.gather_texts(json.dumps([records, vars(report)]))]
     all_records = [shares[i % count][0][i // count] for i in range(even)]
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 
@@ -104,7 +104,7 @@ def _score(
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
     if generator.schema is not None and generator.tokenizer is not None:
         readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
-    read = partial(exact.named, readers=readers) if metric.startswith("exact") else list[Any]
+    read = partial(exact.named_rows, readers=readers) if metric.startswith("exact") else list[Any]
     gold, predicted = [read(e.targets) for e in examples], [read(texts(record)) for record in records]
     return metrics.score(metric, [e.document or e.source for e in examples], gold, predicted)
 
@@ -158,8 +158,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_overrides("override a setting of grid, decode or data (repeatable)")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
-    cli.check_output("--predictions", flags.predictions)
+    cli.check_output_file("--json", flags.json)
+    cli.check_output_file("--predictions", flags.predictions)
     ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
     others = [a for a in flags.overrides if a not in ours]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipejax.apps.unfinished import Unfinished, settings_of
 from pipejax.data.formats import EXPECTED, is_dataset, is_parquet, read_records
-from pipejax.data.lines import BadLines, Object, Placed, Refusal, read_file, read_objects, refuse
+from pipejax.data.lines import BadLines, Object, Placed, Refusal, read_file, read_objects, refuse_line
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.data.tables import Dialect
 from pipejax.inference.answers import Record, count
@@ -73,7 +73,7 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
         raise UserError(f"--output {target}: found the name of a workbook; expected .csv, .tsv, .parquet or .jsonl")
     if wanted.suffix.lower() in PACKED:
         raise UserError(f"--output {target}: found the name of a packed file; expected another, as nothing is packed")
-    cli.check_output("--output", target)
+    cli.check_output_file("--output", target)
     if (lines := lines_for(target)) == target:
         return
     if (found := look(target)) and not wanted.is_file():
@@ -165,7 +165,7 @@ def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines
 
 
 def read_sources(
-    generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse, *, at_once: bool = False
+    generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse_line, *, at_once: bool = False
 ) -> Iterator[Source]:
     """Yields the sources of records, each as often as it is to be answered; one without an id has its line's number."""
     for place, value in placed:

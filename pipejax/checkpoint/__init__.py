@@ -12,7 +12,7 @@ A run directory has these files; a converted checkpoint is a run directory whose
 
 `store.Store.restore` and `Store.verify` check a step with these functions, in this order:
 
-    manifest.check            the seal and the form of the manifest
+    manifest.check_manifest            the seal and the form of the manifest
     trouble.reading           whether a file that cannot be read is damaged, or only unreadable at the moment
     manifest.check_template   whether the step has the arrays that the caller wants
     fingerprint.difference    whether the content of every array matches the manifest

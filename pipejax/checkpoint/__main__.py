@@ -17,7 +17,7 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 
 
-class Report(TypedDict):
+class StepReport(TypedDict):
     place: str
     step: int
     good: bool
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         for report in verify(directory / kind):
             reports.append(report)
             if not flags.json:
-                print(_line(report), flush=True)
+                print(_report_line(report), flush=True)
     damaged = sum(report["damaged"] for report in reports)
     refused = sum(not report["good"] for report in reports) - damaged
     if flags.json:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if damaged or refused else 0
 
 
-def verify(directory: Path) -> Iterator[Report]:
+def verify(directory: Path) -> Iterator[StepReport]:
     """Yields a report on each step, oldest first; of those that a training run replaces meanwhile none."""
     from pipejax.checkpoint.manifest import Damaged
     from pipejax.checkpoint.store import Replaced, Store  # imported late, as it starts JAX
@@ -89,11 +89,11 @@ def verify(directory: Path) -> Iterator[Report]:
                 "damaged": isinstance(problem, Damaged),
                 "reason": str(problem) if problem else None,
                 "items": items,
-                "bytes": _size(store.place(step)),
+                "bytes": _bytes_in(store.place(step)),
             }
 
 
-def _size(path: Path) -> int:
+def _bytes_in(path: Path) -> int:
     size = 0
     for file in path.rglob("*") if path.is_dir() else [path]:
         with contextlib.suppress(OSError):  # removed meanwhile, or forbidden
@@ -101,7 +101,7 @@ def _size(path: Path) -> int:
     return size
 
 
-def _line(report: Report) -> str:
+def _report_line(report: StepReport) -> str:
     items = ", ".join(f"{name} ({count} arrays)" for name, count in report["items"].items())
     if report["good"]:
         return f"{report['place']:<20} good     {items}, {report['bytes'] / 1e6:.1f} MB"

@@ -63,7 +63,7 @@ def make_place(place: Path) -> None:
     (place / "array_metadatas").mkdir(parents=True)
 
 
-def begin(place: Path, tree: Tree) -> Sequence[Writes]:
+def begin_item(place: Path, tree: Tree) -> Sequence[Writes]:
     """Begins to write this process's part of a tree. Orbax holds or has copied the buffers: they may be donated."""
     import orbax.checkpoint as ocp
 
@@ -74,20 +74,20 @@ def begin(place: Path, tree: Tree) -> Sequence[Writes]:
         return pool.submit(asyncio.run, saving).result() or []
 
 
-def finish(place: Path) -> None:
+def finish_item(place: Path) -> None:
     import orbax.checkpoint as ocp
 
     handler = ocp.PyTreeCheckpointHandler()
     handler.finalize(ocp.utils.epath.Path(place))
 
 
-def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
+def read_item(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
 
     def begin(wanted: jax.ShapeDtypeStruct, store: ts.TensorStore) -> Callable[[], jax.Array]:
         """Begins to read the parts that this process's devices have; those that several have only once."""
         places = wanted.sharding.addressable_devices_indices_map(wanted.shape)
         names = {device: tuple((part.start, part.stop) for part in index) for device, index in places.items()}
-        begun = {names[device]: _part(store[index]) for device, index in places.items()}
+        begun = {names[device]: _filled_part(store[index]) for device, index in places.items()}
 
         def end() -> jax.Array:
             for _, writing in begun.values():
@@ -99,16 +99,16 @@ def read(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
 
     with reading(place, files):
         leaves, structure = jax.tree.flatten(template)
-        ends = [begin(*pair) for pair in zip(leaves, _open(place, template), strict=True)]
+        ends = [begin(*pair) for pair in zip(leaves, _open_arrays(place, template), strict=True)]
         return jax.tree.unflatten(structure, [ends.pop(0)() for _ in leaves])
 
 
-def check(place: Path, template: Tree, files: Mapping[str, str]) -> None:
+def check_item(place: Path, template: Tree, files: Mapping[str, str]) -> None:
     with reading(place, files):
-        _open(place, template)
+        _open_arrays(place, template)
 
 
-def _part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
+def _filled_part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
     """An array that is being filled with what is stored; it lies where JAX takes it on a CPU without a copy."""
     dtype = store.dtype.numpy_dtype
     memory = np.empty(store.size * dtype.itemsize + _ALIGNED, np.uint8)
@@ -117,7 +117,7 @@ def _part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
     return array, ts.array(array)[ts.d[:].translate_to[store.origin]].write(store)
 
 
-def _open(place: Path, template: Tree) -> list[ts.TensorStore]:
+def _open_arrays(place: Path, template: Tree) -> list[ts.TensorStore]:
     """The arrays of an item in the order of the template's, as they lie on disk."""
     os.stat(place / "_METADATA")  # Orbax's; it is not needed, but a step that lacks it is not whole
     base = {"driver": "file", "path": f"{absolute(place)}/"}

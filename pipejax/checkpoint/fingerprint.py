@@ -44,7 +44,7 @@ def _sums(x: Array) -> Array:
 
 
 @functools.cache
-def _compiled(mesh: Mesh | None) -> Callable[[Array], Array]:
+def _compiled_sums(mesh: Mesh | None) -> Callable[[Array], Array]:
     """The compiled `_sums`; with a mesh, its result is on all devices of the mesh, so that every process has it."""
     return jax.jit(_sums, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_sums)
 
@@ -56,7 +56,7 @@ def _mesh_of(x: object) -> Mesh | None:
 
 def fingerprints(tree: Tree) -> Fingerprints:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    numbers = [_compiled(_mesh_of(x))(x) for _, x in leaves]  # all are dispatched before one is fetched
+    numbers = [_compiled_sums(_mesh_of(x))(x) for _, x in leaves]  # all are dispatched before one is fetched
     return {
         path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]
         for (keys, x), pair in zip(leaves, numbers, strict=True)
@@ -74,7 +74,7 @@ def digest(prints: Fingerprints) -> str:
     return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def difference(found: Fingerprints, expected: Fingerprints) -> str | None:
+def first_difference(found: Fingerprints, expected: Fingerprints) -> str | None:
     for path in sorted(found.keys() | expected.keys()):
         if path not in found:
             return f"array {path} is missing"

@@ -16,7 +16,7 @@ from typing import TypedDict, cast
 import jax
 
 from pipejax import config as config_lib
-from pipejax.checkpoint.fingerprint import Fingerprints, difference, shapes_of
+from pipejax.checkpoint.fingerprint import Fingerprints, first_difference, shapes_of
 from pipejax.config import Config
 from pipejax.data.shapes import Shapes
 from pipejax.model import parameters, quantization
@@ -42,7 +42,7 @@ class Metadata(TypedDict, total=False):
 
 
 class Manifest(TypedDict):
-    """The manifest of a step, as `check` finds it good; the arguments of `make` say more."""
+    """The manifest of a step, as `check_manifest` finds it good; the arguments of `make_manifest` say more."""
 
     format: int
     step: int
@@ -59,7 +59,7 @@ class Damaged(Exception):
     """A step is damaged and must not be used; the message says what is wrong."""
 
 
-def make(
+def make_manifest(
     step: int,
     arrays: Mapping[str, Fingerprints],
     config: Config,
@@ -83,7 +83,7 @@ def make(
     )
 
 
-def check(manifest: object, step: int, place: Path) -> Manifest:
+def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
     """Returns the manifest if its seal is right, its form is known, and it is that of `step`; `place` is for errors."""
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")
@@ -174,7 +174,7 @@ def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")
-    if problem := difference(shapes_of(template), {path: entry[:2] for path, entry in expected.items()}):
+    if problem := first_difference(shapes_of(template), {path: entry[:2] for path, entry in expected.items()}):
         raise UserError(
             f"{place}: {name}: {problem}; expected what this program would save "
             f"(it was saved with {', '.join(f'{k} {v}' for k, v in manifest['versions'].items())})"

@@ -5,12 +5,15 @@ older steps are removed. A step is renamed before it is deleted, so that no half
 """
 
 import contextlib
+import logging
 import os
 import re
 import time
 from pathlib import Path
 
 from pipejax.system.files import free_name, sweep, sync, sync_tree
+
+logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 STAGING = ".orbax-checkpoint-tmp"  # suffix of a step that is not committed yet
@@ -24,7 +27,6 @@ class Steps:
         """The last `keep` committed steps (None: all) are kept, and all multiples of `keep_every`."""
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self._stuck = set[int]()  # steps whose removal failed, each reported once
-        self._troubles: list[str] = []  # lines that `troubles` has not returned yet
 
     def all(self) -> list[int]:
         """The committed steps, newest first. Any entry with a step's name counts, so that a damaged one is noticed."""
@@ -49,7 +51,7 @@ class Steps:
         return status.st_dev, status.st_ino
 
     def commit(self, step: int) -> None:
-        """Makes a step of the staged files, then removes old ones, unless a loss of power may undo it (`troubles`)."""
+        """Makes a step of the staged files, then removes old ones, unless a loss of power may undo it."""
         sync_tree(self.staging(step))
         named = self.directory / str(step)
         if named.exists():
@@ -58,17 +60,16 @@ class Steps:
         try:
             sync(self.directory)
         except OSError as error:
-            said = f"{named}: saved, but a loss of power may undo that ({error.strerror}); older steps stay"
-            self._troubles.append(said)
+            logger.warning(f"{named}: saved, but a loss of power may undo that ({error.strerror}); older steps stay")
         else:
             self.retire(step)
 
     def retire(self, newest: int) -> None:
-        """Removes the steps that are not kept beside the newest; `troubles` reports those that cannot be removed."""
+        """Removes the steps that are not kept beside the newest; the log names each that cannot be removed once."""
         try:
             others = [step for step in self.all() if step != newest] if self.keep else []
         except OSError as error:
-            self._troubles.append(f"{self.directory}: cannot be listed ({error.strerror}); older steps stay")
+            logger.warning(f"{self.directory}: cannot be listed ({error.strerror}); older steps stay")
             return
         for step in others[(self.keep or 1) - 1 :]:
             if self.keep_every and step % self.keep_every == 0:
@@ -78,14 +79,9 @@ class Steps:
                 place.rename(free_name(self.directory / f"{GONE}{step}"))
             except OSError as error:
                 if step not in self._stuck:
-                    said = f"{place}: no longer needed, but cannot be removed ({error.strerror})"
-                    self._troubles.append(said)
+                    logger.warning(f"{place}: no longer needed, but cannot be removed ({error.strerror})")
                 self._stuck.add(step)
         self._sweep_gone()
-
-    def troubles(self) -> list[str]:
-        lines, self._troubles = self._troubles, []
-        return lines
 
     def sweep(self) -> None:
         self._sweep_gone()

@@ -16,7 +16,7 @@ from typing import TypeVar
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.arrays import Saving, Writes, wait_for
-from pipejax.checkpoint.fingerprint import Fingerprints, difference, fingerprints
+from pipejax.checkpoint.fingerprint import Fingerprints, fingerprints, first_difference
 from pipejax.checkpoint.manifest import Damaged, Manifest, Metadata
 from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
@@ -73,7 +73,7 @@ class Store:
 
         `keep`: the newest steps to keep, None: all; `keep_every`: multiples of this step are kept as well, 0: none.
         """
-        environment.check()
+        environment.check_environment()
         self.directory = absolute(directory)
         self._steps = Steps(self.directory, keep, keep_every)
         self._writable, self._first_save_checked = writable, False
@@ -83,7 +83,7 @@ class Store:
         environment.allow_files()
         if not writable:
             return
-        with distributed.together(UserError), writing(self.directory):
+        with distributed.fail_together(UserError), writing(self.directory):
             if distributed.first():
                 make_directories(self.directory)
                 if not os.access(self.directory, os.W_OK | os.X_OK):
@@ -111,18 +111,18 @@ class Store:
         self.settle()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
         about = dict(metadata or {})
-        seal = functools.partial(manifest_lib.make, step, arrays, config, about)
+        seal = functools.partial(manifest_lib.make_manifest, step, arrays, config, about)
         staging, writes = self._steps.staging(step), list[Writes]()
         try:
-            with distributed.together(Exception):
+            with distributed.fail_together(Exception):
                 if distributed.first():
                     about |= self._tokenizer
                     self._steps.sweep()
                     for name in items:
                         arrays_lib.make_place(staging / name)
-            with distributed.together(Exception):
+            with distributed.fail_together(Exception):
                 for name, tree in items.items():
-                    writes += arrays_lib.begin(staging / name, tree)
+                    writes += arrays_lib.begin_item(staging / name, tree)
         except Exception as error:  # Orbax does not document what it raises; any error means that the save failed
             wait_for(writes)
             self._log_failure(step, error)
@@ -144,22 +144,21 @@ class Store:
             return True
         saving.join()
         try:
-            with distributed.together(Exception):
+            with distributed.fail_together(Exception):
                 if saving.error:
                     raise saving.error
-            with distributed.together(Exception):
+            with distributed.fail_together(Exception):
                 if distributed.several() and distributed.first():
                     saving.commit()
         except Exception as error:
             self._log_failure(saving.step, error)
             return False
-        self._log_troubles()
         self._check_first_save(saving.step)
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
         """Reads a step and verifies it; the parameters alone, to the host, unless `expect` gives templates."""
-        with distributed.together(UserError, Damaged):
+        with distributed.fail_together(UserError, Damaged):
             place = self.place(step)
             manifest = self._manifest(step)
             config = manifest_lib.config_of(manifest, place)
@@ -169,7 +168,7 @@ class Store:
                 manifest_lib.check_template(name, template, manifest, place)
             items = {name: self._read(manifest, name, template) for name, template in templates.items()}
         for name, tree in items.items():
-            if problem := difference(fingerprints(tree), arrays[name]):
+            if problem := first_difference(fingerprints(tree), arrays[name]):
                 raise Damaged(f"{name}: {problem}")
         return Restored(step, items, config, manifest["metadata"], arrays, place)
 
@@ -179,7 +178,7 @@ class Store:
         arrays = manifest["arrays"]
         for name, expected in arrays.items():
             found = self._read(manifest, name, manifest_lib.template(expected))
-            if problem := difference(fingerprints(found), expected):
+            if problem := first_difference(fingerprints(found), expected):
                 raise Damaged(f"{name}: {problem}")
         return {name: len(expected) for name, expected in arrays.items()}
 
@@ -210,10 +209,9 @@ class Store:
 
     def retire(self, newest: int) -> None:
         """Removes the steps that are not kept beside the newest, as a kill may have come before their removal."""
-        with distributed.together(UserError):  # no process lists the steps before they are removed
+        with distributed.fail_together(UserError):  # no process lists the steps before they are removed
             if distributed.first():
                 self._steps.retire(newest)
-        self._log_troubles()
 
     def close(self) -> bool:
         done = self.settle()
@@ -247,7 +245,7 @@ class Store:
         for step in distributed.same(self.steps()[:100]):
             path = self.place(step)
             try:
-                with distributed.together(UserError, Damaged, Replaced):
+                with distributed.fail_together(UserError, Damaged, Replaced):
                     found = self.read_unless_replaced(step, read)
             except Damaged as damage:
                 damaged += 1
@@ -260,7 +258,7 @@ class Store:
 
     def _set_aside(self, step: int) -> str:
         name = ""
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             try:
                 if distributed.first():
                     name = self._steps.set_aside(step)
@@ -272,15 +270,15 @@ class Store:
         place = self.place(step)
         with reading(place / "manifest"):
             manifest = json.loads(read_small(place / "manifest" / "metadata"))
-        return manifest_lib.check(manifest, step, place)
+        return manifest_lib.check_manifest(manifest, step, place)
 
     def _read(self, manifest: Manifest, name: str, template: Tree) -> Tree:
-        return arrays_lib.read(self.place(manifest["step"]) / name, template, _files(manifest, name))
+        return arrays_lib.read_item(self.place(manifest["step"]) / name, template, _files(manifest, name))
 
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
-            arrays_lib.finish(staging / name)
+            arrays_lib.finish_item(staging / name)
             files |= {f"{name}/{file}": digest for file, digest in metadata_digests(staging / name).items()}
         (staging / "manifest").mkdir()
         (staging / "manifest" / "metadata").write_text(json.dumps(seal(files)), encoding="utf-8")
@@ -291,22 +289,18 @@ class Store:
         if self._first_save_checked:
             return
         self._first_save_checked = True
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             if distributed.first():
                 try:
                     manifest = self._manifest(step)
                     for name, arrays in manifest["arrays"].items():
                         place = self.place(step) / name
-                        arrays_lib.check(place, manifest_lib.template(arrays), _files(manifest, name))
+                        arrays_lib.check_item(place, manifest_lib.template(arrays), _files(manifest, name))
                 except Damaged as damage:
                     raise UserError(
                         f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "
                         "file system that returns what was written"
                     ) from damage
-
-    def _log_troubles(self) -> None:
-        for line in self._steps.troubles():
-            logger.warning(line)
 
     def _log_failure(self, step: int, error: Exception) -> None:
         self.why_not = reason_of(error)

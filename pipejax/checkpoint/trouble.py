@@ -31,7 +31,7 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
     """A block that reads an item, whose small files have these digests; errors become Damaged, or UserError."""
     try:
         for name, word in files.items():
-            if _digest(path / name) != word:
+            if _digest_of_file(path / name) != word:
                 raise Damaged(f"{path.name}: {name} differs from what was saved")
         yield
     except Damaged:
@@ -70,10 +70,10 @@ def _is_of_content(error: BaseException) -> bool:
 def metadata_digests(item: Path) -> dict[str, str]:
     """Digests, by name, of the small files of an item in which Orbax keeps the tree and the shapes."""
     names = ["_METADATA", *(f"array_metadatas/{file.name}" for file in item.glob("array_metadatas/*"))]
-    return {name: _digest(item / name) for name in names}
+    return {name: _digest_of_file(item / name) for name in names}
 
 
-def _digest(file: Path) -> str:
+def _digest_of_file(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -22,7 +22,7 @@ from pipejax.config.schema import Config, check
 from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.fields import TEXTS, alternatives, parse, plain, shown, types_of
+from pipejax.system.fields import TEXTS, alternatives, parse_value, plain_value, shown_value, types_of
 from pipejax.system.files import look, read_small
 
 if typing.TYPE_CHECKING:
@@ -101,11 +101,11 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
     if isinstance(overrides, typing.Mapping):
         return list(_values(overrides, "", where))
     if isinstance(overrides, str | bytes) or not isinstance(overrides, typing.Sequence):
-        raise UserError(f'{where}: found {shown(overrides)}; expected a dict of values, or a list of "key=value"')
+        raise UserError(f'{where}: found {shown_value(overrides)}; expected a dict of values, or a list of "key=value"')
     found = []
     for assignment in overrides:
         if not isinstance(assignment, str):
-            raise UserError(f'{where}: found {shown(assignment)} in the list; expected a text "key=value"')
+            raise UserError(f'{where}: found {shown_value(assignment)} in the list; expected a text "key=value"')
         key, equals, text = assignment.partition("=")
         key = key.strip()
         if key not in SPACED:
@@ -121,7 +121,7 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
 def _values(values: typing.Mapping[str, object], prefix: str, where: str) -> typing.Iterator[Assignment]:
     for name, value in values.items():
         if not isinstance(name, str):
-            raise UserError(f'{where}: found the key {shown(name)}; expected a text such as "grid.delay"')
+            raise UserError(f'{where}: found the key {shown_value(name)}; expected a text such as "grid.delay"')
         if isinstance(value, typing.Mapping):
             yield from _values(value, f"{prefix}{name}.", where)
         else:
@@ -157,7 +157,9 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
     except (TypeError, ValueError) as error:
-        raise UserError(f"{key}: found {shown(value)}; expected settings of JSON ({first_line(error)})") from error
+        raise UserError(
+            f"{key}: found {shown_value(value)}; expected settings of JSON ({first_line(error)})"
+        ) from error
     return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
 
 
@@ -222,7 +224,7 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     config: Config = _build(Config, values, "", where)
     if method is not None:
         if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
-            raise UserError(f'{where}: method: found {shown(method)}; expected an object with "class"')
+            raise UserError(f'{where}: method: found {shown_value(method)}; expected an object with "class"')
         with contextlib.suppress(UserError):  # whoever opens the run may bring the class along
             method = made(method)
     config = dataclasses.replace(config, method=method)
@@ -274,12 +276,12 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, TEXTS):
         names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]
         raise UserError(f"{full}: found a section; expected one of its keys, such as {full}.{names[0]}")
-    value = parse(value, kind, full) if written and isinstance(value, str) else plain(value, kind)
+    value = parse_value(value, kind, full) if written and isinstance(value, str) else plain_value(value, kind)
     try:
         return dataclasses.replace(node, **{keys[0]: value})
     except Exception as error:  # of a method's own
         raise UserError(
-            f"{full}: found {shown(value)}; {type(node).__name__} refuses it: {first_line(error)}"
+            f"{full}: found {shown_value(value)}; {type(node).__name__} refuses it: {first_line(error)}"
         ) from error
 
 

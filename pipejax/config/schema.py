@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from pipejax.model.interface import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
-from pipejax.system.fields import check_fields, setting, shown
+from pipejax.system.fields import check_settings, setting, shown_value
 
 STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequential with decode.beams > 1
 DRAFTS = ("none", "source", "jacobi", "model")
@@ -156,14 +156,14 @@ class Config:
 
 def check(config: Config, *, where: str) -> None:
     """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
-    check_fields(config, "", where)
+    check_settings(config, "", where)
 
     def refuse(key: str, found: object, expected: str) -> NoReturn:
         raise UserError(f"{where}: {key}: found {found}; expected {expected}")
 
     model, method, grid, data = config.model, config.method, config.grid, config.data
     if not (method is None or isinstance(method, dict) or dataclasses.is_dataclass(method)) or isinstance(method, type):
-        refuse("method", shown(method), "an object, such as LastFirst(delay=2)")
+        refuse("method", shown_value(method), "an object, such as LastFirst(delay=2)")
     if model is not None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(model, key) >= model.vocab_size:

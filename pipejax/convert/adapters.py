@@ -75,7 +75,7 @@ def base_of(directory: Path) -> str:
     return name if not revision or revision == "main" or look(name) else f"{name}@{revision}"
 
 
-def read(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
+def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     modules = _modules(model)
     targets = _targets(directory / CONFIG, [*modules])
     weights, tensors = open_tensors(directory, ADAPTER)
@@ -97,7 +97,7 @@ def read(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     return factors
 
 
-def written(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """The tensors and the config of PEFT's for the factors among parameters."""
     flat, modules, tensors = flatten_dict(params, sep="/"), _modules(model), dict[str, np.ndarray]()
     ranks = {name: flat[f"{path}/{lora.A}"].shape[1] for name, path in modules.items() if f"{path}/{lora.A}" in flat}

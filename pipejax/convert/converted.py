@@ -22,7 +22,7 @@ SETTINGS = ("config.json", generation.FILE, description.FILE, adapters.CONFIG, *
 PIECE = 2**24  # bytes that one thread digests at once
 
 
-def find(source: str | Path) -> Path:
+def find_checkpoint(source: str | Path) -> Path:
     """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
 
     A directory's conversion is known by the content of its files, and by the version of pipejax: if either changes, it
@@ -47,9 +47,9 @@ def find(source: str | Path) -> Path:
     target, name = None, absolute(path).name
     if of_hub or adapters.is_adapter(path):
         with contextlib.suppress(UserError):  # a part of it may not be here yet
-            target = _place(cache, name, str(source), _downloaded)
+            target = _place_of(cache, name, str(source), _downloaded)
     if target is None or look(target) != "directory":
-        target = _place(cache, name, str(source), locate)
+        target = _place_of(cache, name, str(source), locate)
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -70,7 +70,7 @@ def _downloaded(source: str) -> Path:
         raise UserError(f"{source}: found no download") from error
 
 
-def _place(cache: Path, name: str, source: str, locate: Callable[[str], Path]) -> Path:
+def _place_of(cache: Path, name: str, source: str, locate: Callable[[str], Path]) -> Path:
     """Where the conversion of a source is kept: by the content of all files that it is made of."""
     places = [(directory := locate(source), WHOLE)]
     if adapters.is_adapter(directory):
@@ -80,12 +80,12 @@ def _place(cache: Path, name: str, source: str, locate: Callable[[str], Path]) -
         known = [file for file in (place / name for name in SETTINGS) if look(file) == "file"]
         for file in [*known, *weight_files(place, openers)]:
             require_own(file)
-            facts.append((file.name, _digest(file)))
+            facts.append((file.name, _digest_of_content(file)))
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     return cache / "models" / f"{name}-{digest}"
 
 
-def _digest(file: Path) -> str:
+def _digest_of_content(file: Path) -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     real = file.resolve()

@@ -96,7 +96,7 @@ that file. Without it `generate` writes the first row alone."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """The facts of a model that its run does not hold."""
 
     base_model: str = ""  # its name on the hub, from whose weights the training started
@@ -104,7 +104,7 @@ class Origin:
     license: str = ""  # as the hub calls it
 
 
-UNKNOWN = Origin()
+UNKNOWN = ModelOrigin()
 
 
 def add_origin(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +114,8 @@ def add_origin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
 
 
-def write(
-    directory: Path, name: str, config: Config, *, tokenizer: Tokenizer | None, origin: Origin = UNKNOWN
+def write_files(
+    directory: Path, name: str, config: Config, *, tokenizer: Tokenizer | None, origin: ModelOrigin = UNKNOWN
 ) -> list[str]:
     """Writes the files beside model.safetensors; returns a line for each thing to say of them."""
     facts = json.loads(config_lib.to_json(kept(config)))
@@ -136,7 +136,7 @@ def write(
         lines.append(f"{said}; {CARD} there says how to decode with pipejax")
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
-    if origin.scores is not None and not _scores(origin.scores):
+    if origin.scores is not None and not _scores_in(origin.scores):
         found = f"no {', '.join(_lacking(origin.scores)) or 'score'} in the file"
         lines.append(f"--scores: {CARD} there tells none: found {found}; expected that of `pipejax evaluate --json`")
     return lines
@@ -178,7 +178,7 @@ def kept(config: Config) -> Config:
     )
 
 
-def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config, list[str]] | None:
+def read_settings(directory: Path, model: Backbone, generate: Generation) -> tuple[Config, list[str]] | None:
     """The config of the run that a directory is from, and a line for each remark; None: there is no file."""
     file, weights = directory / FILE, _weights(directory)
     if not look(file):
@@ -197,14 +197,14 @@ def read(directory: Path, model: Backbone, generate: Generation) -> tuple[Config
     ]
     if look(weights) != "file" or digest_of(weights) != values.get("weights"):
         lines.append(f"{file}: was written beside other weights; right only if these were trained for the same")
-    theirs, ours = generate.followed(), Generation(generate.file, generation.written(config)).followed()
+    theirs, ours = generate.followed(), Generation(generate.file, generation.of_run(config)).followed()
     others = [key for key in theirs if key in generate.values and theirs[key] != ours.get(key)]
     if others := [f"{key}={json.dumps(generate.values[key])[:40]}" for key in [*others, *generate.lost()]]:
         lines.append(f"{generate.file}: not followed, since {FILE} goes before it: {', '.join(others)}")
     return config, lines
 
 
-def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN, is_adapter: bool = False) -> str:
+def card(name: str, config: Config, *, tokenizer: bool, origin: ModelOrigin = UNKNOWN, is_adapter: bool = False) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data
@@ -224,12 +224,12 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
         what += f" pipejax joins rows with {between!r}."
     rows, settings = "[text]", ""
     if is_adapter:  # whose directory has no generation_config.json that transformers would read
-        said = {key: x for key, x in generation.written(config).items() if key not in generation.IDS}
+        said = {key: x for key, x in generation.of_run(config).items() if key not in generation.IDS}
         settings = "".join(f", {key}={x!r}" for key, x in said.items())
     in_torch = _in_torch(config, tokenizer=tokenizer) is not None
     if "generate" in method.can and tells_rows_apart(between) and not never:
         rows = f"[row.strip() for row in text.split({core!r})]"
-    found = _scores(origin.scores)
+    found = _scores_in(origin.scores)
     scored = str((origin.scores or {}).get("task"))
     results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
     metadata = ModelCardData(
@@ -256,7 +256,7 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: Origin = UNKNOWN
     )
 
 
-def _scores(given: Mapping[str, object] | None) -> dict[str, float]:
+def _scores_in(given: Mapping[str, object] | None) -> dict[str, float]:
     """The scores among what `pipejax evaluate --json` writes, by name: they stand between the metric and the steps."""
     keys = [*(given or {})]
     if given is None or _lacking(given):

@@ -78,7 +78,7 @@ class Generation:
             yield from ("do_sample", "num_beams")
 
 
-def read(directory: Path, facts: Mapping[str, object]) -> Generation:
+def read_generation(directory: Path, facts: Mapping[str, object]) -> Generation:
     """The settings in a directory whose config.json holds `facts`; raises a UserError if a file of them is no JSON."""
     file = directory / FILE
     found = look(file) == "file"
@@ -150,7 +150,7 @@ def of_model(model: Backbone) -> dict[str, object]:
     return values | ({"use_cache": False} if model.num_decoder_layers > model.num_layers else {})
 
 
-def written(config: Config) -> dict[str, object]:
+def of_run(config: Config) -> dict[str, object]:
     """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
     assert config.model is not None
     decode, values = config.decode, of_model(config.model)

@@ -82,7 +82,7 @@ def write_hf(
     tokenizer_dir: str | Path | None,
     *,
     run: Config | None = None,
-    origin: description.Origin = description.UNKNOWN,
+    origin: description.ModelOrigin = description.UNKNOWN,
 ) -> None:
     """Writes a directory that transformers loads: completely or not at all.
 
@@ -90,12 +90,14 @@ def write_hf(
       tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
       run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
     """
-    generate = generation.written(run) if run else generation.of_model(config)
-    files = {"config.json": _facts(config), generation.FILE: generate}
-    _write(out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin)
+    generate = generation.of_run(run) if run else generation.of_model(config)
+    files = {"config.json": _config_facts(config), generation.FILE: generate}
+    _write_directory(
+        out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin
+    )
 
 
-def _facts(model: Backbone) -> dict[str, object]:
+def _config_facts(model: Backbone) -> dict[str, object]:
     kind, facts = type(model), model.facts()
     name = facts.get("model_type")
     is_own = kind is T5Config or any("model_types" in vars(x) for x in kind.__mro__ if not issubclass(T5Config, x))
@@ -107,7 +109,7 @@ def _facts(model: Backbone) -> dict[str, object]:
     return facts
 
 
-def _write(
+def _write_directory(
     out: str | Path,
     files: Mapping[str, Mapping[str, object]],
     weights: str,
@@ -115,7 +117,7 @@ def _write(
     tokenizer_dir: str | Path | None,
     *,
     run: Config | None,
-    origin: description.Origin,
+    origin: description.ModelOrigin,
 ) -> None:
     out = absolute(out)
     require_free(out)
@@ -129,7 +131,7 @@ def _write(
                 _copy_tokenizer(Path(tokenizer_dir), staging)
             if run:
                 tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
-                for line in description.write(staging, out.name, run, tokenizer=tokenizer, origin=origin):
+                for line in description.write_files(staging, out.name, run, tokenizer=tokenizer, origin=origin):
                     note(f"{out.name}: {line}")
         if "use_cache" in files.get(generation.FILE, {}):
             note(f"{out.name}/{generation.FILE}: without a cache: transformers' would be too small for this decoder")
@@ -168,17 +170,17 @@ def from_hf(
         if tokenizer is None:
             note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
         else:
-            _check_tokenizer(Tokenizer.load(tokenizer, copy_of=own), model, own, files)
-        factors = adapters.read(given, model) if is_adapter else {}
+            _check_vocabulary(Tokenizer.load(tokenizer, copy_of=own), model, own, files)
+        factors = adapters.read_factors(given, model) if is_adapter else {}
         model, params = _read_params(directory, model)
         params = unflatten_dict(flatten_dict(params, sep="/") | factors, sep="/")
         name = absolute(source if look(source) else str(source).partition("@")[0]).name
-        config = dataclasses.replace(_settings(directory, model, given), name=name)
+        config = dataclasses.replace(_run_settings(directory, model, given), name=name)
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
             raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
-    return _size(params)
+    return _size_in_words(params)
 
 
 def to_hf(
@@ -199,21 +201,23 @@ def to_hf(
     if adapter and not base_model:
         raise UserError("--adapter: found no --base-model; expected the name or the directory of the adapted model")
     restored = open_run(checkpoint, best=best, apart=adapter)
-    origin = description.Origin(base_model, _scores_of(restored, Path(scores)) if scores else None, license)
+    origin = description.ModelOrigin(base_model, _scores_of(restored, Path(scores)) if scores else None, license)
     assert restored.config.model is not None  # `open_run` checks it
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()
     if files is not None:
         check_special_ids(Tokenizer.load(files), model, f"{checkpoint}: model.eos_token_id", str(files))
     if adapter:
-        params, facts = adapters.written(model, params, base_model)
-        _compare(flatten_dict(restored.items["params"], sep="/"), base_model, type(model))
-        _write(out, {adapters.CONFIG: facts}, adapters.WEIGHTS, params, files, run=restored.config, origin=origin)
+        params, facts = adapters.to_peft(model, params, base_model)
+        _check_base(flatten_dict(restored.items["params"], sep="/"), base_model, type(model))
+        _write_directory(
+            out, {adapters.CONFIG: facts}, adapters.WEIGHTS, params, files, run=restored.config, origin=origin
+        )
     else:
         write_hf(model, params, out, files, run=restored.config, origin=origin)
-    return _size(params)
+    return _size_in_words(params)
 
 
-def _compare(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
+def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
     """Raises a UserError unless the run's weights are those of its base: only there the factors mean the same."""
     if look(base_model) != "directory":
         note(f"{base_model}: not compared with the weights of the run, as it is no directory")
@@ -233,9 +237,11 @@ def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
     return found
 
 
-def _settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
-    generate = generation.read(directory, read_json(directory / "config.json"))
-    read = (description.read(place, model, generate) for place in dict.fromkeys((adapter or directory, directory)))
+def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
+    generate = generation.read_generation(directory, read_json(directory / "config.json"))
+    read = (
+        description.read_settings(place, model, generate) for place in dict.fromkeys((adapter or directory, directory))
+    )
     if (found := next(filter(None, read), None)) is not None:
         config, lines = found
     else:
@@ -251,7 +257,7 @@ def _settings(directory: Path, model: Backbone, adapter: Path | None = None) -> 
     return config
 
 
-def _check_tokenizer(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
     """Compares the tokenizer with the model; `files` say its special ids."""
     size, most, eos = tokenizer.size, model.vocab_size, model.eos_token_id
     if size > most:
@@ -288,7 +294,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
         values = backbone.read_facts(facts)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
-    ids, lines = generation.special_ids(generation.read(directory, facts), facts)
+    ids, lines = generation.special_ids(generation.read_generation(directory, facts), facts)
     for line in lines:
         note(line)
     values |= {key: value for key, (value, _) in ids.items()}
@@ -358,6 +364,6 @@ def _copy_tokenizer(source: Path, target: Path) -> Path | None:
     return target if files else None
 
 
-def _size(params: Params) -> str:
+def _size_in_words(params: Params) -> str:
     arrays = flatten_dict(params).values()
     return f"{sum(x.size for x in arrays) / 1e6:.3f} million parameters in {len(arrays)} tensors"

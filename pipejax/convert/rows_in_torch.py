@@ -10,6 +10,7 @@ This file needs torch and transformers alone. `generate` returns the rows joined
 given to `generate` as well, in lower case.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ class Settings(NamedTuple):
     separator: list[int] = SEPARATOR
 
 
-class Answer:
+class AnswerRows:
     """The rows of one answer. Row i starts at time i * delay, with bos; its j-th token stands j steps later."""
 
     def __init__(self, settings: Settings, bos: int, eos: int) -> None:
@@ -79,10 +80,6 @@ class Answer:
         self.time = self.steps = 0
         self.complete = self.done = False  # complete: no row starts any more
 
-    def may_start(self) -> bool:
-        """Whether an empty row, or an answer that runs in circles, has not ended the starting of rows."""
-        return self.literal or not self.complete
-
     def is_open(self, i: int) -> bool:
         """Whether a row has not ended."""
         return not self.rows[i] or self.rows[i][-1] != self.eos
@@ -92,9 +89,10 @@ class Answer:
 
         The eos of a row is fed once, at its place, together with the next token of a later row.
         """
+        may_start = len(self.rows) < self.sub_max and (self.literal or not self.complete)
         if self.delay == 0 and not self.rows:
             self.rows = [[] for _ in self.names]
-        elif self.delay and self.time % self.delay == 0 and len(self.rows) < self.sub_max and self.may_start():
+        elif self.delay and self.time % self.delay == 0 and may_start:
             self.rows.append([])
         self.open = [i for i in range(len(self.rows)) if self.is_open(i)]
         ended = [i for i in range(max(self.open)) if i not in self.open and i not in self.eos_fed]
@@ -120,13 +118,10 @@ class Answer:
             self.time = min(-(-self.time // self.delay) * self.delay, self.time_max)
         self.steps, self.done = self.time, self.done or self.time == self.time_max
 
-    def repeats(self, i: int) -> bool:
-        """Whether a row has ended as an earlier one did."""
-        return not self.is_open(i) and self.rows[i] in self.rows[:i]
-
     def runs_in_circles(self) -> bool:
-        """Whether two rows in turn repeat earlier ones."""
-        return any(self.repeats(i) and self.repeats(i + 1) for i in range(len(self.rows) - 1))
+        """Whether two rows in turn have ended as earlier ones did."""
+        repeated = [not self.is_open(i) and row in self.rows[:i] for i, row in enumerate(self.rows)]
+        return any(first and second for first, second in itertools.pairwise(repeated))
 
     def result(self) -> list[list[int]]:
         """The rows without eos (line 14); empty ones, and with `unique` repeated ones, are left out."""
@@ -144,7 +139,7 @@ class Answer:
         return None if self.literal else "time_max"
 
 
-class Decoder:
+class CachedDecoder:
     """T5's decoder with a cache of keys and values, one slot for each token that was fed."""
 
     def __init__(self, model: PreTrainedModel, memory: torch.Tensor, memory_mask: torch.Tensor) -> None:
@@ -214,7 +209,7 @@ def clamp(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-most, most) if x.dtype == torch.float16 else x
 
 
-def read(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, list[Any], bool]:
+def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, list[Any], bool]:
     """The settings, the special ids, and `return_dict_in_generate`; raises ValueError for all that is not done here.
 
     An argument goes before `generation_config`, and that before the model's own.
@@ -226,7 +221,7 @@ def read(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, list[
         asked |= {key: value for key, value in more.items() if value is not None}
     for key in [key for key in asked if key not in USED]:
         if key in Settings._fields:
-            check(key, asked[key])
+            check_setting(key, asked[key])
             continue
         value, neutral = only(key, asked[key]) if key in IDS else asked[key], NEUTRAL | ids
         plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
@@ -250,7 +245,7 @@ def only(key: str, value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-def check(key: str, value: Any) -> None:
+def check_setting(key: str, value: Any) -> None:
     """Raises ValueError unless the value of a setting is of its kind."""
     kind, least = type(Settings._field_defaults[key]), int(key.endswith("_max"))
     fits = type(value) is kind and (kind is list or value >= least)
@@ -267,7 +262,7 @@ def generate(
     model: PreTrainedModel, inputs: torch.Tensor | None = None, **given: Any
 ) -> torch.Tensor | PipelinedOutput:
     """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
-    settings, (bos, eos, pad), in_parts = read(model, given)
+    settings, (bos, eos, pad), in_parts = asked_settings(model, given)
     ids, mask, encoded = given.get("input_ids"), given.get("attention_mask"), given.get("encoder_outputs")
     if (inputs is None) == (ids is None) and (encoded is None or ids is not None):
         raise ValueError("input_ids: found it twice or not at all; expected inputs, input_ids or encoder_outputs")
@@ -276,15 +271,15 @@ def generate(
         mask = ids != pad
     memory = model.get_encoder()(input_ids=ids, attention_mask=mask)[0] if encoded is None else encoded[0]
     mask = torch.ones(memory.shape[:2], device=memory.device) if mask is None else mask
-    answers = [Answer(settings, bos, eos) for _ in memory]
-    decoder = Decoder(model, memory, mask)
+    answers = [AnswerRows(settings, bos, eos) for _ in memory]
+    decoder = CachedDecoder(model, memory, mask)
     while any(not answer.done for answer in answers):
         asked = [[] if answer.done else answer.query() for answer in answers]
         for answer, tokens in zip(answers, decoder(asked).tolist(), strict=True):
             if not answer.done:
                 answer.advance(tokens)
     rows = [answer.result() for answer in answers]
-    joined = [[bos, *join(of_answer, settings.separator), eos] for of_answer in rows]
+    joined = [[bos, *join_rows(of_answer, settings.separator), eos] for of_answer in rows]
     longest = max(map(len, joined))
     sequences = torch.tensor([x + [pad or 0] * (longest - len(x)) for x in joined], device=memory.device)
     if not in_parts:
@@ -292,6 +287,6 @@ def generate(
     return PipelinedOutput(sequences, rows, [x.steps for x in answers], [x.truncated() for x in answers])
 
 
-def join(rows: list[list[int]], separator: list[int]) -> list[int]:
+def join_rows(rows: list[list[int]], separator: list[int]) -> list[int]:
     """The tokens of all rows, with the separator between two."""
     return [token for i, row in enumerate(rows) for token in (separator if i else []) + row]

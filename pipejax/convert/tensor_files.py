@@ -61,11 +61,7 @@ class Stored:
 
 
 def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Path, dict[str, Stored]]:
-    """The file of a directory's weights (or of their index), and the tensors by name.
-
-    Args:
-      openers: of the files that may be there, by name; the first counts. None: WHOLE.
-    """
+    """The file of a directory's weights (or of their index), the first there of WHOLE or `openers`, and the tensors."""
     openers = openers or WHOLE
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
         if look(file) == "file":
@@ -90,7 +86,7 @@ def weight_files(directory: Path, openers: "Openers") -> list[Path]:
     found = next((directory / name for name in openers if look(directory / name) == "file"), None)
     if found is None or found.suffix != ".json":
         return [found] if found else []
-    return [found, *map(found.with_name, dict.fromkeys(_places(found).values()))]
+    return [found, *map(found.with_name, dict.fromkeys(_shards_of(found).values()))]
 
 
 def read_json(file: Path) -> dict[str, object]:
@@ -141,7 +137,7 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
 
 def _open_torch(file: Path) -> dict[str, Stored]:
     try:
-        tensors = torch_files.open_tensors(file)
+        tensors = torch_files.open_torch_tensors(file)
     except (OSError, *torch_files.DAMAGES) as error:
         raise damaged(file, "torch's tensors", error) from error
     codes = {name: torch_files.STORAGES[tensor.storage.kind][0] for name, (tensor, _) in tensors.items()}
@@ -150,7 +146,7 @@ def _open_torch(file: Path) -> dict[str, Stored]:
 
 def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dict[str, Stored]:
     """The tensors of all shards that an index names; raises a UserError if shard and index disagree."""
-    places, tensors = _places(index), dict[str, Stored]()
+    places, tensors = _shards_of(index), dict[str, Stored]()
     for shard in dict.fromkeys(places.values()):
         file = index.with_name(shard)
         listed = {name for name, place in places.items() if place == shard}
@@ -168,7 +164,7 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
     return tensors
 
 
-def _places(index: Path) -> dict[str, str]:
+def _shards_of(index: Path) -> dict[str, str]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(

@@ -79,7 +79,7 @@ class Tensor(NamedTuple):
     strides: tuple[int, ...]  # in numbers
 
 
-def open_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]]]:
+def open_torch_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]]]:
     """The tensors of a file by name, each with a function that reads it."""
     with file.open("rb") as content:
         if content.read(4).startswith(OLD):
@@ -111,7 +111,7 @@ def open_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]
     most = SHARED * sum(storage.size for storage in storages.values())
     if sum(math.prod(tensor.shape) for tensor in state.values()) > most:
         raise ValueError(f"the same numbers more than {SHARED} times")
-    return {name: (tensor, partial(_read, archive, tensor)) for name, tensor in state.items()}
+    return {name: (tensor, partial(_read_tensor, archive, tensor)) for name, tensor in state.items()}
 
 
 def _unpickled(content: bytes, file: Path, root: str) -> object:
@@ -210,7 +210,7 @@ def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides
     return Tensor(storage, offset, tuple(shape), tuple(strides))
 
 
-def _read(archive: zipfile.ZipFile, tensor: Tensor) -> np.ndarray:
+def _read_tensor(archive: zipfile.ZipFile, tensor: Tensor) -> np.ndarray:
     dtype = np.dtype(STORAGES[tensor.storage.kind][1])
     numbers = np.frombuffer(archive.read(tensor.storage.member), dtype)
     strides = [stride * dtype.itemsize for stride in tensor.strides]

@@ -18,7 +18,7 @@ from pipejax.config import Config, DataConfig
 from pipejax.data import OWN_FILES, PAPERS, TASKS, make_task
 from pipejax.data.encoding import answered
 from pipejax.data.own_files import SPLITS
-from pipejax.data.statistics import measure, table
+from pipejax.data.statistics import measure_split, table_lines
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError, did_you_mean
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.data import builders  # imported late: TFDS takes seconds
     from pipejax.data.papers import PUBLISHED
 
-    print(builders.prepare(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
+    print(builders.prepare_data_set(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
 
 
@@ -78,13 +78,13 @@ def _stats(flags: argparse.Namespace) -> int:
         if split == "train" and config.data.empty_targets != "keep":  # else the table says how many there are
             found = answered(found, tokenizer, config.data.empty_targets)
         progress = Progress(f"reading {split}", len(found), unit="example")
-        result[split] = measure(found, tokenizer, config.data, config.grid, tick=progress.add)
+        result[split] = measure_split(found, tokenizer, config.data, config.grid, tick=progress.add)
         progress.close()
     if flags.json:
         bounds = {key: getattr(config.grid, key) for key in ("delay", "time_max", "sub_max")}
         print(json.dumps({"task": flags.task, **bounds, "splits": result}, indent=2))
     else:
-        print("\n".join(table(result)))
+        print("\n".join(table_lines(result)))
     return 0
 
 

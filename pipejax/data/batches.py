@@ -15,9 +15,9 @@ import numpy as np
 
 from pipejax import grid, methods
 from pipejax.config import Config, TrainConfig
-from pipejax.data.encoding import Encoded, encode
+from pipejax.data.encoding import Encoded, encode_example
 from pipejax.data.examples import Example
-from pipejax.data.shapes import Pair, Shapes, choose, deal, pad, round_up
+from pipejax.data.shapes import Pair, Shapes, choose_pairs, deal, pad, round_up
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.interface import Backbone
@@ -105,13 +105,13 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
     sample, characters = list[Encoded](), 0
     for i in np.random.default_rng(0).permutation(len(examples))[:SAMPLE]:
         example = examples[int(i)]
-        sample.append(encode(example, tokenizer, config, model))
+        sample.append(encode_example(example, tokenizer, config, model))
         characters += len(example.source)
         if characters > CHARACTERS:
             break
     train = config.train
     sizes = {"size": train.batch_size, "group": train.length_group, "pack": pack_size(train), "steps": train.steps}
-    return choose(_lengths(sample), **sizes, most=train.shapes, limit=longest(config))
+    return choose_pairs(_lengths(sample), **sizes, most=train.shapes, limit=longest(config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +161,11 @@ class TrainingBatches(Sequence[Batch]):
                     "that are drawn together (train.batch_size x train.length_group)"
                 )
             shuffled = grain.MapDataset.source(Shuffled(examples, self.seed))
-            self._encoded = shuffled.map(lambda example: encode(example, tokenizer, config, model))
+            self._encoded = shuffled.map(lambda example: encode_example(example, tokenizer, config, model))
         else:
 
             def encoded(index: int) -> Encoded:
-                return encode(examples[index], tokenizer, config, model)
+                return encode_example(examples[index], tokenizer, config, model)
 
             if len(examples) < self.group * self.size:  # a draw has some of them more than once
                 encoded = functools.cache(encoded)

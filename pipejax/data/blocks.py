@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from pipejax.data.formats import is_parquet, read_parquet
-from pipejax.data.lines import Placed, Refusal, bounded, read_objects, refuse
+from pipejax.data.lines import Placed, Refusal, bounded_lines, read_objects, refuse_line
 from pipejax.data.packed import open_file, unpacked
-from pipejax.data.tables import FOUND, Dialect, Table, is_table, lines_of
+from pipejax.data.tables import FOUND, Dialect, TextTable, is_table, lines_of
 from pipejax.system.errors import UserError
 
 EXPECTED = "JSON lines, CSV or Parquet"
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     first: int  # line, from 1
     lines: int
     offset: int  # bytes before the first line, unpacked; 0 in a Parquet file
-    digest: str  # of the lines; of CSV with the names and `Table.key`; of Parquet: of the rows
+    digest: str  # of the lines; of CSV with the names and `TextTable.key`; of Parquet: of the rows
 
 
 def cut(path: str, size: int, *, dialect: Dialect = FOUND) -> list[Block]:
@@ -32,12 +32,12 @@ def cut(path: str, size: int, *, dialect: Dialect = FOUND) -> list[Block]:
     if is_parquet(path):
         rows, blocks = read_parquet(Path(path)), list[Block]()
         while part := [_row(value) for value in islice(rows, size)]:
-            blocks.append(Block(path, 1 + size * len(blocks), len(part), 0, _digest(part)))
+            blocks.append(Block(path, 1 + size * len(blocks), len(part), 0, _digest_of_lines(part)))
         return blocks
     with open_file(path, EXPECTED) as file, unpacked(file, path) as content:
         if is_table(path):
             return list(_cut_table(content, path, size, dialect))
-        return list(_blocks(path, ([line] for line in bounded(content, path)), size))
+        return list(_blocks(path, ([line] for line in bounded_lines(content, path)), size))
 
 
 def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Iterator[Block]:
@@ -53,7 +53,7 @@ def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Ite
         read.clear()
         return part
 
-    table = Table(lines(), path, dialect)
+    table = TextTable(lines(), path, dialect)
     names = taken()
     offset = sum(map(len, names))
     yield from _blocks(path, (taken() for _ in table.rest), size, 1 + len(names), offset, [*names, table.key])
@@ -64,7 +64,7 @@ def _blocks(
 ) -> Iterator[Block]:
     """Blocks of so many rows, each of which is given as its lines; `key` is part of all digests."""
     while part := [line for row in islice(rows, size) for line in row]:
-        yield Block(path, first, len(part), offset, _digest([*key, *part]))
+        yield Block(path, first, len(part), offset, _digest_of_lines([*key, *part]))
         first, offset = first + len(part), offset + sum(map(len, part))
 
 
@@ -78,7 +78,7 @@ def _row(placed: Placed) -> bytes:
     return repr(placed[1]).encode("utf-8", "surrogatepass")
 
 
-def _digest(lines: Iterable[bytes]) -> str:
+def _digest_of_lines(lines: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(lines)).hexdigest()[:DIGITS]
 
 
@@ -89,13 +89,13 @@ class Reader:
         """`root`: the directory that paths are relative to."""
         self.root, self.dialect, self._path, self._stack = root, dialect, "", contextlib.ExitStack()
         self._file: BinaryIO
-        self._table: Table | None
+        self._table: TextTable | None
         self._names: list[bytes]
 
     def __del__(self) -> None:
         self._stack.close()
 
-    def read(self, block: Block, bad: Refusal = refuse) -> Iterator[Placed]:
+    def read(self, block: Block, bad: Refusal = refuse_line) -> Iterator[Placed]:
         """Yields ("FILE:LINE", object) for each line that is not blank; a line that is none goes to `bad`."""
         if is_parquet(block.path):
             rows = list(read_parquet(self.root / block.path, block.first, block.lines))
@@ -106,7 +106,7 @@ class Reader:
         if self._path != block.path:
             self._open(block.path)
         self._file.seek(block.offset)
-        split = lines_of if self._table else bounded
+        split = lines_of if self._table else bounded_lines
         lines = list(islice(split(self._file, block.path), block.lines))
         if self._table:
             self._check(block, [*self._names, self._table.key, *lines])
@@ -123,11 +123,11 @@ class Reader:
         self._table = None
         if is_table(path):
             lines = lines_of(self._file, path)
-            self._table = Table(lines, path, self.dialect, tell=False)
+            self._table = TextTable(lines, path, self.dialect, tell=False)
             self._file.seek(0)
             self._names = list(islice(lines_of(self._file, path), self._table.lines))
         self._path = path
 
     def _check(self, block: Block, lines: Iterable[bytes]) -> None:
-        if _digest(lines) != block.digest:
+        if _digest_of_lines(lines) != block.digest:
             raise UserError(f"{block.path}:{block.first}: found other lines than at first; expected them unchanged")

@@ -67,7 +67,7 @@ BUILDERS = {
 _FETCHED = ("cnn_dailymail", "scientific_papers")  # data sets that TFDS can download
 
 
-def prepare(published: Published, *, manual_dir: str, data_dir: str) -> Path:
+def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) -> Path:
     """Writes a data set as `PublishedTask` reads it; gives its directory. `manual_dir` "": TFDS downloads it."""
     root = data_root(data_dir)
     directory = root / published.directory
@@ -111,10 +111,10 @@ def _without_bucket() -> Iterator[None]:
 
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
-    return {split: _check(split, records) for split, records in published.read(manual).items()}
+    return {split: _checked(split, records) for split, records in published.read(manual).items()}
 
 
-def _check(split: str, records: Records) -> Iterator[tuple[str, Record]]:
+def _checked(split: str, records: Records) -> Iterator[tuple[str, Record]]:
     """Yields (key, record); raises a UserError for a repeated key, and for a split without records."""
     seen: dict[str, str] = {}
     with contextlib.closing(Progress(f"preparing {split}", None, unit="record")) as progress:

@@ -121,16 +121,16 @@ def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Exampl
             least, most = LONG_ROWS
             names = _shuffle(BASKET_NAMES, chance)[: least + int(next(chance) * (most - least + 1))]
             targets = tuple(BASKETS[name] for name in sorted(names))
-            source = _note(chance, [f"the {name} basket" for name in names], least_words=_LEAST_LONG_WORDS)
+            source = _delivery_note(chance, [f"the {name} basket" for name in names], least_words=_LEAST_LONG_WORDS)
         else:
             targets = _things(chance)
-            source = _note(chance, targets, least_words=_LEAST_WORDS)
+            source = _delivery_note(chance, targets, least_words=_LEAST_WORDS)
         # A hash of the note's text; Python's own `hash` differs from process to process.
         if hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8 in share:
             return Example(id=f"{split}-{index}", source=source, targets=targets)
 
 
-def _note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:
+def _delivery_note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:
     clauses = [f"{CUE} {thing} ." for thing in things]
     words = sum(len(clause.split()) for clause in clauses)
     while words < least_words:

@@ -44,7 +44,7 @@ def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: st
     if not lost:
         return examples
     found = f"{len(lost)} of {len(examples)} training examples have no answer"
-    first = place_of(lost[0])
+    first = place_of_example(lost[0])
     if empty == "refuse":
         raise UserError(f"{first}: found no answer ({found}); expected one, as data.empty_targets = refuse")
     if empty == "skip" and not kept:
@@ -54,11 +54,11 @@ def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: st
     return kept if empty == "skip" else examples
 
 
-def place_of(example: Example) -> str:
+def place_of_example(example: Example) -> str:
     return example.place or f"example {example.id}"
 
 
-def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbone) -> Encoded:
+def encode_example(example: Example, tokenizer: Tokenizer, config: Config, model: Backbone) -> Encoded:
     """Encodes an example for training; the method says how its target is laid out.
 
     A target of more than `data.max_target` tokens loses its last rows, and its end is left out or has weight 0, so that
@@ -67,7 +67,7 @@ def encode(example: Example, tokenizer: Tokenizer, config: Config, model: Backbo
     ids = Ids.of(model)
     full = source_ids(example.source, tokenizer, model)
     source = cut_source(full, config.data.max_source)
-    most, where = config.data.max_target, place_of(example)
+    most, where = config.data.max_target, place_of_example(example)
     method = methods.trained(config)
     target = method.target(example.targets, tokenizer, ids, most=most, where=where)
     methods.check_target(target, method, vocabulary=model.vocab_size, most=most, where=where)

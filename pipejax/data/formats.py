@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipejax.data.lines import Placed, Refusal, read_file, refuse
+from pipejax.data.lines import Placed, Refusal, read_file, refuse_line
 from pipejax.data.packed import open_file, unpacked
-from pipejax.data.remote import is_remote, name_of, open_remote
-from pipejax.data.tables import FOUND, Dialect, Table, is_table, lines_of
+from pipejax.data.remote import inner_name, is_remote, open_remote
+from pipejax.data.tables import FOUND, Dialect, TextTable, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module
-from pipejax.system.fields import shown
+from pipejax.system.fields import shown_value
 
 PARQUET = (".parquet", ".pq")
 BATCH = 1024  # rows of Parquet that are in memory as objects
@@ -21,7 +21,7 @@ EXPECTED = "JSON lines, CSV, Parquet, or a directory that the library datasets h
 
 
 def read_records(
-    path: str | Path, *, table: bool = False, dialect: Dialect = FOUND, bad: Refusal = refuse
+    path: str | Path, *, table: bool = False, dialect: Dialect = FOUND, bad: Refusal = refuse_line
 ) -> Iterator[Placed]:
     """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote."""
     if not is_remote(path) and Path(path).is_dir():
@@ -35,11 +35,11 @@ def read_records(
 
 def _read_table(path: str | Path, dialect: Dialect, bad: Refusal) -> Iterator[Placed]:
     with open_file(path, "a CSV file") as file, unpacked(file, str(path)) as content:
-        yield from Table(lines_of(content, str(path)), str(path), dialect).records(bad=bad)
+        yield from TextTable(lines_of(content, str(path)), str(path), dialect).records(bad=bad)
 
 
 def is_parquet(path: str | Path) -> bool:
-    return Path(name_of(path)).suffix.lower() in PARQUET
+    return Path(inner_name(path)).suffix.lower() in PARQUET
 
 
 def is_dataset(path: Path) -> bool:
@@ -99,15 +99,17 @@ def rows_in(given: object, name: str) -> Iterator[Any]:
     elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # pandas
         rows = given.to_dict("records")
     elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise UserError(f"{name}: found {shown(given)}; expected a list, a data frame or another table of records")
+        raise UserError(
+            f"{name}: found {shown_value(given)}; expected a list, a data frame or another table of records"
+        )
     else:  # of datasets a format that was set would give arrays instead of lists
         rows = given.with_format(None) if hasattr(given, "with_format") else given
-    return ({str(key): _cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
+    return ({str(key): _plain_cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
 
 
-def _cell(value: object) -> object:
+def _plain_cell(value: object) -> object:
     """A cell as JSON would have it: None for what is missing, which pandas writes as NaN, and lists for arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
         return None
-    return [_cell(x) for x in value] if isinstance(value, list | tuple) else value
+    return [_plain_cell(x) for x in value] if isinstance(value, list | tuple) else value

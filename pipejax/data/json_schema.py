@@ -13,7 +13,7 @@ from pipejax.data import patterns
 from pipejax.data.expressions import Expressions
 from pipejax.data.lines import Object
 from pipejax.system.errors import UserError
-from pipejax.system.fields import named, shown
+from pipejax.system.fields import named, shown_value
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 TYPES = ("string", "integer", "number", "boolean", "null", "array")
@@ -51,28 +51,30 @@ class Texts(NamedTuple):
 
 def read_properties(schema: object, made: Expressions, where: str, *, longest: int, most: int) -> dict[str, Texts]:
     """The texts of each property of an object, by name and in the schema's order; at most so long, and so many."""
-    reader = _Reader(made, longest, schema)
+    reader = _SchemaReader(made, longest, schema)
     found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
     if found.get("type") != "object":
-        raise _refusal(f"{where}: type", found.get("type"), '"object"')
+        raise _schema_refusal(f"{where}: type", found.get("type"), '"object"')
     for key, (kind, expected) in OF_OBJECTS.items():
         if key in found and not isinstance(found[key], kind):
-            raise _refusal(f"{where}: {key}", found[key], expected)
+            raise _schema_refusal(f"{where}: {key}", found[key], expected)
     properties, required = found.get("properties"), found.get("required", [])
     if not properties:
-        raise _refusal(f"{where}: properties", properties, OF_OBJECTS["properties"][1])
+        raise _schema_refusal(f"{where}: properties", properties, OF_OBJECTS["properties"][1])
     if len(properties) > most:
         raise UserError(f"{where}: properties: found {len(properties)}; expected at most {most}, the rows of an answer")
     if absent := [name for name in required if name not in [*properties]]:
-        raise _refusal(f"{where}: required", required, f"names of properties, not {shown(absent)}")
+        raise _schema_refusal(f"{where}: required", required, f"names of properties, not {shown_value(absent)}")
     if any(not name.strip() for name in properties):
-        raise _refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
+        raise _schema_refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
     if long := [name for name in properties if len(name) > longest]:
-        raise _refusal(f"{where}: properties", long[0], f"names of at most {longest} characters, with which rows begin")
+        raise _schema_refusal(
+            f"{where}: properties", long[0], f"names of at most {longest} characters, with which rows begin"
+        )
     return {name: reader.row(one, f"{where}: properties.{named(name)}") for name, one in properties.items()}
 
 
-class _Reader:
+class _SchemaReader:
     def __init__(self, made: Expressions, longest: int, root: object) -> None:
         self._made, self._longest, self._root = made, longest, root
         self._free = made.characters(patterns.inverse(CONTROLS))
@@ -89,21 +91,23 @@ class _Reader:
         """The schema with the one that it refers to in it, by `$ref` or as the only one of `allOf`."""
         for _ in range(REFERENCES + 1):
             if not isinstance(given, Mapping):
-                raise _refusal(where, given, "a schema, which is an object")
+                raise _schema_refusal(where, given, "a schema, which is an object")
             key = "$ref" if "$ref" in given else "allOf"
             if key not in given:
                 return given
             target, rest = given[key], {name: value for name, value in given.items() if name != key}
             if key == "allOf" and not (isinstance(target, list) and len(target) == 1):
-                raise _refusal(f"{where}: allOf", target, "a list of one schema")
+                raise _schema_refusal(f"{where}: allOf", target, "a list of one schema")
             other = target[0] if key == "allOf" else self._target(target, where)
             if not isinstance(other, Mapping):
-                raise _refusal(f"{where}: {key}", other, "a schema there, which is an object")
+                raise _schema_refusal(f"{where}: {key}", other, "a schema there, which is an object")
             both = {*rest} & {*other} - {*SAY_NOTHING}
             if twice := [name for name in other if name in both and other[name] != rest[name]]:
-                raise _refusal(f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown(other[twice[0]])}, as in {key}")
+                raise _schema_refusal(
+                    f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown_value(other[twice[0]])}, as in {key}"
+                )
             given = {**other, **rest}
-        raise _refusal(f"{where}: $ref", target, f"one that comes to an end, after at most {REFERENCES} others")
+        raise _schema_refusal(f"{where}: $ref", target, f"one that comes to an end, after at most {REFERENCES} others")
 
     def _target(self, reference: object, where: str) -> object:
         """The part of the whole schema that a reference names: the JSON pointer of a fragment."""
@@ -111,10 +115,10 @@ class _Reader:
         place, begin, pointer = reference.partition("#") if isinstance(reference, str) else ("", "", "")
         first, *names = unquote(pointer).split("/")
         if place or not begin or first:
-            raise _refusal(f"{where}: $ref", reference, expected)
+            raise _schema_refusal(f"{where}: $ref", reference, expected)
         for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
             if not isinstance(found, Mapping) or name not in found:
-                raise _refusal(f"{where}: $ref", reference, expected)
+                raise _schema_refusal(f"{where}: $ref", reference, expected)
             found = found[name]
         return found
 
@@ -136,7 +140,7 @@ class _Reader:
             found = Texts(self._string(schema, where), str)
         else:
             expected = "no list in a list or beside null" if kind == "array" else f"one of {', '.join(TYPES)}"
-            raise _refusal(f"{where}: type", kind, f"{expected}, since a row is one value or a list")
+            raise _schema_refusal(f"{where}: type", kind, f"{expected}, since a row is one value or a list")
         return self._or_null(found) if nullable else found
 
     def _or_null(self, found: Texts) -> Texts:
@@ -152,10 +156,10 @@ class _Reader:
             if null.get("type") == "null" != other.get("type"):
                 _known(null, f"{where}: anyOf")
                 return other
-        raise _refusal(f"{where}: anyOf", several, "none, or a schema and null")
+        raise _schema_refusal(f"{where}: anyOf", several, "none, or a schema and null")
 
     def _spelled(self, values: Sequence[object]) -> Texts:
-        texts = {_text(value): value for value in reversed(values)}
+        texts = {_text_of(value): value for value in reversed(values)}
         expression = self._made.either(*(self._made.text(text) for text in texts))
         return Texts(expression, texts.__getitem__, (*reversed(texts),))
 
@@ -163,33 +167,35 @@ class _Reader:
         _known(schema, where, "enum", "const")
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list) or not values:
-            raise _refusal(f"{where}: enum", values, "a list of values")
+            raise _schema_refusal(f"{where}: enum", values, "a list of values")
         if "const" in schema and "enum" in schema:
-            raise _refusal(f"{where}: const", schema["const"], "none beside enum")
-        expected = f"values of type {(kind if kind in TYPES else shown(kind)) if kind else 'that a row can be'}"
+            raise _schema_refusal(f"{where}: const", schema["const"], "none beside enum")
+        expected = f"values of type {(kind if kind in TYPES else shown_value(kind)) if kind else 'that a row can be'}"
         for value in values:
             is_null = value is None and (nullable or kind is None)
             if not is_null and not _is_of(value, kind):
-                raise _refusal(f"{where}: enum", value, expected)
-            if _text(value).startswith(" "):
-                raise _refusal(f"{where}: enum", value, "no space at its beginning, where rows have one anyway")
+                raise _schema_refusal(f"{where}: enum", value, expected)
+            if _text_of(value).startswith(" "):
+                raise _schema_refusal(f"{where}: enum", value, "no space at its beginning, where rows have one anyway")
         return self._spelled(values)
 
     def _integer(self, schema: Object, where: str) -> int:
         _known(schema, where, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-        low = max(math.ceil(_number(schema, "minimum", -LARGEST, where)), -LARGEST)
-        low = max(low, math.floor(_number(schema, "exclusiveMinimum", low - 1, where)) + 1)
-        high = min(math.floor(_number(schema, "maximum", LARGEST, where)), LARGEST)
-        high = min(high, math.ceil(_number(schema, "exclusiveMaximum", high + 1, where)) - 1)
+        low = max(math.ceil(_number_of(schema, "minimum", -LARGEST, where)), -LARGEST)
+        low = max(low, math.floor(_number_of(schema, "exclusiveMinimum", low - 1, where)) + 1)
+        high = min(math.floor(_number_of(schema, "maximum", LARGEST, where)), LARGEST)
+        high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
         if low > high:
             raise UserError(f"{where}: found no whole number from {low} to {high}; expected one of {DIGITS} digits")
         return self._made.whole_numbers(low, high)
 
     def _number(self, schema: Object, where: str) -> int:
         _known(schema, where, "minimum")
-        if _number(schema, "minimum", 0, where) != 0:
-            raise _refusal(f"{where}: minimum", schema["minimum"], "0 or none, since others bound integers alone")
-        found = patterns.read(NUMBER, self._made, where)
+        if _number_of(schema, "minimum", 0, where) != 0:
+            raise _schema_refusal(
+                f"{where}: minimum", schema["minimum"], "0 or none, since others bound integers alone"
+            )
+        found = patterns.read_pattern(NUMBER, self._made, where)
         return self._made.not_first(found, "-") if "minimum" in schema else found
 
     def _string(self, schema: Object, where: str) -> int:
@@ -197,11 +203,11 @@ class _Reader:
         least, most = self._bounds(schema, "Length", where)
         conditions = list[int]()
         if "pattern" in schema:
-            conditions.append(patterns.read(_str(schema, "pattern", where), self._made, f"{where}: pattern"))
+            conditions.append(patterns.read_pattern(_str(schema, "pattern", where), self._made, f"{where}: pattern"))
         if "format" in schema:
             if (name := _str(schema, "format", where)) not in FORMATS:
-                raise _refusal(f"{where}: format", name, f"one of {', '.join(FORMATS)}")
-            conditions.append(patterns.read(FORMATS[name], self._made, where))
+                raise _schema_refusal(f"{where}: format", name, f"one of {', '.join(FORMATS)}")
+            conditions.append(patterns.read_pattern(FORMATS[name], self._made, where))
         character = self._any if conditions else self._free
         return self._made.both(*conditions, self._made.repeat(character, least, most))
 
@@ -210,7 +216,7 @@ class _Reader:
         least, most = self._bounds(schema, "Items", where)
         item = self._single(schema.get("items"), f"{where}: items")
         if commas := [text for text in item.literals if "," in text or not text]:
-            raise _refusal(f"{where}: items", commas[0], "texts without a comma, which parts them")
+            raise _schema_refusal(f"{where}: items", commas[0], "texts without a comma, which parts them")
         made = self._made
         one = made.not_empty(made.not_first(made.without(item.expression, ","), " "))
         more = made.join(made.text(","), made.either(made.empty, made.text(" ")), one)
@@ -225,12 +231,12 @@ class _Reader:
         for name in (f"min{of}", f"max{of}"):
             value = schema.get(name, 0)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise _refusal(f"{where}: {name}", value, "a whole number from 0 on")
+                raise _schema_refusal(f"{where}: {name}", value, "a whole number from 0 on")
         least, most = cast(int, schema.get(f"min{of}", 0)), cast(int | None, schema.get(f"max{of}"))
         if most is not None and most < least:
-            raise _refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
+            raise _schema_refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
         if least > self._longest:
-            raise _refusal(
+            raise _schema_refusal(
                 f"{where}: min{of}", least, f"at most {self._longest}, as a row has no more under grid.time_max"
             )
         return least, None if most is None or most > self._longest else most
@@ -239,11 +245,11 @@ class _Reader:
 def _known(given: object, where: str, *names: str) -> Object:
     """The schema, if it is an object of keys that have those names, or are not needed."""
     if not isinstance(given, Mapping):
-        raise _refusal(where, given, "a schema, which is an object")
+        raise _schema_refusal(where, given, "a schema, which is an object")
     for key in given:
         if key not in ("type", *names, *SAY_NOTHING):
             kind = f" beside type {named(given['type'])}" if isinstance(given.get("type"), str) else ""
-            raise _refusal(where, key, f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
+            raise _schema_refusal(where, key, f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
     return given
 
 
@@ -254,11 +260,11 @@ def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
         return kinds, False
     others = [kind for kind in kinds if kind != "null"]
     if len(others) > 1 or not kinds:
-        raise _refusal(f"{where}: type", kinds, "one type, with null or without")
+        raise _schema_refusal(f"{where}: type", kinds, "one type, with null or without")
     return (others[0], len(kinds) > 1) if others else ("null", False)
 
 
-def _text(value: object) -> str:
+def _text_of(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -271,19 +277,19 @@ def _is_of(value: object, kind: object) -> bool:
     return isinstance(value, int | float) and kind in (None, "number", *(("integer",) if is_whole else ()))
 
 
-def _number(schema: Object, name: str, default: int, where: str) -> float:
+def _number_of(schema: Object, name: str, default: int, where: str) -> float:
     value = schema.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < HUGE:
-        raise _refusal(f"{where}: {name}", value, "a number")
+        raise _schema_refusal(f"{where}: {name}", value, "a number")
     return value
 
 
 def _str(schema: Object, name: str, where: str) -> str:
     value = schema[name]
     if not isinstance(value, str):
-        raise _refusal(f"{where}: {name}", value, "a text")
+        raise _schema_refusal(f"{where}: {name}", value, "a text")
     return value
 
 
-def _refusal(where: str, found: object, expected: str) -> UserError:
-    return UserError(f"{where}: found {shown(found)}; expected {expected}")
+def _schema_refusal(where: str, found: object, expected: str) -> UserError:
+    return UserError(f"{where}: found {shown_value(found)}; expected {expected}")

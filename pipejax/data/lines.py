@@ -28,7 +28,7 @@ SHOWN = 10  # errors that are logged; the others are counted
 Refusal = Callable[[UserError], None]  # takes the error of a line, and raises it or not
 
 
-def refuse(error: UserError) -> None:
+def refuse_line(error: UserError) -> None:
     """Raises the error: no line may be left out."""
     try:
         raise error
@@ -45,10 +45,7 @@ class BadLines:
 
     def __call__(self, error: UserError) -> None:
         if not self.skip:
-            try:
-                raise error
-            finally:
-                del error  # as in `refuse`
+            refuse_line(error)
         message = str(error)
         if self.tell and message in self.messages:  # a stream is read pass after pass; these are SHOWN at the most
             return
@@ -67,10 +64,10 @@ class BadLines:
 
 
 def decode_lines(
-    lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse
+    lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse_line
 ) -> Iterator[tuple[str, str]]:
     """Yields ("FILE:LINE", text) for each line, without BOM and CRLF; one that is not UTF-8 goes to `bad`."""
-    for number, line in enumerate(bounded(lines, where), start=first):
+    for number, line in enumerate(bounded_lines(lines, where), start=first):
         try:
             text = decoded(line, where, number)
         except UserError as error:
@@ -105,7 +102,7 @@ def _single_bytes(line: bytes) -> str:
     return "CP1252" if text.replace("\t", " ").isprintable() and "\ufffd" not in text else ""
 
 
-def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
+def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse_line) -> Iterator[Placed]:
     """Yields ("FILE:LINE", object) for each line that is not blank; one that is no object in UTF-8 goes to `bad`."""
     for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
@@ -148,7 +145,7 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
         raise UserError(f"{where}: found {rest[:20]!r} after the array; expected nothing")
 
 
-def bounded(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
+def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
     """Yields the lines; raises a UserError for one longer than LONGEST, without reading the rest of it."""
     if isinstance(lines, io.IOBase):
         lines = cast(Iterator[bytes], iter(functools.partial(lines.readline, LONGEST + 1), b""))
@@ -158,7 +155,7 @@ def bounded(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
         yield line
 
 
-def read_file(path: str | Path, bad: Refusal = refuse) -> Iterator[Placed]:
+def read_file(path: str | Path, bad: Refusal = refuse_line) -> Iterator[Placed]:
     with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
         yield from read_objects(lines, str(path), bad=bad)
 

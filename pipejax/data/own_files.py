@@ -20,7 +20,7 @@ from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_b
 from pipejax.data.remote import files_of
 from pipejax.data.streams import Stream
 from pipejax.data.tables import Dialect
-from pipejax.data.text import Template, normalized, sentences, split
+from pipejax.data.text import Template, normalized, sentences, split_rows
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 
@@ -79,7 +79,7 @@ class FilesTask(Task):
     def _filled(self, value: Object, place: str, template: Template | None = None) -> str:
         if not any(field in value for field in self.fields):
             value_of(value, self.fields[0], place)  # says which keys there are
-        cells = {field: _cell(value, field, place, {*self.fields, self.config.targets}) for field in self.fields}
+        cells = {field: _found_cell(value, field, place, {*self.fields, self.config.targets}) for field in self.fields}
         texts = {field: "" if cell is None else check_text(cell, field, place) for field, cell in cells.items()}
         if not any(texts.values()):
             names = ", ".join(f'"{field}"' for field in self.fields)
@@ -107,7 +107,7 @@ class FilesTask(Task):
         if config.empty_targets != "keep":
             raise UserError(f"data.empty_targets: found {config.empty_targets!r}; expected keep, as data.stream is set")
         bad, files, size = BadLines(path, skip=config.skip_bad), files_of(path), config.stream
-        check_fields((*self.fields, config.targets), (value for _, value in self._records(files, bad)), path)
+        require_fields((*self.fields, config.targets), (value for _, value in self._records(files, bad)), path)
 
         def read(files: Sequence[str]) -> Iterator[list[Example]]:
             records = self._records(files, bad)
@@ -152,7 +152,7 @@ class FilesTask(Task):
             document = self._filled(value, place, self._document) if self._document else ""
             examples.append(Example(name, source, rows, place, document))
         if examples and whole:
-            check_fields((*self.fields, self.config.targets), [fields], where)
+            require_fields((*self.fields, self.config.targets), [fields], where)
         between = self.config.delimiter
         if self.config.rows == "delimiter" and len(examples) >= MANY and not any(len(e.targets) > 1 for e in examples):
             logger.info(f"{where}: data.delimiter {between!r} parts none of {len(examples)} targets: each is one row")
@@ -175,7 +175,7 @@ class FilesTask(Task):
         return parts
 
 
-def check_fields(fields: Iterable[str], values: Iterable[Object], where: str) -> None:
+def require_fields(fields: Iterable[str], values: Iterable[Object], where: str) -> None:
     """Raises a UserError unless each field is in some record; reads no more of them than it has to."""
     lacking, keys = list(fields), dict[str, None]()
     for value in values:
@@ -199,7 +199,7 @@ def _misspelt(field: str, keys: frozenset[str]) -> str:
     return folded[other[0]] if other else ""
 
 
-def _cell(value: Object, field: str, place: str, known: Collection[str]) -> object:
+def _found_cell(value: Object, field: str, place: str, known: Collection[str]) -> object:
     """The value of a record's field; None if that is absent, null or blank."""
     if field not in value and (guess := _misspelt(field, frozenset(value.keys() - known))):
         raise UserError(f'{place}: found no "{field}"; expected one, or null (did you mean "{guess}"?)')
@@ -214,10 +214,10 @@ def _rows_reader(config: DataConfig) -> Callable[[Object, str], list[str]]:
         if config.task == "csv":
             raise UserError("data.rows: found 'list'; expected delimiter or sentences, as a column of CSV holds text")
         return lambda value, place: texts_of(value, key, place)
-    part = sentences if config.rows == "sentences" else lambda text: split(text, config.delimiter)
+    part = sentences if config.rows == "sentences" else lambda text: split_rows(text, config.delimiter)
 
     def rows(value: Object, place: str) -> list[str]:
-        text = _cell(value, key, place, {key})
+        text = _found_cell(value, key, place, {key})
         return [] if text is None else part(check_text(text, key, place))
 
     return rows

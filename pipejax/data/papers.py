@@ -17,8 +17,8 @@ from pipejax.config import GridConfig
 from pipejax.data.lines import Object, check_text, kind, read_array, text_of, texts_of, value_of
 from pipejax.data.manual import File, Manual
 from pipejax.data.published import Published, Record, Records
-from pipejax.data.tables import Dialect, Table, lines_of
-from pipejax.data.text import keyphrases, sentences, split
+from pipejax.data.tables import Dialect, TextTable, lines_of
+from pipejax.data.text import keyphrases, sentences, split_rows
 from pipejax.system.errors import UserError
 
 VALIDATION = {"train": "train", "dev": "validation", "test": "test"}  # TFDS's names of splits
@@ -133,7 +133,7 @@ def _abstracts_in_pairs(name: str, source_file: File, target_file: File) -> Reco
         title, mark, abstract = source.partition("<eos>")
         if not mark:
             raise UserError(f"{place}: found no <eos>; expected a title, <eos> and an abstract")
-        phrases = [phrase for phrase in split(target, ";") if phrase != PRESENT_END]
+        phrases = [phrase for phrase in split_rows(target, ";") if phrase != PRESENT_END]
         yield place, f"{name}-{number}", _titled(f"{name}-{number}", title, abstract, phrases)
 
 
@@ -148,7 +148,7 @@ def _phrases(value: Object, place: str, key: str = "keyword") -> list[str]:
     """The keyphrases: text with ";" between them, or a list of texts or of lists of variants, joined by ","."""
     found = value_of(value, key, place)
     if isinstance(found, str):
-        return split(found, ";")
+        return split_rows(found, ";")
     if not isinstance(found, list):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected text or a list')
     every = [item if isinstance(item, list) else [item] for item in found]
@@ -309,7 +309,7 @@ CNN_DAILYMAIL = Published(
     read=_cnn_dailymail,
     splits=VALIDATION,
     source=lambda record: f"summarize: {record['article']}",
-    targets=lambda record: split(record["highlights"], "\n"),
+    targets=lambda record: split_rows(record["highlights"], "\n"),
     grid=GridConfig(delay=1, time_max=96, sub_max=20),
     max_target=512,
     max_length=256,
@@ -327,14 +327,14 @@ def _pubmed(manual: Manual) -> Mapping[str, Records]:
 def _papers(file: File) -> Records:
     for place, value in file.objects():
         record = {
-            "article": _join(value, "article_text", place),
-            "abstract": _join(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
-            "section_names": _join(value, "section_names", place),
+            "article": _joined_texts(value, "article_text", place),
+            "abstract": _joined_texts(value, "abstract_text", place).replace("<S>", "").replace("</S>", ""),
+            "section_names": _joined_texts(value, "section_names", place),
         }
         yield place, text_of(value, "article_id", place), record
 
 
-def _join(value: Object, key: str, place: str) -> str:
+def _joined_texts(value: Object, key: str, place: str) -> str:
     texts = value_of(value, key, place)
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')
@@ -349,7 +349,7 @@ PUBMED = Published(
     read=_pubmed,
     splits=VALIDATION,
     source=lambda record: f"summarize: {record['article']}",
-    targets=lambda record: split(record["abstract"], "\n"),
+    targets=lambda record: split_rows(record["abstract"], "\n"),
     grid=GridConfig(delay=1, time_max=256, sub_max=24),
     max_target=1024,
     max_length=1024,
@@ -387,7 +387,7 @@ SUMPUBMED = Published(
     read=_sumpubmed,
     fields={"id": str, "article": str, "summary": str},
     source=lambda record: f"summarize: {record['article']}",
-    targets=lambda record: split(record["summary"], "\n"),
+    targets=lambda record: split_rows(record["summary"], "\n"),
     grid=GridConfig(delay=1, time_max=256, sub_max=24),
     max_target=1024,
     max_length=1024,
@@ -408,7 +408,7 @@ def _steps(table: File, titles: File) -> Records:
     """The rows of the CSV file whose titles are in a list, filtered and cleaned as TFDS does."""
     wanted = {line.strip() for _, line in titles.lines()}
     with table.open() as file:
-        rows = Table(lines_of(file, str(table)), str(table), Dialect(",", "quote"), tell=False).records()
+        rows = TextTable(lines_of(file, str(table)), str(table), Dialect(",", "quote"), tell=False).records()
         for number, (place, row) in enumerate(rows):
             headline, title, text = (str(value_of(row, column, place)).strip() for column in COLUMNS)
             if headline and len(headline) < MOST * len(text) and title.replace(" ", "") in wanted:
@@ -424,7 +424,7 @@ WIKIHOW = Published(
     read=_wikihow,
     splits=VALIDATION,
     source=lambda record: f"Question: {record['title']} Context: {record['text']}",
-    targets=lambda record: [row.removesuffix(",") for row in split(record["headline"], "\n")],
+    targets=lambda record: [row.removesuffix(",") for row in split_rows(record["headline"], "\n")],
     grid=GridConfig(delay=1, time_max=128, sub_max=40),
     max_target=1024,
     max_length=768,

@@ -22,11 +22,11 @@ _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 
 
-def read(pattern: str, made: Expressions, where: str) -> int:
+def read_pattern(pattern: str, made: Expressions, where: str) -> int:
     """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end."""
     if len(pattern) > LONGEST:
         raise UserError(f"{where}: found a pattern of {len(pattern)} characters; expected at most {LONGEST}")
-    return _Reader(pattern, made, where).read()
+    return _PatternReader(pattern, made, where).read()
 
 
 def inverse(ranges: Ranges) -> Ranges:
@@ -38,7 +38,7 @@ def inverse(ranges: Ranges) -> Ranges:
     return [*found, (begin, LAST)] if begin <= LAST else found
 
 
-class _Reader:
+class _PatternReader:
     def __init__(self, pattern: str, made: Expressions, where: str) -> None:
         self._text, self._made, self._where, self._place, self._depth = pattern, made, where, 0, 0
 

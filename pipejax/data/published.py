@@ -10,7 +10,7 @@ from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example, PreparedExamples, Task
 from pipejax.data.lines import Object, text_of
 from pipejax.data.manual import Manual
-from pipejax.data.text import Template, plain
+from pipejax.data.text import Template, plain_text
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
@@ -68,7 +68,7 @@ class PublishedTask(Task):
         """The record's "source" unchanged if it has one; else the source that its fields make, spelt as in training."""
         if "source" in value:
             return text_of(value, "source", place)
-        return plain(self.published.source(_Fields(value, place)), self.published.placeholders)
+        return plain_text(self.published.source(_Fields(value, place)), self.published.placeholders)
 
     def _source(self, split: str) -> Sequence[Record] | None:
         with extra("data", f"data.task={self.published.name}"):
@@ -93,7 +93,7 @@ class PublishedTask(Task):
     def _example(self, split: str, index: int, raw: Record) -> Example:
         # TFDS returns text as bytes, and a list of texts as a list or array of bytes.
         record: Record = {k: x.decode() if isinstance(x, bytes) else [y.decode() for y in x] for k, x in raw.items()}
-        spell = functools.partial(plain, placeholders=self.published.placeholders)
+        spell = functools.partial(plain_text, placeholders=self.published.placeholders)
         rows = (spell(row) for row in self.published.targets(record))
         name = record.get("id") or f"{split}-{index}"
         document = spell(" ".join(record[field] for field in self._document))

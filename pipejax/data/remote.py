@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from pipejax.system.errors import UserError, described
+from pipejax.system.errors import UserError, described_error
 from pipejax.system.extras import module
 
 HUB = "hub:"
@@ -18,7 +18,7 @@ def is_remote(path: str | Path) -> bool:
     return isinstance(path, str) and ("://" in path or path.startswith(HUB))
 
 
-def name_of(path: str | Path) -> str:
+def inner_name(path: str | Path) -> str:
     """The path without the places that a URL chains after it: "zip://a.csv" of "zip://a.csv::s3://bucket/b.zip"."""
     parts = str(path).split("::") if is_remote(path) else []
     return next((part for part in parts if part.partition("://")[2]), str(path))
@@ -39,12 +39,12 @@ def open_remote(url: str, expected: str) -> BinaryIO:
     system, name = _system_of(url)
 
     def broken(error: Exception) -> UserError:
-        return UserError(f"{url}: cannot be read on ({described(error)})")
+        return UserError(f"{url}: cannot be read on ({described_error(error)})")
 
     try:
         return cast(BinaryIO, io.BufferedReader(Guarded(system.open(name, "rb"), broken, system)))
     except Exception as error:  # each protocol has its own
-        raise UserError(f"{url}: cannot be read ({described(error)}); expected {expected}") from error
+        raise UserError(f"{url}: cannot be read ({described_error(error)}); expected {expected}") from error
 
 
 class Guarded(io.RawIOBase):
@@ -102,7 +102,7 @@ def _list(pattern: str, path: str) -> list[str]:
         after = parts[len(caches) + 1 :]
         return ["::".join([*caches, system.unstrip_protocol(file), *after]) for file in found]
     except Exception as error:  # as in `open_remote`
-        raise UserError(f"{path}: cannot be listed ({described(error)}); expected files at a URL") from error
+        raise UserError(f"{path}: cannot be listed ({described_error(error)}); expected files at a URL") from error
 
 
 def _system_of(url: str) -> tuple[Any, str]:
@@ -110,5 +110,5 @@ def _system_of(url: str) -> tuple[Any, str]:
     try:
         system, name = fsspec.core.url_to_fs(url)
     except Exception as error:  # a protocol that needs a library or that nobody knows, or an archive that is none
-        raise UserError(f"{url}: {described(error)}; expected a URL that fsspec can open") from error
+        raise UserError(f"{url}: {described_error(error)}; expected a URL that fsspec can open") from error
     return system, name

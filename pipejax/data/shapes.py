@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 Pair = tuple[int, int]  # source tokens, slots of a row
-TRIED, EXAMPLES = 640, 2**17  # batches that `choose` draws, and examples in them, at the most
+TRIED, EXAMPLES = 640, 2**17  # batches that `choose_pairs` draws, and examples in them, at the most
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
 COMPILING = 2**15  # tokens of padding that a pair has to save in a run: about its compiling, small models on few cores
@@ -37,7 +37,7 @@ def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
 def round_up(length: int) -> int:
     """The padded length in training: a multiple of 8; above 128, one of 16 steps from one power of two to the next.
 
-    `choose` takes a few of these lengths.
+    `choose_pairs` takes a few of these lengths.
     """
     step = max(8, 1 << max(math.ceil(math.log2(max(length, 1))) - 5, 0))
     return max(math.ceil(length / step), 1) * step
@@ -112,7 +112,7 @@ class Shapes:
         return cls(rising, pairs, (source, slots), means)
 
 
-def choose(
+def choose_pairs(
     lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair, steps: int = LONGEST
 ) -> Shapes:
     """At most `most` pairs for so many steps, by the lengths i64 [n, 2] of a sample: source tokens and slots."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import DataConfig, GridConfig
-from pipejax.data.encoding import place_of
+from pipejax.data.encoding import place_of_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
@@ -18,6 +18,7 @@ from pipejax.methods import joined_change, shown, spell, tells_rows_apart
 _UNBOUNDED = 2**30  # a bound that no target reaches
 # Of what the tokenizer may not give all back; "joined": rows of the text that `data.separator` makes of a target.
 TEXTS = ("sources", "targets", "joined")
+COLUMNS = ("source", "rows", "row", "pipelined_steps", "sequential_steps")  # of `tokens`
 
 
 class Statistics(TypedDict):
@@ -28,8 +29,7 @@ class Statistics(TypedDict):
     words_per_target: float  # means
     rows_per_target: float
     words_per_row: float
-    # median, percentile_95 and most (the maximum) of source, rows (rows a target), row (tokens a row), pipelined_steps
-    # (Algorithm 1 without bounds) and sequential_steps.
+    # median, percentile_95 and most (the maximum) by COLUMNS: rows of a target, tokens of a row
     tokens: NotRequired[dict[str, dict[str, float]]]
     step_ratio: NotRequired[float]  # the sum of sequential steps over that of pipelined steps
     # Examples cut by max_source, max_target (of the pipelined objective), time_max, sub_max, and by either of the two.
@@ -44,13 +44,10 @@ class Statistics(TypedDict):
 
 @dataclasses.dataclass
 class _Lengths:
-    """Tokens and steps of each example (`row`: of each row), and the number of examples that each bound cuts."""
+    """The numbers of which COLUMNS are the spreads, and the number of examples that each bound cuts."""
 
-    source: list[int] = dataclasses.field(default_factory=list)
-    row: list[int] = dataclasses.field(default_factory=list)
-    pipelined: list[int] = dataclasses.field(default_factory=list)
-    bounded: list[int] = dataclasses.field(default_factory=list)  # as `pipelined`, under the bounds
-    sequential: list[int] = dataclasses.field(default_factory=list)
+    of: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {name: [] for name in COLUMNS})
+    bounded: int = 0  # pipelined steps under the bounds
     kept: int = 0  # tokens of rows for which the bounds leave room
     kept_steps: int = 0  # sequential ones for these
     cuts: dict[str, int] = dataclasses.field(
@@ -60,7 +57,7 @@ class _Lengths:
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # where one is changed, and how
 
 
-def measure(
+def measure_split(
     examples: Sequence[Example],
     tokenizer: Tokenizer | None,
     data: DataConfig,
@@ -84,17 +81,12 @@ def measure(
         "words_per_row": words / max(row_count, 1),
     }
     if tokenizer is not None:
-        result["tokens"] = {
-            "source": _spread(lengths.source),
-            "rows": _spread(rows),
-            "row": _spread(lengths.row),
-            "pipelined_steps": _spread(lengths.pipelined),
-            "sequential_steps": _spread(lengths.sequential),
-        }
-        result["step_ratio"] = sum(lengths.sequential) / max(sum(lengths.pipelined), 1)
-        result["bounded_ratio"] = sum(lengths.sequential) / max(sum(lengths.bounded), 1)
-        result["kept_ratio"] = lengths.kept_steps / max(sum(lengths.bounded), 1)
-        result["kept_percent"] = 100 * lengths.kept / max(sum(lengths.row), 1)
+        result["tokens"] = {name: _spread(found) for name, found in (lengths.of | {"rows": rows}).items()}
+        steps, bounded = sum(lengths.of["sequential_steps"]), max(lengths.bounded, 1)
+        result["step_ratio"] = steps / max(sum(lengths.of["pipelined_steps"]), 1)
+        result["bounded_ratio"] = steps / bounded
+        result["kept_ratio"] = lengths.kept_steps / bounded
+        result["kept_percent"] = 100 * lengths.kept / max(sum(lengths.of["row"]), 1)
         result["cut_percent"] = {name: 100 * count / size for name, count in lengths.cuts.items()}
         result["changed_percent"] = {name: 100 * count / size for name, count in lengths.changed.items()}
         result["changed_first"] = lengths.first
@@ -113,15 +105,15 @@ def _count(
     for name, change in zip(TEXTS, changes, strict=True):
         if change:
             lengths.changed[name] += 1
-            lengths.first.setdefault(name, f"{place_of(example)}: {shown(change)}")
+            lengths.first.setdefault(name, f"{place_of_example(example)}: {shown(change)}")
     source, rows = len(ids) + 1, [len(row) for row in spelled if row]
-    lengths.source.append(source)
-    lengths.row += rows
+    lengths.of["source"].append(source)
+    lengths.of["row"] += rows
     separator = tells_rows_apart(data.separator)
-    lengths.sequential.append(sequential_steps(rows, separator=separator))
+    lengths.of["sequential_steps"].append(sequential_steps(rows, separator=separator))
     steps = partial(pipelined_steps, rows, delay=bounds.delay)
-    lengths.pipelined.append(steps(sub_max=_UNBOUNDED, time_max=_UNBOUNDED))
-    lengths.bounded.append(steps(sub_max=bounds.sub_max, time_max=bounds.time_max))
+    lengths.of["pipelined_steps"].append(steps(sub_max=_UNBOUNDED, time_max=_UNBOUNDED))
+    lengths.bounded += steps(sub_max=bounds.sub_max, time_max=bounds.time_max)
     starts = [grid.start(i, bounds.delay) for i in range(min(len(rows), bounds.sub_max))]
     fit = [min(length, bounds.time_max - at) for length, at in zip(rows, starts, strict=False) if at < bounds.time_max]
     lengths.kept += sum(fit)
@@ -145,7 +137,7 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
     return {"median": float(median), "percentile_95": float(high), "most": float(max(values))}
 
 
-def table(splits: dict[str, Statistics]) -> list[str]:
+def table_lines(splits: dict[str, Statistics]) -> list[str]:
     lines = [f"{'split':8}{'examples':>10}{'words/target':>14}{'rows':>7}{'words/row':>11}{'no target':>11}"]
     for name, s in splits.items():
         lines.append(
@@ -155,11 +147,10 @@ def table(splits: dict[str, Statistics]) -> list[str]:
     measured = {name: s for name, s in splits.items() if "tokens" in s}
     if not measured:
         return lines
-    columns = ("source", "rows", "row", "pipelined_steps", "sequential_steps")
     heads = ("source", "rows", "row length", "pipelined steps", "sequential steps")
     lines += ["", "tokens: median / 95 % / most", f"{'split':8}" + "".join(f"{h:>20}" for h in heads) + f"{'ratio':>8}"]
     for name, s in measured.items():
-        cells = (s["tokens"][c] for c in columns)
+        cells = (s["tokens"][c] for c in COLUMNS)
         spreads = (f"{c['median']:.0f} / {c['percentile_95']:.0f} / {c['most']:.0f}" for c in cells)
         lines.append(f"{name:8}" + "".join(f"{spread:>20}" for spread in spreads) + f"{s['step_ratio']:>8.2f}")
     lines += ["", "in %: examples cut, tokens kept by the bounds, texts that the tokenizer does not give back,"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from pipejax.data.examples import Example, PreparedExamples
-from pipejax.system.errors import UserError, described
+from pipejax.system.errors import UserError, described_error
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Shuffled:
         except UserError:
             raise
         except Exception as error:  # whatever a connection that breaks off may raise
-            raise UserError(f"data.train: cannot be read on ({described(error)})") from error
+            raise UserError(f"data.train: cannot be read on ({described_error(error)})") from error
         if examples is None:
             found = self._end - self._pass * (self._count or 0)
             if self._count not in (None, found):

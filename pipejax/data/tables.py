@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pipejax.config import DataConfig
-from pipejax.data.lines import LONGEST, Placed, Refusal, bounded, decoded, refuse
+from pipejax.data.lines import LONGEST, Placed, Refusal, bounded_lines, decoded, refuse_line
 from pipejax.data.packed import SUFFIXES as PACKED
-from pipejax.data.remote import name_of
+from pipejax.data.remote import inner_name
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Lost(UserError):
 
 def suffix_of(path: str | Path) -> str:
     """The suffix of a name, in lower case, without that of a packed file: ".csv" of "a.CSV.gz"."""
-    path = Path(name_of(path))
+    path = Path(inner_name(path))
     return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
@@ -51,14 +51,14 @@ def is_table(path: str | Path) -> bool:
 
 def lines_of(content: Iterable[bytes], where: str) -> Iterator[bytes]:
     """The lines of a table with their ends, which may be those of old Macs."""
-    for line in bounded(content, where):
+    for line in bounded_lines(content, where):
         if b"\r" in line:
             yield from filter(None, re.split(rb"(?<=\r)(?!\n)", line))
         else:
             yield line
 
 
-class Table:
+class TextTable:
     """A table whose first row has been read: it has the names of the columns."""
 
     def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
@@ -151,12 +151,14 @@ class Table:
         alike = sum(x.count(self.delimiter) == most and (self._spaced or prose not in x) for x in parts)
         return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
 
-    def records(self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse) -> Iterator[Placed]:
+    def records(
+        self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse_line
+    ) -> Iterator[Placed]:
         """Yields ("FILE:LINE", {column: text}) for each row of `lines` (None: all); `bad` gets the others."""
         for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"
             if isinstance(cells, UserError):
-                (refuse if isinstance(cells, _Lost) else bad)(cells)
+                (refuse_line if isinstance(cells, _Lost) else bad)(cells)
             elif len(cells) == len(self.names):
                 record = dict(zip(self.names, cells, strict=True))
                 if not record.get("id", "id").strip():

@@ -15,7 +15,7 @@ _CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]")
 _SPACES = re.compile(r"[\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
 
 
-def plain(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
+def plain_text(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
     """The text with straight quotes, single spaces, no line breaks, and each placeholder `old` replaced by `new`."""
     for old, new in (*placeholders, *_QUOTES):
         text = text.replace(old, new)
@@ -27,7 +27,7 @@ def normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", _SPACES.sub(" ", _CONTROLS.sub("", text))).split())
 
 
-def split(text: str, delimiter: str) -> list[str]:
+def split_rows(text: str, delimiter: str) -> list[str]:
     return [part for part in map(str.strip, text.split(delimiter)) if part]
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
-from pipejax.system.errors import UserError, described, first_line
+from pipejax.system.errors import UserError, described_error, first_line
 from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         if (size := file.stat().st_size) > VOCABULARY:
             raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")
     try:
-        return tokenizer_file.read(directory)
+        return tokenizer_file.read_tokenizer_file(directory)
     except tokenizer_file.Unsuited as unsuited:
         if "transformers" not in sys.modules:  # else nobody waits
             logger.info(
@@ -293,7 +293,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # for a bad file the libraries raise exceptions of many kinds
-        reason = _damage(directory) or described(error).replace(str(directory), str(named))
+        reason = _damage(directory) or described_error(error).replace(str(directory), str(named))
         raise UserError(
             f"{named}: found tokenizer files that cannot be read ({reason}); expected those of a transformers tokenizer"
         ) from error

@@ -20,7 +20,7 @@ MAIN, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_to
 OTHERS = ("config.json", "added_tokens.json")  # may name another class, and other pieces
 AS_IT_IS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that take tokenizer.json as it is
 T5 = ("T5Tokenizer", "T5TokenizerFast")  # take its vocabulary, its normalisation of characters, and no more
-# Settings that decide on no id, or for which `read` has an eye; so has it for the names of special tokens.
+# Settings that decide on no id, or that `read_tokenizer_file` looks at, as at special tokens.
 KNOWN = {
     *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "extra_ids"),
     *("add_bos_token", "add_eos_token", "split_special_tokens", "clean_up_tokenization_spaces", "legacy"),
@@ -59,7 +59,7 @@ class TokenizerFile:
 
     def convert_tokens_to_ids(self, piece: str) -> int:
         found = self.backend_tokenizer.token_to_id(piece)
-        assert found is not None, "`read` saw to it"
+        assert found is not None, "`read_tokenizer_file` saw to it"
         return found
 
     def save_pretrained(self, directory: str) -> None:
@@ -69,7 +69,7 @@ class TokenizerFile:
             (Path(directory) / name).write_bytes(content)
 
 
-def read(directory: Path) -> TokenizerFile:
+def read_tokenizer_file(directory: Path) -> TokenizerFile:
     import tokenizers
 
     if other := next((name for name in OTHERS if look(directory / name)), None):

@@ -50,11 +50,13 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
 
 def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
     assert base.config.model is not None  # `open_run` checks it
-    factors = adapters.read(place, base.config.model)
+    factors = adapters.read_factors(place, base.config.model)
     if any(look(place / name) for name in FILES):
         _check_tokenizer(place, Tokenizer.load(place), tokenizer)
     config, lines = base.config, [f"{place}: not compared with {base.path.parents[1]}, as it holds factors alone"]
-    if (found := description.read(place, base.config.model, generation.read(place, {}))) is not None:
+    if (
+        found := description.read_settings(place, base.config.model, generation.read_generation(place, {}))
+    ) is not None:
         config, more = found
         lines += more
     for line in lines:

@@ -38,12 +38,12 @@ def load(
             raise UserError(
                 f"{where}: {key} cannot change when a checkpoint is decoded; expected one of {', '.join(DECODING_KEYS)}"
             )
-    compile_cache.use()
+    compile_cache.use_cache()
     place = Path(path)
     if not (place / ("best" if best else "checkpoints")).is_dir():
         from pipejax.convert import converted  # not above: a checkpoint opens sooner without it
 
-        place = converted.find(path)
+        place = converted.find_checkpoint(path)
     restored = checkpoint.open_run(place, best=best, packed=True)
     config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
     config = override(config, overrides, where=where)

@@ -21,7 +21,7 @@ from pipejax.decoding import Grammar, Strategy, Table
 from pipejax.decoding.grammar import FAR
 from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system.errors import UserError
-from pipejax.system.fields import named, shown
+from pipejax.system.fields import named, shown_value
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +242,5 @@ def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence
         lost = [text for text in texts.literals if not any(can_spell(f"{space}{text}".encode()) for space in ("", " "))]
         if lost:
             more = f" and {len(lost) - 1} others" if lost[1:] else ""
-            logger.warning(
-                f"schema: properties.{named(name)}: found {shown(lost[0])}{more}, which this tokenizer cannot write"
-            )
+            found_text = f"found {shown_value(lost[0])}{more}"
+            logger.warning(f"schema: properties.{named(name)}: {found_text}, which this tokenizer cannot write")

@@ -7,7 +7,7 @@ from typing import Any
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.system.errors import UserError, did_you_mean
-from pipejax.system.fields import shown
+from pipejax.system.fields import shown_value
 
 # The settings of a call, by their plain names; and those of them that only a checkpoint that is opened anew can have.
 NAMES = {
@@ -27,11 +27,11 @@ def of_call(
             hint = did_you_mean(name, NAMES) or f": {', '.join(NAMES)}"
             raise UserError(f"{call}(): found the setting {name!r}; expected a key of decode or grid{hint}")
         if name in without:
-            raise UserError(f"{call}(): {name}: found {shown(value)}; expected {without[name]}")
+            raise UserError(f"{call}(): {name}: found {shown_value(value)}; expected {without[name]}")
         if name in LOADED or (name == "draft" and value == "model" and not drafts):
             more = ', "decode.draft_checkpoint": DIRECTORY' if name == "draft" else ""
             raise UserError(
-                f"{call}(): {name}: found {shown(value)}, which no call can change; expected "
-                f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown(value)}{more}}})'
+                f"{call}(): {name}: found {shown_value(value)}, which no call can change; expected "
+                f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown_value(value)}{more}}})'
             )
     return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")

@@ -69,7 +69,7 @@ def per_document(
         )
     headline, texts = HEADLINES.get(name), tuple[Any, Any]((gold, predicted))
     if headline == "em_f1":
-        spell = spans.distinct if name == "spans" else functools.partial(exact.spell, fold_case=name != "exact")
+        spell = spans.distinct if name == "spans" else functools.partial(exact.spell_rows, fold_case=name != "exact")
         tick(len(gold))
         return spans.per_document(*texts, spell)
     if headline == "present_f1@M":

@@ -46,17 +46,17 @@ def read_documents(path: str, metric: str) -> Documents:
         if name in seen:
             raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
         seen[name] = place
-        rows: Callable[[Object, str, str], Rows] = _typed if metric.startswith("exact") else _rows
+        rows: Callable[[Object, str, str], Rows] = _typed if metric.startswith("exact") else _texts_of
         documents.gold.append(rows(value, "gold", place))
         documents.predicted.append(rows(value, "pred", place))
         text = "document" if "document" in value else "source"
-        documents.sources.append(_text(value, text, place) if metric.startswith("keyphrases") else "")
+        documents.sources.append(_source_of(value, text, place) if metric.startswith("keyphrases") else "")
     if not documents.gold:
         raise UserError(f"{path}: found no lines; expected at least one document")
     return documents
 
 
-def _rows(value: Object, key: str, place: str) -> list[str]:
+def _texts_of(value: Object, key: str, place: str) -> list[str]:
     rows = value_of(value, key, place)
     if not isinstance(rows, list):
         raise UserError(f'{place}: "{key}": found {kind(rows)}; expected a list of texts')
@@ -69,11 +69,11 @@ def _rows(value: Object, key: str, place: str) -> list[str]:
 def _typed(value: Object, key: str, place: str) -> Rows:
     if isinstance(found := value.get(key), dict):
         return found
-    names = _rows(value, "row_names", place) if "row_names" in value else []
-    return exact.named(_rows(value, key, place), dict.fromkeys(names, exact.number_or_text))
+    names = _texts_of(value, "row_names", place) if "row_names" in value else []
+    return exact.named_rows(_texts_of(value, key, place), dict.fromkeys(names, exact.number_or_text))
 
 
-def _text(value: Object, key: str, place: str) -> str:
+def _source_of(value: Object, key: str, place: str) -> str:
     text = value_of(value, key, place)
     if not isinstance(text, str):
         raise UserError(f'{place}: "{key}": found {kind(text)}; expected text')

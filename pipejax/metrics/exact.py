@@ -23,7 +23,7 @@ def fold(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", _LENGTHENED.sub("^", text)).split())
 
 
-def spell(rows: Iterable[Row] | Mapping[str, object], *, fold_case: bool) -> list[str]:
+def spell_rows(rows: Iterable[Row] | Mapping[str, object], *, fold_case: bool) -> list[str]:
     """The texts of rows, the same for rows that are equal by this rule; none for a blank row."""
     spelled: Callable[[str], str] = (lambda text: fold(fold(text).casefold())) if fold_case else fold
     pairs = rows.items() if isinstance(rows, Mapping) else rows
@@ -31,7 +31,7 @@ def spell(rows: Iterable[Row] | Mapping[str, object], *, fold_case: bool) -> lis
     return [text for text in texts if text]
 
 
-def named(rows: Iterable[str], readers: Mapping[str, Callable[[str], object]]) -> list[Row]:
+def named_rows(rows: Iterable[str], readers: Mapping[str, Callable[[str], object]]) -> list[Row]:
     """Each row that begins with a name, as that and its value; `readers`: by name, from the text after it."""
     found = list[Row]()
     for row in rows:

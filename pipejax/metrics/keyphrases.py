@@ -44,11 +44,11 @@ def per_document(
         text = " ".join(split(source))
         wished, guessed = (_distinct(map(split, phrases), separator) for phrases in (golds, guesses))
         valid = [phrase for phrase in guessed if phrase and not invalid & {*phrase}]  # no words: none, not a wrong one
-        wanted, offered = _part(wished, text), _part(valid, text)
+        wanted, offered = _by_kind(wished, text), _by_kind(valid, text)
         found: dict[str, float] = {}
         for kind in KINDS:
             for cut, most in CUTS.items():
-                for name, value in _compare(wanted[kind], offered[kind], most)._asdict().items():
+                for name, value in _scores_at(wanted[kind], offered[kind], most)._asdict().items():
                     found[f"{kind}_{name}{cut}"] = value
         documents.append(found)
         tick(1)
@@ -90,7 +90,7 @@ def _distinct(phrases: Iterable[Phrase], separator: str) -> list[Phrase]:
     return list(every)
 
 
-def _part(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:
+def _by_kind(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:
     """By kind: present are those whose stems follow one another somewhere in the document."""
     parts: dict[str, list[Phrase]] = {kind: [] for kind in KINDS}
     for phrase in phrases:
@@ -99,7 +99,7 @@ def _part(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:
     return parts
 
 
-def _compare(wanted: list[Phrase], offered: list[Phrase], cut: int | None) -> _Scores:
+def _scores_at(wanted: list[Phrase], offered: list[Phrase], cut: int | None) -> _Scores:
     """Precision at 5 is out of 5, even where fewer were predicted."""
     most = len(offered) if cut is None else cut
     right = len({*wanted} & {*offered[:most]})

@@ -22,7 +22,7 @@ def per_document(gold: Sequence[Any], predicted: Sequence[Any], spell: Spell = d
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = spell(gold_spans), spell(predicted_spans)
-        precision, recall = _overlap(golds, guesses)
+        precision, recall = _best_overlaps(golds, guesses)
         documents.append(
             {
                 "gold": max(len(golds), 1),
@@ -52,7 +52,7 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def _overlap(golds: list[str], guesses: list[str]) -> tuple[float, float]:
+def _best_overlaps(golds: list[str], guesses: list[str]) -> tuple[float, float]:
     """The sum over predictions of the best precision, and the sum over golds of the best recall."""
     nothing_predicted = guesses in ([], [""])
     if not golds or nothing_predicted:

@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
     def add_number(
         self, flag: str, text: str, *, least: int = 1, most: int = WHOLE, default: int | None = None
     ) -> None:
-        self.add_argument(flag, type=whole(least, most), default=default, metavar="N", help=text)
+        self.add_argument(flag, type=whole_number(least, most), default=default, metavar="N", help=text)
 
     def add_overrides(self, text: str = "model=MODULE:CLASS alone: a backbone of your own, not a T5") -> None:
         """Adds the repeatable --set KEY=VALUE, and --backbone MODULE:CLASS, which spells --set model=MODULE:CLASS."""
@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def whole(least: int, most: int = WHOLE) -> Callable[[str], int]:
+def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         try:
@@ -162,7 +162,7 @@ def mute() -> None:
     logging.getLogger("pipejax").removeHandler(_lines)
 
 
-def check_output(flag: str, target: str | None) -> None:
+def check_output_file(flag: str, target: str | None) -> None:
     """Raises a UserError if the file that a flag names cannot be written; called before the work, not after it."""
     if target is None:
         return

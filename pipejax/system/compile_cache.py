@@ -55,7 +55,7 @@ def ours_alone(path: Path) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def use() -> Path | None:
+def use_cache() -> Path | None:
     """Turns on JAX's compilation cache in this directory, unless the user configured one; returns its directory."""
     if own := jax.config.values["jax_compilation_cache_dir"]:
         return Path(own)

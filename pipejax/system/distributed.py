@@ -47,7 +47,7 @@ def shared(error: BaseException) -> bool:
     return hasattr(error, _SHARED)
 
 
-def join(
+def join_processes(
     coordinator: str | None = None,
     processes: int | None = None,
     process_id: int | None = None,
@@ -65,12 +65,12 @@ def join(
         return False
     coordinator = coordinator or environment.get("PIPEJAX_COORDINATOR") or None
     told = _from_launcher(environment)
-    processes = _number("processes", processes, environment)
+    processes = _whole_number("processes", processes, environment)
     if processes is None:
         processes = told[0] if told else None
     elif not 1 <= processes < 2**20:
         raise UserError(f"--processes: found {processes}; expected at least 1")
-    process_id = _number("process_id", process_id, environment)
+    process_id = _whole_number("process_id", process_id, environment)
     if process_id is None and told:
         process_id = told[1]
     if coordinator is None and not (told or _detected_by_jax(environment)):
@@ -122,7 +122,7 @@ def _await(coordinator: str, patience: float) -> None:
         time.sleep(0.2)
 
 
-def _number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
+def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
     """The value, or if it is None, the whole number in the variable PIPEJAX_NAME; None without either."""
     text = environment.get(f"PIPEJAX_{name.upper()}", "")
     if value is not None or not text:
@@ -172,7 +172,7 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
-def gather(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     if not several():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -184,7 +184,7 @@ def gather(text: str) -> list[str]:
 
 def check_same(text: str, what: str) -> None:
     """Checks that all processes have the same text; `what` names it in the error. Every process must call this."""
-    words = gather(hashlib.sha256(text.encode()).hexdigest())
+    words = gather_texts(hashlib.sha256(text.encode()).hexdigest())
     for index, word in enumerate(words):
         if word != words[0]:
             error = UserError(f"{what}: process {index} found something else than process 0; expected the same for all")
@@ -193,7 +193,7 @@ def check_same(text: str, what: str) -> None:
 
 
 @contextlib.contextmanager
-def together(*kinds: type[Exception]) -> Iterator[None]:
+def fail_together(*kinds: type[Exception]) -> Iterator[None]:
     """A block that succeeds in all processes or in none; every process must enter it.
 
     If one process raises an exception of one of the `kinds`, all processes raise it at the end of the block, so that
@@ -209,7 +209,7 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
     if not several():
         return
     number = next((i for i, kind in enumerate(kinds) if isinstance(problem, kind)), 0)
-    for index, text in enumerate(gather(f"{number} {problem}" if problem else "")):
+    for index, text in enumerate(gather_texts(f"{number} {problem}" if problem else "")):
         if text and problem is None:
             which, _, message = text.partition(" ")
             problem = kinds[int(which)](f"{message} (process {index})")
@@ -223,7 +223,7 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
     """A block whose error, unless all processes raise it, ends this process at once, so that the others notice.
 
     Otherwise they would wait for this process. `explain` reports the error and returns the exit code. `joined` is the
-    result of `join`; `several` would ask JAX, which may have no device.
+    result of `join_processes`; `several` would ask JAX, which may have no device.
     """
     try:
         yield
@@ -238,7 +238,7 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
 
 def same(value: T) -> T:
     """Process 0's value, a JSON value, in every process; every process must call this."""
-    return json.loads(gather(json.dumps(value))[0]) if several() else value
+    return json.loads(gather_texts(json.dumps(value))[0]) if several() else value
 
 
 _exchanges = itertools.count()

@@ -80,7 +80,7 @@ def allow_files() -> None:
     raise UserError(f"ulimit -n: found {allowed} files that may be open at once; expected at least {FILES}")
 
 
-def check() -> None:
+def check_environment() -> None:
     """Checks the settings that `pin` could not reset; called before JAX computes anything."""
     for name, value in settings().items():
         if name in PINNED and value != PINNED[name]:

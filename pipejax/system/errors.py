@@ -31,6 +31,6 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def described(error: BaseException) -> str:
+def described_error(error: BaseException) -> str:
     """The type of an exception and the first line of its message, in at most 200 characters."""
     return f"{type(error).__name__}: {first_line(error)}"[:200]

@@ -37,7 +37,7 @@ def setting(
     return dataclasses.field(default=default, metadata=bounds)
 
 
-def check_fields(node: Any, prefix: str, where: str) -> None:
+def check_settings(node: Any, prefix: str, where: str) -> None:
     """Checks the types and ranges of a dataclass's fields, also in nested dataclasses."""
     kinds = types_of(type(node))
     for field in dataclasses.fields(node):
@@ -45,7 +45,7 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
         classes = tuple(k for k in alternatives(kind) if isinstance(k, type))
         nests = dataclasses.is_dataclass(value) and not isinstance(value, type)
         if nests and isinstance(value, object if kind is Any else classes):
-            check_fields(value, f"{key}.", where)
+            check_settings(value, f"{key}.", where)
             continue
         if kind is Any:  # what says what is wrong once it is used
             continue
@@ -57,7 +57,7 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
         if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
         if not fits or (kind is float and not math.isfinite(value)):
-            raise UserError(f"{where}: {key}: found {shown(value)}; expected {noun(kind)}")
+            raise UserError(f"{where}: {key}: found {shown_value(value)}; expected {noun(kind)}")
         if any("\ud800" <= character <= "\udfff" for text in texts if isinstance(text, str) for character in text):
             misread = any(map(is_misread, texts))
             raise UserError(f"{where}: {key}: found {value!r}; expected {UTF_8 if misread else 'valid Unicode'}")
@@ -80,7 +80,7 @@ def check_fields(node: Any, prefix: str, where: str) -> None:
                 raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """A value of any type in at most 100 characters of one line; of deep and long ones the beginning is read alone."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -88,7 +88,7 @@ def shown(value: object) -> str:
 
 def named(text: str) -> str:
     """A stranger's name in a line: as it is if it is short and can be seen, else quoted and cut."""
-    return text if text.isprintable() and len(text) <= 60 else shown(text)
+    return text if text.isprintable() and len(text) <= 60 else shown_value(text)
 
 
 _short = reprlib.Repr()
@@ -115,19 +115,19 @@ def noun(kind: Kind) -> str:
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 
 
-def plain(value: object, kind: Kind) -> object:
+def plain_value(value: object, kind: Kind) -> object:
     """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
     return tuple(value) if kind == TEXTS and isinstance(value, list) else value
 
 
-def parse(text: str, kind: Kind, key: str) -> object:
+def parse_value(text: str, kind: Kind, key: str) -> object:
     """Parses a value of --set as `kind`; several texts are a list of JSON. Raises a UserError that names the key."""
     if kind == TEXTS:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(text), list):
-                return tuple(found)  # `check_fields` looks at what is in it
+                return tuple(found)  # `check_settings` looks at what is in it
     if kind is str:
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
     if kind is bool and text.lower() in ("true", "false"):

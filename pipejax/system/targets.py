@@ -31,7 +31,7 @@ SAME = {  # for all of these GPUs
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class GpuTarget:
     """The facts about an NVIDIA GPU that the compiler asks for; memory in bytes, bandwidth in bytes a second."""
 
     name: str
@@ -67,7 +67,7 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tpu:
+class TpuTarget:
     """A Cloud TPU topology, such as "v5e:2x2"."""
 
     topology: str
@@ -82,23 +82,25 @@ class Tpu:
         return list(found)[:count]
 
 
-TARGETS: dict[str, Gpu | Tpu] = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 233472, 232448, 84942979072, 3352320000000, 52428800, 1.98),
-    "rtx4090": Gpu(
+TARGETS: dict[str, GpuTarget | TpuTarget] = {
+    "h100": GpuTarget(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 233472, 232448, 84942979072, 3352320000000, 52428800, 1.98
+    ),
+    "rtx4090": GpuTarget(
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 1536, 102400, 101376, 25393692672, 1008096000000, 75497472, 2.52
     ),
-    "v5e": Tpu("v5e:2x2"),
-    "v5p": Tpu("v5p:2x2x1"),
-    "v6e": Tpu("v6e:2x2"),
+    "v5e": TpuTarget("v5e:2x2"),
+    "v5p": TpuTarget("v5p:2x2x1"),
+    "v6e": TpuTarget("v6e:2x2"),
 }
 
 
-def find(name: str, flag: str) -> Gpu | Tpu:
+def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
     """One of TARGETS, or a TPU's topology such as "v5e:4x4"; `flag` is where the name was given."""
     if name in TARGETS:
         return TARGETS[name]
     if re.fullmatch(r"v\d[a-z]?:\d+(x\d+)+", name):
-        return Tpu(name)
+        return TpuTarget(name)
     hint = did_you_mean(name, TARGETS)
     raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4{hint}")
 

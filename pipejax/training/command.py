@@ -20,15 +20,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
     parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config/schema.py lists all")
     parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
-    parser.add_argument("--profile", type=cli.whole(0), default=0, metavar="STEPS", help="to trace into DIR/profile")
+    parser.add_argument(
+        "--profile", type=cli.whole_number(0), default=0, metavar="STEPS", help="to trace into DIR/profile"
+    )
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
     several.add_argument("--alone", action="store_true", help="one process, whatever cluster or launcher there is")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--processes", type=cli.whole(1, 2**20), metavar="N", help="how many there are")
-    several.add_argument("--process-id", type=cli.whole(0, 2**20), metavar="I", help="which one this is, from 0")
+    several.add_argument("--processes", type=cli.whole_number(1, 2**20), metavar="N", help="how many there are")
+    several.add_argument("--process-id", type=cli.whole_number(0, 2**20), metavar="I", help="which one this is, from 0")
     several.add_argument(
         "--heartbeat",
-        type=cli.whole(1, 86400),
+        type=cli.whole_number(1, 86400),
         default=60,
         metavar="SECONDS",
         help="silence after which one counts as dead (60)",
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.system import distributed  # imports JAX: after the flags and the config are known to be good
 
     told = flags.coordinator, flags.processes, flags.process_id
-    joined = distributed.join(*told, heartbeat=flags.heartbeat, alone=flags.alone)
+    joined = distributed.join_processes(*told, heartbeat=flags.heartbeat, alone=flags.alone)
 
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)
@@ -55,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return code
 
     with distributed.alone(explain, joined=joined):
-        environment.check()
+        environment.check_environment()
 
         from pipejax.system import compile_cache
 
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
         if not distributed.first():
             cli.mute()
-        compile_cache.use()
+        compile_cache.use_cache()
         return fit(config, flags.workdir, profile=flags.profile)
 
 

@@ -15,7 +15,7 @@ from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.batches import fixed_batches, pack_size
-from pipejax.data.encoding import Encoded, encode
+from pipejax.data.encoding import Encoded, encode_example
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Examiner:
         most = config.train.evaluate_examples
         self.examples: list[Example] = list(dev[:most] if most else dev)
         assert config.model is not None
-        self.encoded = [encode(e, tokenizer, config, config.model) for e in self.examples]
+        self.encoded = [encode_example(e, tokenizer, config, config.model) for e in self.examples]
         self.generator: Generator | None = None
         self.best = best
         self.highest, self.without_better = [-np.inf, -np.inf], 0

@@ -16,7 +16,7 @@ from pipejax.data.own_files import FilesTask
 from pipejax.methods import Method
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
-from pipejax.system.fields import shown
+from pipejax.system.fields import shown_value
 from pipejax.training.command import require_libraries
 
 
@@ -34,7 +34,9 @@ def train_run(
     elif isinstance(config, str | os.PathLike):
         config = config_lib.load(Path(config))
     elif not isinstance(config, Config):
-        raise UserError(f"config: found {shown(config)}; expected a Config, the path of one, or a dict of settings")
+        raise UserError(
+            f"config: found {shown_value(config)}; expected a Config, the path of one, or a dict of settings"
+        )
     if method is not None:
         config = dataclasses.replace(config, method=method)
     config_lib.check(config, where="config")
@@ -54,7 +56,7 @@ def train_run(
     require_libraries()
     from pipejax.training import loop
 
-    compile_cache.use()
+    compile_cache.use_cache()
     code = loop.fit(config, workdir, given=given)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt(f"{workdir}: the same call goes on from the checkpoint that is written")
@@ -80,7 +82,7 @@ def examples_of(source: object, split: str, data: DataConfig) -> list[Example]:
         return rows
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise UserError(f"{split}:{number}: found {shown(row)}; expected a record, such as a dict")
+            raise UserError(f"{split}:{number}: found {shown_value(row)}; expected a record, such as a dict")
     bad, placed = BadLines(split, skip=data.skip_bad), ((f"{split}:{i}", row) for i, row in enumerate(rows, start=1))
     examples = FilesTask(dataclasses.replace(data, task="jsonl")).examples_of(placed, split, bad)
     bad.end(len(examples))

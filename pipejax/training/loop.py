@@ -59,7 +59,7 @@ def fit(
     if config.method is None and config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
     methods.check_training(config)
-    environment.check()
+    environment.check_environment()
     examples = Examples.of(config, given)
     with contextlib.closing(Stop()) as stop, RunDirectory(workdir) as directory:
         place, keep, every = directory.path / "checkpoints", config.train.keep_checkpoints, config.train.keep_every
@@ -77,7 +77,7 @@ def fit(
             wanted = f"train.steps = {config.train.steps}"
             logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
             return 0
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
         examples = dataclasses.replace(examples, train=trained)
         with Run(start, examples, directory, store, stop, profile=profile) as run:
@@ -107,7 +107,7 @@ class Examples:
     @classmethod
     def of(cls, config: Config, given: Mapping[str, Sequence[Example]] | None = None) -> "Examples":
         """Those that are given, else those of the config's task; the same in all processes."""
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             task = make_task(config.data)
 
             def examples_of(split: str) -> Sequence[Example]:
@@ -213,14 +213,14 @@ class Run:
     def log_if_due(self) -> None:
         self.note = ""
         if self.step == self.config.train.steps or self.step % self.config.train.log_every == 0:
-            with distributed.together(UserError):
+            with distributed.fail_together(UserError):
                 values = self.window.flush()
             loss = f"loss {values['loss']:.4f}" if values["loss"] is not None else "no finite loss"
             self.note = loss + (f", epoch {values['epoch']:.1f}" if "epoch" in values else "")
 
     def log_the_rest(self) -> None:
         if self.window.steps:
-            with distributed.together(UserError):
+            with distributed.fail_together(UserError):
                 self.window.flush()
 
     def evaluate(self) -> None:

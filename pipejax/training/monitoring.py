@@ -12,7 +12,7 @@ import numpy as np
 from pipejax import methods
 from pipejax.config import Config
 from pipejax.data.batches import Batch
-from pipejax.data.encoding import place_of
+from pipejax.data.encoding import place_of_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import joined_change, shown
@@ -180,7 +180,7 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
         for which, change in zip(CHANGED, (next(targets, None), tokenizer.change(example.source), joined), strict=True):
             if change:
                 changed[which] += 1
-                first.setdefault(which, f"{shown(change)} ({place_of(example)})")
+                first.setdefault(which, f"{shown(change)} ({place_of_example(example)})")
         looked, characters = looked + 1, characters + len(example.source)
         if characters > CHARACTERS:
             break

@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
     from pipejax.system import targets
 
-    kind = targets.find(flags.target, "--target") if flags.target is not None else None
+    kind = targets.find_target(flags.target, "--target") if flags.target is not None else None
 
     import jax  # after all names are known to be good
 
@@ -302,7 +302,7 @@ def main(argv: Sequence[str]) -> int:
     absent = kind.devices(devices) if kind else None
     if flags.memory:
         memory: float | None = flags.memory * GIB
-    elif isinstance(kind, targets.Gpu):
+    elif isinstance(kind, targets.GpuTarget):
         memory = SHARE * kind.device_memory_size
     else:
         memory = device_memory()

@@ -73,7 +73,7 @@ class RunDirectory:
         self._waiting: list[str] = []  # lines of the log that the disk did not take
         self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
         self._lock: IO[str] | None = None
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             if self.writes:
                 self._check(path)
 
@@ -92,7 +92,7 @@ class RunDirectory:
 
     def __enter__(self) -> Self:
         """Creates the directory and locks it; the lock goes with the process, however that ends."""
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             if self.writes:
                 self._take()
         return self
@@ -126,7 +126,7 @@ class RunDirectory:
 
         From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
         """
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             if self.writes:
                 self._made = None
                 with writing(self.path):

@@ -59,7 +59,7 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
     if had_steps and own is None:
         logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
     if own is not None and trainer is not None:
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
                 raise UserError(
                     f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
@@ -71,14 +71,14 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
             logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
         logger.info(f"resuming at step {own.step} ({own.path})")
         state = TrainState(own.items["params"], own.items["state"])
-        with distributed.together(UserError):
+        with distributed.fail_together(UserError):
             tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
         shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
         by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
         init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
         return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
     memory = distributed.same(device_memory())
-    with distributed.together(UserError):
+    with distributed.fail_together(UserError):
         trainer, tokenizer, origin = _prepare_trainer(config, memory)
     state = trainer.fresh(origin.items["params"] if origin else None)
     if origin is None:

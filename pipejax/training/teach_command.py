@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.input == records.STANDARD:
         raise UserError("--input -: found standard input; expected a file, which can be read again")
     records.check_input(flags.input)
-    environment.check()
+    environment.check_environment()
 
     from pipejax.training.command import require_libraries
 

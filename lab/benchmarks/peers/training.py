@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser)
     parser.add_argument("--ways", default=",".join(WAYS), metavar="NAME,...", help=f"of {', '.join(WAYS)} (all)")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     ways = names_of("--ways", flags.ways, WAYS)
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory is PyTorch's
     chosen = cases(flags)

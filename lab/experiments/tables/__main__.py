@@ -24,7 +24,7 @@ from lab.experiments.tables.cells import DTYPES, SIZES, Cell, Scores, Way, gap, 
 from pipejax import metrics
 from pipejax.config import STRATEGIES
 from pipejax.data import make_task
-from pipejax.data.statistics import measure
+from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -157,7 +157,7 @@ def _statistics(
             cli.note(f"Table 1, {paper.TITLES[task]}: {error}")
             continue
         progress = Progress(f"reading {paper.TITLES[task]}", len(test), unit="example")
-        found[task] = measure(test, None, config.data, config.grid, tick=progress.add) | {"train": train}
+        found[task] = measure_split(test, None, config.data, config.grid, tick=progress.add) | {"train": train}
         progress.close()
         if tokenizer:
             counted += bounds.lines_of(paper.TITLES[task], test, tokenizer, config.data, config.grid)

@@ -19,8 +19,8 @@ from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
 from pipejax.data.papers import PUBLISHED
-from pipejax.data.statistics import Statistics, measure
-from pipejax.data.text import plain
+from pipejax.data.statistics import Statistics, measure_split
+from pipejax.data.text import plain_text
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.progress import Progress
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="python -m lab.experiments.tables.bounds", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     flags = parser.parse_args(argv)
-    cli.check_output("--json", flags.json)
+    cli.check_output_file("--json", flags.json)
     data = real_data.directory()
     tokenizer, results = Tokenizer.load(data / "t5_tokenizer"), list[dict[str, Any]]()
     for name, (title, path) in FILES.items():
@@ -61,8 +61,8 @@ def read(path: Path, placeholders: tuple[tuple[str, str], ...]) -> list[Example]
     found = []
     records: Iterable[tuple[str, Any]] = read_records(path)
     for place, record in records:
-        rows = (plain(row, placeholders) for row in record["targets"])
-        found.append(Example(place, plain(record["source"], placeholders), tuple(row for row in rows if row)))
+        rows = (plain_text(row, placeholders) for row in record["targets"])
+        found.append(Example(place, plain_text(record["source"], placeholders), tuple(row for row in rows if row)))
     return found
 
 
@@ -73,7 +73,7 @@ def lines_of(
     found = []
     for bounds in dict.fromkeys((own, PRINTED)):
         progress = Progress(f"counting {title}", len(examples), unit="example")
-        counts = measure(examples, tokenizer, data, bounds, tick=progress.add)
+        counts = measure_split(examples, tokenizer, data, bounds, tick=progress.add)
         progress.close()
         found.append({"set": title, **line(counts, bounds)})
     return found

@@ -17,7 +17,7 @@ import numpy as np
 from pipejax import grid
 from pipejax.config import GRID
 from pipejax.data.encoding import Encoded
-from pipejax.data.shapes import Shapes, choose, pad
+from pipejax.data.shapes import Shapes, choose_pairs, pad
 from pipejax.model.interface import Module
 from pipejax.model.precision import precision
 from pipejax.system import Tree
@@ -99,7 +99,7 @@ def fit_shapes(targets: Sequence[Parted], size: int, group: int) -> Shapes:
     """A few padded sizes for batches of so many targets, of which so many batches are sorted by length."""
     lengths = np.asarray([(len(target.encoded.source), len(target.row)) for target in targets], np.int64)
     source, slots = lengths.max(axis=0).tolist()
-    return choose(lengths, size=size, group=group, pack=1, most=SHAPES, limit=(source, slots))
+    return choose_pairs(lengths, size=size, group=group, pack=1, most=SHAPES, limit=(source, slots))
 
 
 class Meter:

@@ -19,7 +19,7 @@ from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, make_task
-from pipejax.data.encoding import encode
+from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.text import normalized
 from pipejax.data.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def prepare(
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")
-    compile_cache.use()
+    compile_cache.use_cache()
     restored = checkpoints.open_run(checkpoint, best=best, packed=not learned)
     config = override(restored.config, overrides, where="--set")
     method = methods.make(methods.default(config), config)
@@ -116,7 +116,7 @@ def _encode(
     assert model is not None
     ids = Ids.of(model)
     for example in examples:
-        encoded = encode(example, tokenizer, config, model)
+        encoded = encode_example(example, tokenizer, config, model)
         targets.append(of_rows(encoded, method.rows_of(encoded.target, example.targets, tokenizer, ids)))
     for what, key, cut in (
         ("answers", "max_target", sum(target.encoded.target_was_cut for target in targets)),

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     )
 
     def seconds(flag: str, text: str, default: int | None, least: int = 1) -> None:
-        parser.add_argument(flag, type=cli.whole(least, 86400), default=default, metavar="S", help=text)
+        parser.add_argument(flag, type=cli.whole_number(least, 86400), default=default, metavar="S", help=text)
 
     parser.add_number("--max-body", "bytes of a request (default: %(default)s)", most=2**30, default=2**20)
     seconds("--timeout", "seconds for a request (default: %(default)s)", 300)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pipejax.system.fields import shown
+from pipejax.system.fields import shown_value
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
     """The refusal of a field of the body that holds something else than it must."""
-    said = found if isinstance(found, Shown) else shown(found)
+    said = found if isinstance(found, Shown) else shown_value(found)
     return Refused(status, f"{place}: found {said}; expected {expected}", field=place.partition(" ")[0], code=code)
 
 
