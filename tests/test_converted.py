@@ -13,7 +13,7 @@ import pytest
 
 import pipejax
 from pipejax.convert import converted, from_hf
-from pipejax.convert.huggingface import locate, write_hf
+from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -128,7 +128,7 @@ def test_one_bit_of_any_file_makes_another_conversion(part: str, there: Path) ->
 
 
 def place_of(directory: Path, name: str = "name") -> Path:
-    return converted._place_of(Path("cache"), name, str(directory), locate)
+    return converted._place(Path("cache"), name, str(directory))
 
 
 def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,9 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
     (part / "model.safetensors.index.json").write_text('{"weight_map": {"shared.weight": "model-1-of-1.safetensors"}}')
     calls: list[object] = []
 
-    def locate(source: object) -> Path:
+    def locate(source: object, *, at_once: bool = False) -> Path:
+        if at_once:
+            return part
         calls.append(source)
         return there
 
@@ -221,7 +223,6 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
         calls.append(source)
         out.mkdir()
 
-    monkeypatch.setattr(converted, "_downloaded", lambda source: part)
     monkeypatch.setattr(converted, "locate", locate)
     monkeypatch.setattr(converted, "from_hf", convert)
     converted.find_checkpoint("some/t5")

@@ -4,12 +4,11 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipejax.convert import adapters, description, generation
-from pipejax.convert.huggingface import OF_HUB, TOKENIZER_FILES, from_hf, locate
+from pipejax.convert.huggingface import TOKENIZER_FILES, from_hf, locate
 from pipejax.convert.tensor_files import ADAPTER, WHOLE, weight_files
 from pipejax.data import hub
 from pipejax.system import VERSION, compile_cache
@@ -47,9 +46,9 @@ def find_checkpoint(source: str | Path) -> Path:
     target, name = None, absolute(path).name
     if of_hub or adapters.is_adapter(path):
         with contextlib.suppress(UserError):  # a part of it may not be here yet
-            target = _place_of(cache, name, str(source), _downloaded)
+            target = _place(cache, name, str(source), at_once=True)
     if target is None or look(target) != "directory":
-        target = _place_of(cache, name, str(source), locate)
+        target = _place(cache, name, str(source))
     if look(target) != "directory":
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
@@ -57,24 +56,11 @@ def find_checkpoint(source: str | Path) -> Path:
     return target / "checkpoint"
 
 
-def _downloaded(source: str) -> Path:
-    """As `locate`; of a hub's model the files that are here already, of the version that was asked for last."""
-    if look(source) or (of_hub := hub.parted(source)) is None:
-        return locate(source)
-    name, at = of_hub
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=True, **at))
-    except Exception as error:  # the hub client raises many kinds
-        raise UserError(f"{source}: found no download") from error
-
-
-def _place_of(cache: Path, name: str, source: str, locate: Callable[[str], Path]) -> Path:
+def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Path:
     """Where the conversion of a source is kept: by the content of all files that it is made of."""
-    places = [(directory := locate(source), WHOLE)]
+    places = [(directory := locate(source, at_once=at_once), WHOLE)]
     if adapters.is_adapter(directory):
-        places = [(directory, ADAPTER), (locate(adapters.base_of(directory)), WHOLE)]
+        places = [(directory, ADAPTER), (locate(adapters.base_of(directory), at_once=at_once), WHOLE)]
     facts: list[object] = [VERSION]
     for place, openers in places:
         known = [file for file in (place / name for name in SETTINGS) if look(file) == "file"]

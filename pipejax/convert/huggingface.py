@@ -48,11 +48,7 @@ OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")  
 
 
 def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tuple[Any, Params]:
-    """Reads a Hugging Face directory into a backbone and float32 parameters, one tensor at a time.
-
-    Args:
-      backbone: its class; None: the one for the directory's model_type.
-    """
+    """Reads a Hugging Face directory into a backbone (None: of its model_type) and float32 parameters."""
     directory = Path(directory)
     model, _ = _read_architecture(directory, backbone)
     return _read_params(directory, model)
@@ -86,9 +82,7 @@ def write_hf(
 ) -> None:
     """Writes a directory that transformers loads: completely or not at all.
 
-    Args:
-      tokenizer_dir: the directory of the tokenizer files to copy; None: none are copied.
-      run: the config of the run whose settings are kept in pipejax.json and described in README.md; None: neither.
+    `run`: the config whose settings are kept in pipejax.json and described in README.md; None: neither.
     """
     generate = generation.of_run(run) if run else generation.of_model(config)
     files = {"config.json": _config_facts(config), generation.FILE: generate}
@@ -145,14 +139,7 @@ def from_hf(
     """Converts a Hugging Face directory, or a model of the hub, NAME or NAME@REVISION, to a run with step 0.
 
     Of an adapter of PEFT's the run has the base's weights, with the factors beside them. Tokenizer and settings are the
-    adapter's own, if it has some.
-
-    Args:
-      backbone: as of `read_hf`.
-      base_model: of an adapter, as `source`; "": as its adapter_config.json says.
-
-    Returns:
-      the size of the model, in words.
+    adapter's own, if it has some; `base_model` "": as its adapter_config.json says. Returns the model's size in words.
     """
     require_free(Path(out))
     check_place(Path(out))
@@ -192,11 +179,7 @@ def to_hf(
     adapter: bool = False,
     license: str = "",
 ) -> str:
-    """Converts the newest good step of a run directory, or the best step, to a Hugging Face directory.
-
-    Returns:
-      the size of the model, or of the adapter, in words.
-    """
+    """Converts the newest good step of a run, or the best, to a Hugging Face directory; returns the size in words."""
     require_free(Path(out))
     if adapter and not base_model:
         raise UserError("--adapter: found no --base-model; expected the name or the directory of the adapted model")
@@ -328,8 +311,11 @@ def _to_tensors(model: Backbone, params: Params) -> dict[str, np.ndarray]:
     return tensors
 
 
-def locate(source: str) -> Path:
-    """The source, if it is a directory; else the directory to which the hub's model of that name is downloaded."""
+def locate(source: str, *, at_once: bool = False) -> Path:
+    """The source, if it is a directory; else the directory to which the hub's model of that name is downloaded.
+
+    `at_once`: the hub is not asked, and the files are those that are here, of the version that was asked for last.
+    """
     if (found := look(source)) == "directory":
         return Path(source)
     if found:
@@ -340,8 +326,8 @@ def locate(source: str) -> Path:
         try:
             from huggingface_hub import snapshot_download
 
-            directory = Path(snapshot_download(name, allow_patterns=[*OF_HUB], **at))
-            for other in ("pytorch_model*.bin*", "flax_model.msgpack"):
+            directory = Path(snapshot_download(name, allow_patterns=[*OF_HUB], local_files_only=at_once, **at))
+            for other in () if at_once else ("pytorch_model*.bin*", "flax_model.msgpack"):
                 names = "adapter_model.*", "model*.safetensors", "pytorch_model*.bin"
                 if not any(found for weights in names for found in directory.glob(weights)):
                     snapshot_download(name, allow_patterns=other, **at)

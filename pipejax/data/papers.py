@@ -130,16 +130,20 @@ def _abstracts_in_pairs(name: str, source_file: File, target_file: File) -> Reco
         (place, source), (_, target) = above, below
         if not (source.strip() or target.strip()):
             continue  # the train split has a few blank lines
-        title, mark, abstract = source.partition("<eos>")
-        if not mark:
-            raise UserError(f"{place}: found no <eos>; expected a title, <eos> and an abstract")
+        title, abstract = _parted(source, place, "an abstract")
         phrases = [phrase for phrase in split_rows(target, ";") if phrase != PRESENT_END]
         yield place, f"{name}-{number}", _titled(f"{name}-{number}", title, abstract, phrases)
 
 
-def _abstracts(name: str, file: File) -> Records:
+def _parted(text: str, place: str, expected: str) -> list[str]:
+    if "<eos>" not in text:
+        raise UserError(f"{place}: found no <eos>; expected a title, <eos> and {expected}")
+    return text.split("<eos>", 1)
+
+
+def _abstracts(name: str, file: File, *, need_id: bool = False) -> Records:
     for number, (place, value) in enumerate(file.objects()):
-        key = str(value.get("id") or f"{name}-{number}")
+        key = text_of(value, "id", place) if need_id else str(value.get("id") or f"{name}-{number}")
         title, abstract = (text_of(value, key, place) for key in ("title", "abstract"))
         yield place, key, _titled(key, title, abstract, _phrases(value, place))
 
@@ -196,16 +200,12 @@ def _kptimes(manual: Manual) -> Mapping[str, Records]:
 
 
 def _articles(name: str, file: File) -> Records:
-    if file.name.endswith(".json"):
-        for number, (place, value) in enumerate(read_array(file.read(), str(file))):
-            title, mark, text = text_of(value, "source", place).partition("<eos>")
-            if not mark:
-                raise UserError(f'{place}: "source": found no <eos>; expected a title, <eos> and a text')
-            yield place, f"{name}-{number}", _titled(f"{name}-{number}", title, text, _phrases(value, place, "target"))
+    if not file.name.endswith(".json"):
+        yield from _abstracts(name, file, need_id=True)
         return
-    for place, value in file.objects():
-        key, title, text = (text_of(value, k, place) for k in ("id", "title", "abstract"))
-        yield place, key, _titled(key, title, text, _phrases(value, place))
+    for number, (place, value) in enumerate(read_array(file.read(), str(file))):
+        title, text = _parted(text_of(value, "source", place), f'{place}: "source"', "a text")
+        yield place, f"{name}-{number}", _titled(f"{name}-{number}", title, text, _phrases(value, place, "target"))
 
 
 KPTIMES = dataclasses.replace(
