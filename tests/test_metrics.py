@@ -94,8 +94,16 @@ GOOD = {"id": "x", "source": "", "gold": [], "pred": []}
         ([{**GOOD, "pred": None}], ":1:", '"pred": found null; expected a list of texts'),
         ([{**GOOD, "pred": ["a", ["b"]]}], ":1:", '"pred[1]": found a list; expected text'),
         ([{**GOOD, "gold": [7]}], ":1:", '"gold[0]": found the number 7; expected text'),
-        ([{"id": "x", "source": "s", "pred": []}], ":1:", 'found no "gold"; expected one (keys: id, source, pred)'),
-        ([{"id": "x", "source": "s", "gold": []}], ":1:", 'found no "pred"; expected one (keys: id, source, gold)'),
+        (
+            [{"id": "x", "source": "s", "pred": []}],
+            ":1:",
+            'found no "gold"; expected a list of texts (keys: id, source, pred)',
+        ),
+        (
+            [{"id": "x", "source": "s", "gold": []}],
+            ":1:",
+            'found no "pred"; expected a list of texts (keys: id, source, gold)',
+        ),
         ([{**GOOD, "source": ["s"]}], ":1:", '"source": found a list; expected text'),
         ([{**GOOD, "id": 1.5}], ":1:", '"id": found the number 1.5; expected text or a whole number'),
         ([GOOD, "", GOOD], ":3:", "\"id\": found 'x' again; it was used in line 1"),

@@ -17,7 +17,7 @@ from pipejax import methods
 from pipejax.apps import records
 from pipejax.apps.shards import Input, Output, Plan, Shard, Shards, name_shards
 from pipejax.apps.unfinished import settings_of
-from pipejax.data.blocks import EXPECTED, Block, Reader, cut, digest_of
+from pipejax.data.blocks import EXPECTED, Block, Reader, cut
 from pipejax.data.lines import BadLines
 from pipejax.data.tables import KEYS, Dialect
 from pipejax.inference.generator import Generator
@@ -26,6 +26,7 @@ from pipejax.inference.report import Report
 from pipejax.inference.sources import check_fields, fields_of
 from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
+from pipejax.system.files import digest_of
 from pipejax.system.progress import Progress
 
 Said = dict[str, Any]  # JSON that a worker answers with: settings, counts, or a "problem"

@@ -58,11 +58,6 @@ def check_place(path: Path) -> None:
         )
 
 
-def make_place(place: Path) -> None:
-    # Otherwise the other processes wait in Orbax for the inner directory: ten minutes if the first process fails.
-    (place / "array_metadatas").mkdir(parents=True)
-
-
 def begin_item(place: Path, tree: Tree) -> Sequence[Writes]:
     """Begins to write this process's part of a tree. Orbax holds or has copied the buffers: they may be donated."""
     import orbax.checkpoint as ocp

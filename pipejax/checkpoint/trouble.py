@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from types import MappingProxyType, TracebackType
 
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
+from pipejax.system.files import digest_of
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # a damaged step lacks files
 CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")  # TensorStore of a file; else of the call, as of a path
@@ -31,7 +31,7 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
     """A block that reads an item, whose small files have these digests; errors become Damaged, or UserError."""
     try:
         for name, word in files.items():
-            if _digest_of_file(path / name) != word:
+            if digest_of(path / name) != word:
                 raise Damaged(f"{path.name}: {name} differs from what was saved")
         yield
     except Damaged:
@@ -70,11 +70,7 @@ def _is_of_content(error: BaseException) -> bool:
 def metadata_digests(item: Path) -> dict[str, str]:
     """Digests, by name, of the small files of an item in which Orbax keeps the tree and the shapes."""
     names = ["_METADATA", *(f"array_metadatas/{file.name}" for file in item.glob("array_metadatas/*"))]
-    return {name: _digest_of_file(item / name) for name in names}
-
-
-def _digest_of_file(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return {name: digest_of(item / name) for name in names}
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -20,13 +20,12 @@ from pipejax.convert import adapters, generation
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import OWN_FILES, PAPERS, make_task
-from pipejax.data.blocks import digest_of
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import InTorch, prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
-from pipejax.system.files import look
+from pipejax.system.files import digest_of, look
 
 FILE, CARD, WEIGHTS = "pipejax.json", "README.md", "model.safetensors"
 GENERATE = "custom_generate/generate.py"  # where transformers looks for it

@@ -68,11 +68,6 @@ def _blocks(
         first, offset = first + len(part), offset + sum(map(len, part))
 
 
-def digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _row(placed: Placed) -> bytes:
     """A row of Parquet as bytes: the same for the same values, however the file is written."""
     return repr(placed[1]).encode("utf-8", "surrogatepass")

@@ -25,17 +25,14 @@ def read_records(
 ) -> Iterator[Placed]:
     """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote."""
     if not is_remote(path) and Path(path).is_dir():
-        return _read_dataset(Path(path))
-    if is_parquet(path):
-        return read_parquet(path)
-    if table or is_table(path):
-        return _read_table(path, dialect, bad)
-    return read_file(path, bad)
-
-
-def _read_table(path: str | Path, dialect: Dialect, bad: Refusal) -> Iterator[Placed]:
-    with open_file(path, "a CSV file") as file, unpacked(file, str(path)) as content:
-        yield from TextTable(lines_of(content, str(path)), str(path), dialect).records(bad=bad)
+        yield from _read_dataset(Path(path))
+    elif is_parquet(path):
+        yield from read_parquet(path)
+    elif table or is_table(path):
+        with open_file(path, "a CSV file") as file, unpacked(file, str(path)) as content:
+            yield from TextTable(lines_of(content, str(path)), str(path), dialect).records(bad=bad)
+    else:
+        yield from read_file(path, bad)
 
 
 def is_parquet(path: str | Path) -> bool:

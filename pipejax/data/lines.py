@@ -160,8 +160,8 @@ def read_file(path: str | Path, bad: Refusal = refuse_line) -> Iterator[Placed]:
         yield from read_objects(lines, str(path), bad=bad)
 
 
-def text_of(value: Object, key: str, place: str) -> str:
-    return check_text(value_of(value, key, place), key, place)
+def text_of(value: Object, key: str, place: str, *, blank: bool = False) -> str:
+    return check_text(value_of(value, key, place), key, place, blank=blank)
 
 
 def value_of(value: Object, key: str, place: str, expected: str = "one") -> object:
@@ -171,18 +171,20 @@ def value_of(value: Object, key: str, place: str, expected: str = "one") -> obje
     return value[key]
 
 
-def texts_of(value: Object, key: str, place: str) -> list[str]:
-    """The list of texts that an object has under a key; the list may be empty, its texts may not."""
+def texts_of(value: Object, key: str, place: str, *, blank: bool = False) -> list[str]:
+    """The list of texts that an object has under a key; the list may be empty, its texts if they may be `blank`."""
     found = value_of(value, key, place, "a list of texts")
     if not isinstance(found, list | tuple):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
-    return [check_text(text, f"{key}[{i}]", place) for i, text in enumerate(found)]
+    return [check_text(text, f"{key}[{i}]", place, blank=blank) for i, text in enumerate(found)]
 
 
-def check_text(value: object, key: str, place: str) -> str:
-    """Returns the value; raises a UserError unless it is text, not blank, and valid Unicode."""
+def check_text(value: object, key: str, place: str, *, blank: bool = False) -> str:
+    """Returns the value; raises a UserError unless it is text and, if it may not be `blank`, some of valid Unicode."""
     if not isinstance(value, str):
         raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
+    if blank:
+        return value
     if not value.strip():
         raise UserError(f'{place}: "{key}": found an empty text; expected text that is not blank')
     return _check_unicode(value, key, place)

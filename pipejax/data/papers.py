@@ -335,10 +335,7 @@ def _papers(file: File) -> Records:
 
 
 def _joined_texts(value: Object, key: str, place: str) -> str:
-    texts = value_of(value, key, place)
-    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-        raise UserError(f'{place}: "{key}": found {kind(texts)}; expected a list of texts')
-    return "\n".join(texts)
+    return "\n".join(texts_of(value, key, place, blank=True))
 
 
 PUBMED = Published(

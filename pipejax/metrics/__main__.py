@@ -7,16 +7,19 @@ keyphrases alone, and `id` may be left out. For exact, gold and pred may be obje
 rows with values. Prints one JSON object of scores in percent, not rounded, and nothing else on standard output.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipejax import metrics
-from pipejax.data.lines import Object, id_of, kind, read_file, value_of
+from pipejax.data.lines import Object, id_of, read_file, text_of, texts_of
 from pipejax.metrics import HEADLINES, Rows, exact
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
+
+_texts_of = functools.partial(texts_of, blank=True)
 
 
 class Documents(NamedTuple):
@@ -50,20 +53,10 @@ def read_documents(path: str, metric: str) -> Documents:
         documents.gold.append(rows(value, "gold", place))
         documents.predicted.append(rows(value, "pred", place))
         text = "document" if "document" in value else "source"
-        documents.sources.append(_source_of(value, text, place) if metric.startswith("keyphrases") else "")
+        documents.sources.append(text_of(value, text, place, blank=True) if metric.startswith("keyphrases") else "")
     if not documents.gold:
         raise UserError(f"{path}: found no lines; expected at least one document")
     return documents
-
-
-def _texts_of(value: Object, key: str, place: str) -> list[str]:
-    rows = value_of(value, key, place)
-    if not isinstance(rows, list):
-        raise UserError(f'{place}: "{key}": found {kind(rows)}; expected a list of texts')
-    for i, row in enumerate(rows):
-        if not isinstance(row, str):
-            raise UserError(f'{place}: "{key}[{i}]": found {kind(row)}; expected text')
-    return rows
 
 
 def _typed(value: Object, key: str, place: str) -> Rows:
@@ -71,13 +64,6 @@ def _typed(value: Object, key: str, place: str) -> Rows:
         return found
     names = _texts_of(value, "row_names", place) if "row_names" in value else []
     return exact.named_rows(_texts_of(value, key, place), dict.fromkeys(names, exact.number_or_text))
-
-
-def _source_of(value: Object, key: str, place: str) -> str:
-    text = value_of(value, key, place)
-    if not isinstance(text, str):
-        raise UserError(f'{place}: "{key}": found {kind(text)}; expected text')
-    return text
 
 
 if __name__ == "__main__":

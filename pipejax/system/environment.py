@@ -113,12 +113,13 @@ def _plain(value: object) -> bool | int | str | None:
 
 
 def check_flags() -> None:
-    if flags := os.environ.get(_FLAGS, "").strip():
-        _try_flags(flags)
+    _try_flags(os.environ.get(_FLAGS, "").strip())
 
 
 @functools.cache
 def _try_flags(flags: str) -> None:
+    if not flags:
+        return
     ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     said = ended.stderr.decode(errors="replace").splitlines()
     reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")

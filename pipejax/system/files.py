@@ -125,6 +125,13 @@ def stand_in(path: Path) -> str:
     return "a web page (download the file itself)" if page else ""
 
 
+def digest_of(path: Path) -> str:
+    import hashlib  # late, for the start of every command
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 _PARTIAL = "-partial"  # in the name of a directory that is being filled
 
 
