@@ -17,7 +17,7 @@ import orbax.checkpoint
 import pytest
 
 from pipejax import config as config_lib
-from pipejax.checkpoint import Store, arrays, check_place, open_run, save_params
+from pipejax.checkpoint import Store, arrays, check_place, manifest, open_run, save_params
 from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged, on_host
 from pipejax.system import compile_cache
@@ -25,6 +25,7 @@ from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
 from support import tiny_run as runs
+from support.manifests import seal
 from support.steps_of_numbers import CONFIG, fail_with, flip, save_all, tree
 
 
@@ -362,3 +363,10 @@ def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
     losses = [line["loss"] for line in lines if line["event"] == "train"]
     assert len(losses) == 9 and np.isfinite(losses[-1])
     assert lines[-1]["event"] == "end" and lines[-1]["step"] == 9
+
+
+@pytest.mark.parametrize("form", ["1", True, 1.0, 2, None])
+def test_a_manifest_of_another_format_is_refused_with_its_place(form: object) -> None:
+    sealed = seal({"format": form, "step": 3})
+    with pytest.raises(UserError, match=r"^runs/3 \(manifest\): format: found .*; expected the number 1$"):
+        manifest.check_manifest(sealed, 3, Path("runs/3"))
