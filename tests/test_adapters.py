@@ -132,7 +132,8 @@ def test_a_file_of_torch_and_a_base_by_name(base: Path, tmp_path: Path, capsys: 
     np.testing.assert_allclose(ours(tmp_path / "run"), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["t5gemma", pytest.param("umt5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t5gemma", "umt5"])
 def test_adapters_of_other_backbones_go_there_and_back(kind: str, tmp_path: Path) -> None:
     """PEFT's is read, and one of ours is read by PEFT over the model in transformers."""
     model = BACKBONES[kind]

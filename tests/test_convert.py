@@ -363,8 +363,8 @@ def test_an_interrupted_conversion_leaves_nothing(
 def test_a_hub_id_is_downloaded(flax: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def download(name: str, *, allow_patterns: str | list[str]) -> str:
-        assert name == "somebody/some-t5"
+    def download(name: str, *, allow_patterns: str | list[str], local_files_only: bool = False) -> str:
+        assert name == "somebody/some-t5" and not local_files_only
         asked.extend([allow_patterns] if isinstance(allow_patterns, str) else allow_patterns)
         return str(source)
 

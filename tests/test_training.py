@@ -57,6 +57,7 @@ def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
     class Counting(Tokenizer):
         calls = 0
         eos = None
+        added = ()
 
         def encode(self, text):
             Counting.calls += 1
