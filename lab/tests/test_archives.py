@@ -41,7 +41,7 @@ def test_what_holds_far_more_than_it_is_large(name, lead, tmp_path, monkeypatch)
         if name == "train.json":
             file.read()
         elif name == "train.csv":
-            tables.Table(tables.lines_of(file.open(), str(file)), str(file))
+            tables.TextTable(tables.lines_of(file.open(), str(file)), str(file))
         else:
             list(lines.read_objects(file.open(), str(file)))
     expected = "found 0 GiB" if name == "train.json" else "1: found a line of more than"
