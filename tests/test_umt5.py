@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,13 @@ from pipejax import config as config_lib
 from pipejax.apps.export import export
 from pipejax.config import Config, DecodeConfig, T5Config
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
-from pipejax.inference.backends import Xla, portable
+from pipejax.decoding import Pipelined, Wishes
+from pipejax.inference import backends
+from pipejax.inference.backends import Backend, OwnKernel, Xla, portable
 from pipejax.inference.generator import Generator
+from pipejax.inference.programs import Programs
+from pipejax.inference.report import Report
+from pipejax.model import umt5
 from pipejax.model.interface import BACKBONES
 from pipejax.model.umt5 import UMT5Config
 from support import in_transformers, oracle, schemas
@@ -32,6 +39,7 @@ from support.in_transformers import (
     check_schema,
     varied,
 )
+from support.kernel_models import in_one_digit
 from support.tiny import FEW_WORDS, RUN, change, metrics
 
 SIZES: dict[str, Any] = vars(FEW_WORDS) | {"d_model": 16, "num_layers": 2, "dropout_rate": 0.0}
@@ -122,6 +130,34 @@ def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
     check_schema(model, params, logits_of(loaded(made(model), params, model)), delay=delay)
 
 
+@pytest.mark.parametrize("weights", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_fast_decoders_know_a_table_of_each_layer(own, weights, kernel):
+    model = UMT5Config(50, 32, 16, 48, 2, 3, 3, feed_forward="gated-gelu", tied_head=False, scale_head=False)
+    params, forced = varied(model, 5), np.random.default_rng(3).integers(3, 50, (3, 4, 12)).astype(np.int32)
+    sources = [[7, 3, 9, 4, 5, 1] * 4, [8, 1], [6, 6, 2, 1]]
+
+    def scores(backend):
+        programs = Programs(model, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=backend)
+        programs.set_params(params)
+        wishes = Wishes(forced=forced, scores=True)
+        found = programs.decode(sources, Pipelined(1, 12, 4), batch_size=3, across=1, report=Report(), wishes=wishes)
+        return np.asarray(found.log_probs)
+
+    found, wanted = scores(OwnKernel(weights, kernel) if own else Xla(weights)), scores(Backend(weights))
+    near = 1e-4 if weights == "auto" else 0.5 if in_one_digit(weights, kernel) else 0.05
+    assert np.abs(wanted).max() > 1 and np.abs(found - wanted).max() < near
+
+
+def test_umt5_is_taken_for_itself_alone(kernel, monkeypatch):
+    monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
+    model = UMT5Config(50, 32, 16, 48, 2, 3, 3, tied_head=False, scale_head=False)
+    assert type(backends.fastest(model, jnp.float32)) is OwnKernel
+    assert model.head_width() == 0  # its attention does not run in blocks
+    monkeypatch.setattr(umt5.DecoderLayer, "__call__", lambda *given: None)
+    assert type(backends.fastest(model, jnp.float32)) is backends.Products
+
+
 def test_umt5_goes_there_and_back(theirs, tmp_path):
     """Its model_type is enough to know the class; its tensors are those that came in."""
     from_hf(theirs, tmp_path / "run")
@@ -171,10 +207,14 @@ def test_check_backbone_passes():
     assert "UMT5Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
 
 
-def test_the_layers_are_told_in_one_line(caplog):
+def test_another_module_is_told_in_one_line(caplog):
+    class Other(umt5.UMT5):
+        pass
+
     with caplog.at_level(logging.INFO, "pipejax"):
-        portable(TINY.module())
-    assert "pipejax.model.umt5.UMT5 layer by layer" in caplog.text.replace(",", "")
+        assert type(portable(TINY.module())) is Xla and not caplog.text
+        portable(Other(TINY))
+    assert "Other layer by layer" in caplog.text.replace(",", "")
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
 from pipejax.inference.launch import Blocks
 from pipejax.inference.step_decoder import StepDecoder
-from pipejax.inference.weights import Layer, Weights, join, lay_out, lay_out_layer, narrow
-from pipejax.model import lora, quantization
+from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
+from pipejax.model import lora, quantization, umt5
 from pipejax.model.interface import Backbone, Module
 from pipejax.model.parameters import check_read, paths_read
 from pipejax.model.t5 import Memory, is_stock
@@ -202,18 +202,24 @@ class Xla(Backend):
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
         """See `Backend`. A layer at a time: float32 needs no more room than that."""
-        if not is_stock(model):
-            raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5")
+        if not is_packed(model):
+            raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5 or UMT5")
         lay = partial(compute, _laid, model=model, backend=self)
         encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
         layers, memories, weights = [], [], []
+        own = [
+            {}
+            if "relative_bias" in stack
+            else {"relative_bias": _stacked([stack[f"layers_{i}"] for i in range(count)])}
+            for stack, count in ((encoder, model.config.num_layers), (decoder, model.config.num_decoder_layers))
+        ]
         for i in range(model.config.num_layers):
             layers.append(lay(encoder.pop(f"layers_{i}"), part="_encoder_layer"))
         for i in range(model.config.num_decoder_layers):
             memory, layer = lay(decoder.pop(f"layers_{i}"), part="_decoder_layer")
             memories.append(memory)
             weights.append(layer)
-        ends, whole = lay({**params, "encoder": encoder, "decoder": decoder}, part="_ends")
+        ends, whole = lay({**params, "encoder": encoder | own[0], "decoder": decoder | own[1]}, part="_ends")
         return Ready(self._encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
 
     def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
@@ -239,6 +245,11 @@ class Xla(Backend):
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
         return StepDecoder(model.config, weights, memory, model.dtype)
+
+
+def _stacked(layers: list[Tree]) -> Tree:
+    """The tables of layers that have a bias each, as one."""
+    return {"embedding": jnp.stack([layer["relative_bias"]["embedding"] for layer in layers])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +289,7 @@ class OwnKernel(Xla):
         own = params["encoder"]
         encoder = kernel_decoder.Encoder(
             embedding=narrow(params["shared"], self.weights, jnp.float32),
-            bias=own["relative_bias"]["embedding"],
+            bias=bias_tables(own),
             norm=own["norm"]["scale"],
             layers=(),
             memories=(),
@@ -323,9 +334,14 @@ def call_costs(weights: Tree, backend: Backend = XLA) -> float:
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
+def is_packed(model: Module) -> bool:
+    """Whether the quicker decoders repeat a module's arithmetic: the stock T5, whose layers may have a bias each."""
+    return is_stock(model) or umt5.is_stock(model)
+
+
 def portable(model: Module, weights: str = "auto") -> Backend:
     """The quickest that runs on any device; says so where a module is computed layer by layer."""
-    if is_stock(model):
+    if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     changed = "which was changed, " if kind == "pipejax.model.t5.T5" else ""

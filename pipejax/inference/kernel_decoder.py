@@ -111,7 +111,7 @@ class KernelDecoder:
             aliases |= {len(given) - 2: 1 + 2 * i, len(given) - 1: 2 + 2 * i}
         vocabulary = {"V": w.head.rows.shape[0] * kernels.PANEL, "words": c.vocab_size}
         sizes = {"B": batch, "N": len(step.tokens), "Q": queries, "C": reach, "S": cache.keys[0].shape[2]} | vocabulary
-        sizes |= {"L": memory.mask.shape[1], "P": w.bias.shape[1], "layers": len(w.layers)}
+        sizes |= {"L": memory.mask.shape[1], "P": w.bias.shape[2], "tables": len(w.bias), "layers": len(w.layers)}
         caches = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers))
         found = jax.ffi.ffi_call(f"pipejax_step_{self.level.name}", (answers, *caches), input_output_aliases=aliases)(
             *given,
@@ -138,7 +138,7 @@ class Encoder:
     """The weights that the encoder reads, and the projections of its result that each decoder layer looks into."""
 
     embedding: Matrix  # [V, D] in rows
-    bias: Array  # f32 [buckets, H]
+    bias: Array  # f32 [T, buckets, H]: one for all layers, or each has its own
     norm: Array  # [D]
     layers: tuple[EncoderLayer, ...]
     memories: tuple[Matrix, ...]  # a decoder layer each [2 I, D]: key, value
@@ -166,9 +166,12 @@ def encode(
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
     offsets = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None]
-    biases: Any = RelativeBias(config, bidirectional=True).apply({"params": {"embedding": encoder.bias}}, *offsets)
+    of_offsets: Any = functools.partial(
+        RelativeBias(config, bidirectional=True).apply, query=offsets[0], key=offsets[1]
+    )
+    biases = jnp.stack([of_offsets({"params": {"embedding": table}}) for table in encoder.bias])
     of_sources = {"embedded": x, "length": length.astype(jnp.int32), "norm": encoder.norm}
-    given = fields.arrays("ENCODE_FIELDS", of_sources | {"bias": biases.reshape(config.num_heads, -1)})
+    given = fields.arrays("ENCODE_FIELDS", of_sources | {"bias": biases.reshape(len(biases), config.num_heads, -1)})
     for layer in encoder.layers:
         given += fields.arrays("ENCODER_LAYER_FIELDS", vars(layer))
     for projection in encoder.memories:
@@ -182,7 +185,14 @@ def encode(
         scales = outputs if dtype == jnp.int8 else 0
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, scales), jnp.float32))
     results.insert(2, jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv), jnp.float32))
-    sizes = {"B": batch, "L": longest, "M": slots, "layers": len(encoder.layers), "memories": len(encoder.memories)}
+    sizes = {
+        "B": batch,
+        "L": longest,
+        "M": slots,
+        "tables": len(encoder.bias),
+        "layers": len(encoder.layers),
+        "memories": len(encoder.memories),
+    }
     found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results * len(encoder.memories))(
         *given,
         numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),

@@ -52,12 +52,14 @@ class StepDecoder:
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
         w = self.weights
-        bias = self._bias(step)
+        biases = [self._bias(step, table) for table in w.bias]
         x = self._embed(step.tokens)
         keys, values = [], []
         for i, layer in enumerate(w.layers):
             projected = _at_places(self._of_normed(layer.self_inwards, x, layer.self_norm), step)
-            found, k, v = self._attend_cache(projected, cache.keys[i], cache.values[i], bias, step.start)
+            found, k, v = self._attend_cache(
+                projected, cache.keys[i], cache.values[i], biases[i % len(biases)], step.start
+            )
             keys.append(k)
             values.append(v)
             x = self._add(layer.self_outwards, _gather(found, step), x)
@@ -132,9 +134,8 @@ class StepDecoder:
         )
         return activation(gate) * value
 
-    def _bias(self, step: Step) -> Array:
-        """f32 [B, H, Q, C] for self-attention."""
-        table = self.weights.bias
+    def _bias(self, step: Step, table: Array) -> Array:
+        """f32 [B, H, Q, C] for self-attention, of a table [H, distances]."""
         back = step.position[:, :, None] - step.key_position[:, None]
         bias = jnp.take(table, jnp.clip(back, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)

@@ -51,7 +51,7 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: Array  # [D]
     head: Matrix  # [V, D]
-    bias: Array  # f32 [H, distances], the last for all that is farther
+    bias: Array  # f32 [T, H, distances], the last for all that is farther; T is 1, or each layer has its own
 
 
 def narrow(part: Tree, weights: str, dtype: Any) -> Matrix:
@@ -79,8 +79,14 @@ def lay_out(config: T5Config, params: Tree, matrix: Callable[[Tree], Matrix]) ->
         layers=(),
         norm=decoder["norm"]["scale"],
         head=matrix(params["shared"] if config.tied_head else params["lm_head"]),
-        bias=decoder["relative_bias"]["embedding"][of_distance].T.astype(jnp.float32),
+        bias=bias_tables(decoder)[:, of_distance].swapaxes(1, 2).astype(jnp.float32),
     )
+
+
+def bias_tables(stack: Tree) -> Array:
+    """[T, buckets, H] of a stack's parameters without layers: the one that they share, or their own."""
+    found: Array = stack["relative_bias"]["embedding"]
+    return found.reshape(-1, *found.shape[-2:])
 
 
 def lay_out_layer(layer: Tree, matrix: Callable[[Tree], Matrix]) -> Layer:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pipejax.model import t5
+from pipejax.model import stock, t5
 from pipejax.model.layers import RelativeBias
 from pipejax.model.t5_config import T5Config
 
@@ -102,6 +102,12 @@ class UMT5Config(T5Config):
         return super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
 
 
+def is_stock(model: Any) -> bool:
+    """As `t5.is_stock`, of this module."""
+    mine = t5.is_unchanged() and stock.picture(globals()) == STOCK
+    return mine and type(model) is UMT5 and type(model.config) is UMT5Config
+
+
 _BASE = UMT5Config(256_384, 768, 64, 2048, 12, 12, 12, feed_forward="gated-gelu", tied_head=False, scale_head=False)
 ARCHITECTURES = {
     "umt5-small": dataclasses.replace(_BASE, d_model=512, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8),
@@ -111,3 +117,4 @@ ARCHITECTURES = {
         _BASE, d_model=4096, d_ff=10240, num_heads=64, num_layers=24, num_decoder_layers=24
     ),
 }
+STOCK = stock.picture(globals())  # see `t5.is_stock`

@@ -17,6 +17,7 @@
   NUMBER(S) /* slots of the cache, whole panels, at least C */                                    \
   NUMBER(L) /* tokens of a source, whole panels */                                                \
   NUMBER(P) /* distances of the bias */                                                           \
+  NUMBER(tables) /* of the bias: 1, or as many as layers */                                       \
   NUMBER(D) /* width */                                                                           \
   NUMBER(H) /* heads */                                                                           \
   NUMBER(K) /* width of a head */                                                                 \
@@ -35,7 +36,7 @@
   ARRAY(key_position, i32, B, C)                                                                  \
   ARRAY(row, i32, B, C) /* coordinates of the slots */                                            \
   ARRAY(time, i32, B, C)                                                                          \
-  ARRAY(bias, f32, H, P)                                                                          \
+  ARRAY(bias, f32, tables, H, P)                                                                  \
   ARRAY(memory_mask, pred, B, L)                                                                  \
   ARRAY(norm, f32, D)                                                                             \
   MATRIX(head, V, D)                                                                              \
@@ -63,6 +64,7 @@
 #define ENCODE_NUMBERS(NUMBER)                                                                    \
   NUMBER(B) NUMBER(L) NUMBER(D) NUMBER(H) NUMBER(K) NUMBER(F) /* as in a step; any L */           \
   NUMBER(M) /* slots of the memory, at least L, whole pairs of panels */                          \
+  NUMBER(tables) /* as in a step */                                                               \
   NUMBER(layers)                                                                                  \
   NUMBER(memories) /* layers of the decoder */                                                    \
   NUMBER(activation)
@@ -70,7 +72,7 @@
 #define ENCODE_FIELDS(ARRAY, MATRIX, PANELS)                                                      \
   ARRAY(embedded, f32, B, L, D)                                                                   \
   ARRAY(length, i32, B) /* real tokens */                                                         \
-  ARRAY(bias, f32, H, 2 * L - 1) /* of key - query = 1 - L and so on */                           \
+  ARRAY(bias, f32, tables, H, 2 * L - 1) /* of key - query = 1 - L and so on */                   \
   ARRAY(norm, f32, D)
 
 #define ENCODER_LAYER_FIELDS(ARRAY, MATRIX, PANELS)                                               \

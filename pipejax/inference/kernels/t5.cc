@@ -138,17 +138,20 @@ struct DecoderStep : StepNumbers, StepFields {
     }
   }
 
-  // The columns' embeddings, and the bias of each column and head for the slots in their order.
   void Embed() {
     rooms.x.resize(count * D), rooms.found.resize(count * inner);
     for (int64_t c = 0; c < count; ++c)
       Row(embedding, std::clamp<int64_t>(tokens[rooms.columns[c]], 0, V - 1), rooms.x.data() + c * D);
+  }
+
+  // The bias of each column and head for the slots in their order, by so many a table.
+  void SetBias(int64_t table) {
     rooms.bias.resize(count * H * room);
     team.Run(count * H, 4, [&](int64_t i) {
       const int64_t at = rooms.places[i / H], b = at / Q, own = position[at], farthest = P - 1;
       const bool* seen = mask + at * C;
       const int32_t* others = key_position + b * C;
-      const float* by_distance = bias + i % H * P;
+      const float* by_distance = bias + (table * H + i % H) * P;
       float* to = rooms.bias.data() + i * room;
       for (int32_t slot : rooms.order[b].slots)
         *to++ = seen[slot] ? by_distance[std::clamp<int64_t>(own - others[slot], 0, farthest)] : -1e9f;
@@ -238,6 +241,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const StepFields fields(arguments, numbers);
   const auto layers = Layers<DecoderLayer>(arguments, numbers, numbers.layers);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("step: " + wrong);
+  if (numbers.tables != 1 && numbers.tables != numbers.layers) return Wrong("step: tables of some layers");
   if (numbers.S < numbers.C || numbers.S % kPanel || results.size() != 1 + 2 * layers.size())
     return Wrong("step: a cache of another size");
   const ffi::AnyBuffer answers = *results.get<ffi::AnyBuffer>(0).value();
@@ -257,8 +261,10 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   step.Embed();
   Stack stack{team, step.count, step.D, step.inner, step.F, epsilon, static_cast<int>(step.activation),
               rooms.x, rooms.operand, rooms.hidden};
-  for (size_t i = 0; i < layers.size(); ++i)
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (i < static_cast<size_t>(step.tables)) step.SetBias(i);
     step.Layer(stack, layers[i], ResultAt<float>(results, 1 + 2 * i), ResultAt<float>(results, 2 + 2 * i));
+  }
   if (greedy) step.Choose(stack, ResultAt<int32_t>(results, 0));
   else step.Head(stack, ResultAt<float>(results, 0));
   return ffi::Error::Success();
@@ -276,6 +282,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const auto layers = Layers<EncoderLayer>(arguments, numbers, numbers.layers);
   const auto memories = Layers<MemoryLayer>(arguments, numbers, numbers.memories);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("encode: " + wrong);
+  if (numbers.tables != 1 && numbers.tables != numbers.layers) return Wrong("encode: tables of some layers");
   if (results.size() != 5 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
@@ -307,14 +314,15 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   Stack stack{team, count, size, inner, numbers.F, epsilon, static_cast<int>(numbers.activation),
               rooms.x, rooms.operand, rooms.hidden};
   auto& projected = rooms.projected;
-  for (const EncoderLayer& layer : layers) {
-    const int64_t row = 3 * inner;
+  for (size_t number = 0; number < layers.size(); ++number) {
+    const EncoderLayer& layer = layers[number];
+    const int64_t row = 3 * inner, table = numbers.tables == 1 ? 0 : number;
     projected.resize(count * row);
     stack.OfNormed(layer.norm, layer.inwards, {projected.data(), row});
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
       const float *queries = projected.data() + first[b] * row + h * width, *keys = queries + inner, *values = keys + inner;
-      const float* bias = fields.bias + h * (2 * length - 1) + length - 1;  // of a query's own key
+      const float* bias = fields.bias + (table * heads + h) * (2 * length - 1) + length - 1;  // of a query's own key
       float* found = rooms.found.data() + first[b] * inner + h * width;
       if (layer.inwards.digits == 1) AttendBlocks(queries, keys, values, row, real, width, bias, found, inner);
       else AttendWhole(kind, queries, keys, values, row, real, width, bias, found, inner);

@@ -47,6 +47,7 @@ def fits(decoder: Any, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
         and batch * strategy.most_queries <= MOST_QUERIES
         and not any(x % 32 for x in (config.d_model, config.d_ff, config.num_heads * config.d_kv))
         and config.d_kv <= WIDEST_HEAD
+        and len(weights.bias) == 1  # that all layers share
         and 31 + 15 * config.num_decoder_layers <= MOST_POINTERS
         and all(x.rows.dtype == decoder.dtype for x in matrices)
     )
@@ -69,7 +70,7 @@ def decode(
     (batch, length), rows = memory.mask.shape, strategy.most_queries
     most, inner, apart, limit = batch * rows, c.num_heads * c.d_kv, len(carry.used) > 1, min(sizes.queries[-1], rows)
     numbers = [batch, rows, grid.time_max, slots, length, c.d_model, c.num_heads, c.d_kv, c.d_ff, c.vocab_size]
-    numbers += [w.bias.shape[1], len(w.layers), ACTIVATIONS.index(c.feed_forward)]
+    numbers += [w.bias.shape[2], len(w.layers), ACTIVATIONS.index(c.feed_forward)]
     numbers += [grid.delay, grid.sub_max, grid.literal, grid.bos, grid.eos, apart, slots - limit, PARTS]
     numbers += [blocks.patience, blocks.absent, blocks.dawdle]
     floats = c.layer_norm_epsilon, c.d_model**-0.5 if c.scale_head else 1.0
@@ -79,7 +80,7 @@ def decode(
     of_row += [query.live, query.tokens, query.time]
     watching = jnp.zeros(batch) if watched is None else watched
     arrays = [np.asarray(numbers, np.int32), np.asarray(floats, np.float32), watching.astype(jnp.int32)]
-    arrays += [memory.mask.astype(jnp.int32), (w.embedding or w.head).rows, w.head.rows, w.norm, w.bias]
+    arrays += [memory.mask.astype(jnp.int32), (w.embedding or w.head).rows, w.head.rows, w.norm, w.bias[0]]
     stacked = [none, none, none, left], of_example, of_row
     changing = [jnp.stack([x.astype(jnp.int32) for x in each], axis=-1) for each in stacked]
     changing += [tokens, carry.filled.row, carry.filled.time]
