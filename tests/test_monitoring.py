@@ -155,7 +155,7 @@ def test_rows_that_hold_the_separator_are_told_at_the_start(separator, rows, cha
 @pytest.mark.slow
 def test_large_batches_of_few_examples(tokenizer, monkeypatch):
     """Each example is encoded once, however often a draw has it; and the choice of shapes looks at a bounded number."""
-    seen, looked, encode, order = Counter(), [], batches.encode, Shapes.order
+    seen, looked, encode, order = Counter(), [], batches.encode_example, Shapes.order
 
     def counted(example, *more):
         seen[example.id] += 1

@@ -223,7 +223,7 @@ def test_a_program_made_beside_the_work_is_the_same(batches):
 @pytest.mark.slow
 def test_a_program_that_failed_beside_the_work_is_compiled_again(batches, monkeypatch):
     """As where memory was short at that moment; and no command waits for what is compiled ahead."""
-    arrays, compiled, unneeded = batches[0].arrays, Trainer._compile, []
+    arrays, compiled, unneeded = batches[0].arrays, Trainer._compile_ahead, []
 
     def fails_beside(self, batch):
         if threading.current_thread() is not threading.main_thread():
@@ -231,7 +231,7 @@ def test_a_program_that_failed_beside_the_work_is_compiled_again(batches, monkey
             raise MemoryError
         return compiled(self, batch)
 
-    monkeypatch.setattr(Trainer, "_compile", fails_beside)
+    monkeypatch.setattr(Trainer, "_compile_ahead", fails_beside)
     trainer = Trainer(change(CONFIG, mesh={"data": 1}))
     trainer.prepare([(arrays["source"].shape[1], arrays["inputs"].shape[1])])
     _, metrics = trainer.step(trainer.fresh(), arrays, trainer.dropout_key(1))
