@@ -15,6 +15,7 @@ from pipejax.inference.backends import Backend, Products
 from pipejax.inference.kernel_decoder import matrix
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
+from pipejax.model import layers, t5gemma
 from pipejax.model.quantization import quantize
 from pipejax.model.t5_config import T5Config
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
@@ -121,6 +122,22 @@ def test_inputs_that_fill_no_panels_are_left_to_the_layers(kernel):
     params = varied(model, 2, centered=True)
     found, wanted = (decoded(model, params, backend) for backend in (Products("auto", kernel), Backend()))
     assert (found.tokens == wanted.tokens).all() and (found.steps == wanted.steps).all() and found.lengths.sum() > 9
+
+
+def test_a_method_that_does_more_than_to_multiply_is_left_alone(kernel, monkeypatch):
+    def louder(self, hidden):
+        return 2 * t5gemma.logits_of(hidden, self.embedding, self.dtype)
+
+    monkeypatch.setattr(t5gemma.Embedder, "logits", louder)
+    matrices = Products("auto", kernel).prepare(GEMMA.module(), varied(GEMMA, 1)).decoding.matrices
+    assert "decoder/embedder" not in matrices and "decoder/layers_0/feed_forward/wo" in matrices
+
+
+@pytest.mark.parametrize("owner, name", [(layers.Linear, "__call__"), (layers, "logits_of")])
+def test_a_product_that_was_replaced_from_outside_is_computed_as_it_is(owner, name, kernel, monkeypatch):
+    monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
+    monkeypatch.setattr(owner, name, lambda *given: None)
+    assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
 
 
 def test_the_kernel_is_asked_where_it_can_be(kernel, monkeypatch):

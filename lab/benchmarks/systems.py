@@ -199,11 +199,12 @@ def step_bytes(config: Backbone, *, source: int, slots: int, itemsize: int) -> i
     params = jax.eval_shape(config.init_params, jax.random.key(0))
     memory = jax.eval_shape(lambda p, x: module.apply({"params": p}, x, x > 0, method="encode"), params, length)
     cache = jax.eval_shape(lambda p: module.apply({"params": p}, 1, slots, method="empty_cache"), params)
-    kernels = {path: x for path, x in traverse_util.flatten_dict(params, sep="/").items() if path.endswith("/kernel")}
+    flat = traverse_util.flatten_dict(params, sep="/")
+    kernels = {path: x for path, x in flat.items() if path.endswith("/kernel")}
     projections = re.compile(r".*cross_attention/(key|value)/kernel")  # of the source, once for all steps
     read = [x for path, x in kernels.items() if not path.startswith("encoder/") and not projections.fullmatch(path)]
     if not any(path.startswith("lm_head/") for path in kernels):  # the table is the head
-        read.append(traverse_util.flatten_dict(params, sep="/")[config.tables[-1]])
+        read.append(flat[config.tables[-1]])
     return itemsize * sum(math.prod(x.shape) for x in jax.tree.leaves((read, memory.keys, memory.values, cache)))
 
 
@@ -289,7 +290,7 @@ def build(
 ) -> list[Pipejax]:
     """Ours, on shared weights, held in what `weights` says; `kernels`: one of `KERNELS`."""
     model = config.module(dtype=jnp.dtype(dtype))
-    own = backends.fastest if kernels == "own" else partial(backends.choose, backends.XLA)
+    own = backends.fastest if kernels == "own" else partial(backends.choose, backends.Xla(weights))
     backend = own(config, dtype=model.dtype, weights=weights)
     ready = jax.jit(lambda p: backend.prepare(model, p))(params)
     return [Pipejax(name, model, ready, strategy, backend=backend) for name, strategy in strategies.items()]

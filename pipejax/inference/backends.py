@@ -31,7 +31,7 @@ from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out
 from pipejax.model import lora, quantization, umt5
 from pipejax.model.interface import Backbone, Module
 from pipejax.model.parameters import check_read, paths_read
-from pipejax.model.t5 import Memory, is_stock
+from pipejax.model.t5 import Memory, is_stock, is_unchanged
 from pipejax.model.t5_config import T5Config
 from pipejax.system import Tree
 
@@ -167,7 +167,7 @@ class Products(Backend):
 
     def decoder(self, model: Module, weights: products.Parts, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
-        return ProductDecoder(model, weights, memory, self.level)
+        return ProductDecoder(model, weights.others, memory, weights.matrices, self.level)
 
     @property
     def reading(self) -> Reading:
@@ -188,12 +188,13 @@ def _step(model: Module, memory: Memory, params: Tree) -> Tree:
 class ProductDecoder(LayerDecoder):
     """The same with our kernel's products."""
 
+    matrices: dict[str, products.Panels]
     level: kernels.Level
 
     def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""
-        with products.multiplying(self.weights.matrices, self.level):
-            return LayerDecoder(self.model, self.weights.others, self.memory)(step, cache)
+        with products.multiplying(self.matrices, self.level):
+            return super().__call__(step, cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +362,7 @@ def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Back
     found = portable(backbone.module(dtype=dtype), weights)
     level = kernels.use() if dtype == jnp.float32 else None
     if type(found) is not Xla or not isinstance(backbone, T5Config):
-        return Products(weights, level) if level else found
+        return Products(weights, level) if level and is_unchanged() else found
     if level and kernel_decoder.fits(backbone):
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":

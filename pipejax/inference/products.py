@@ -1,8 +1,8 @@
 """Products of a step by our kernel for CPUs, in the layers of any backbone.
 
 A step multiplies large matrices with a few columns, for which XLA takes several times as long as reading the matrix
-takes. An interceptor of Flax's puts the kernel in its place: in each `Linear` and `Head`, and where a module's method
-`logits` multiplies with its table. All else stays as the backbone's module has it.
+takes. An interceptor of Flax's puts the kernel in the place of the methods that `layers.multiplies_with` marks, those
+of `Linear`, `Head`, and a table that is the head. All else stays as the backbone's module has it.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from pipejax.inference.kernel_decoder import matrix
 from pipejax.inference.kernels import fields
 from pipejax.inference.weights import Matrix
 from pipejax.model import lora
-from pipejax.model.layers import Head, Linear
+from pipejax.model.layers import Head
 from pipejax.model.parameters import paths_read
 from pipejax.model.quantization import SCALE
 from pipejax.system import Tree
@@ -76,7 +76,7 @@ def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:
         by = matrices.get("/".join(context.module.path)) if name else None
         if by is None:
             return call(*given, **more)
-        is_head = name == "embedding" or type(context.module) is Head
+        is_head = name == "embedding" or isinstance(context.module, Head)
         return _multiply(given[0], by, level=level, finer=is_head)
 
     return nn.intercept_methods(replace)
@@ -84,10 +84,8 @@ def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:
 
 def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
     """The parameter that a call multiplies with, if nothing but that is its work."""
-    module, method = context.module, context.method_name
-    if type(module) in (Linear, Head) and method == "__call__" and not module.has_variable("params", lora.A):
-        return "kernel"
-    return "embedding" if method == "logits" and module.has_variable("params", "embedding") else None
+    name: str | None = getattr(getattr(type(context.module), context.method_name), "multiplies_with", None)
+    return None if name is None or context.module.has_variable("params", lora.A) else name
 
 
 def _multiply(columns: Array, by: Panels, *, level: kernels.Level, finer: bool) -> Array:

@@ -1,7 +1,9 @@
 """The layers that a T5 is made of. Parameters are float32; `dtype` is that of the computation."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,6 +20,7 @@ from pipejax.model.stock import picture
 from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
+Method = Any  # a function of a module's class
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
@@ -49,6 +52,16 @@ class RMSNorm(nn.Module):
         return (normed * scale).astype(self.dtype)
 
 
+def multiplies_with(name: str) -> Callable[[Method], Method]:
+    """Marks a method that multiplies with this parameter and does nothing else, which decoding may do faster."""
+
+    def mark(method: Method) -> Method:
+        method.multiplies_with = name
+        return method
+
+    return mark
+
+
 class Linear(nn.Module):
     """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
 
@@ -59,6 +72,7 @@ class Linear(nn.Module):
     dtype: DTypeLike
     kernel_init: nn.initializers.Initializer
 
+    @multiplies_with("kernel")
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """[..., features] from [..., in]."""
@@ -96,6 +110,7 @@ class Head(nn.Module):
     features: int
     dtype: DTypeLike
 
+    @multiplies_with("kernel")
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
         """[..., features] from [..., D]."""

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from pipejax.model import t5
 from pipejax.model.embedding import look_up
 from pipejax.model.interface import Backbone
-from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of, normal
+from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of, multiplies_with, normal
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
@@ -265,6 +265,7 @@ class Embedder(nn.Module):
             found = found * scale[tokens][..., None].astype(self.dtype)
         return found * jnp.asarray(self.width**0.5, self.dtype)
 
+    @multiplies_with("embedding")
     def logits(self, hidden: Array) -> Array:
         """f32 [..., V]."""
         found = logits_of(hidden, self.embedding, self.dtype)
