@@ -92,7 +92,7 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
     params, bounds = random_params(config, config.eos_token_id), GridConfig(delay=2, time_max=14, sub_max=4)
     _check_passes(config, params)
     generator = Generator(Config(model=config, grid=bounds, decode=DecodeConfig(scores=True)), params, None)
-    rng, method = np.random.default_rng(0), methods.Pipelined(bounds)
+    rng, method = np.random.default_rng(0), methods.PipelinedMethod(bounds)
     given = [[*_draw(rng, config, LONGEST - 1), config.eos_token_id] for _ in range(sources)]
     records = generator.decode(given, batch_size=4, strategy=method.name)
     checked = [generator.source(ids, "source", i) for i, ids in enumerate(given)]

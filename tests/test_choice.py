@@ -189,7 +189,7 @@ def test_what_parts_rows_may_be_written_beside_them(tokenizer):
 def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
     """The ids are those of T5's own tokenizer, 3 at the beginning of a word, 9 a letter a; but for the last ones."""
     ids = {"a": [3, 9], f"a{separator}": begun, f"a{separator}a": whole}
-    method = methods.Sequential(max_length=9, separator=separator, delay=1)
+    method = methods.SequentialMethod(max_length=9, separator=separator, delay=1)
     assert method.allowed(SimpleNamespace(encode=ids.__getitem__)) == expected
 
 

@@ -257,7 +257,7 @@ def test_shapes_are_told_while_the_loop_is_traced() -> None:
 
 def test_ours_are_not_rehearsed() -> None:
     """Whatever their size: only facts are looked at."""
-    made = methods.strategy_of(methods.Pipelined(GridConfig(time_max=900, sub_max=400)), IDS)
+    made = methods.strategy_of(methods.PipelinedMethod(GridConfig(time_max=900, sub_max=400)), IDS)
     assert made.places == (400, 900)
 
 

@@ -3,8 +3,10 @@
 import dataclasses
 import importlib.util
 import logging
+import re
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ from pipejax.inference.report import Report
 from pipejax.model.t5 import T5
 from pipejax.system.errors import UserError
 from support import oracle
-from support.emulated_launch import blocks, register
+from support.emulated_launch import SOURCES, blocks, register
 
 SMALL = T5Config(
     vocab_size=11,
@@ -127,6 +129,27 @@ def test_logits_in_bfloat16(name: str, case: int, steps: int) -> None:
     failed, apart = compared()
     assert not failed
     assert apart < 1e-2
+
+
+def members(struct: str) -> list[str]:
+    """As arguments.h declares them."""
+    text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text())
+    found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
+    assert found
+    return re.findall(r"(\w+)\s*(?=[,;])", found[1])
+
+
+def test_arguments_are_given_in_the_order_of_their_structs() -> None:
+    strategy, shape = Pipelined(1, 14, 5), SimpleNamespace(mask=np.zeros((2, 12)))
+    weights = SimpleNamespace(bias=np.zeros((1, 2, 9)), layers=[None, None])
+    decoder, carry = SimpleNamespace(config=SMALL, memory=shape, weights=weights), SimpleNamespace(used=[0])
+    sizes: Any = {"sizes": Sizes.fit(strategy, 2), "slots": 30}
+    numbers = launch.numbers_of(decoder, strategy, carry, **sizes, blocks=blocks())  # type: ignore[arg-type]
+    assert [*numbers] == members("Numbers")
+    assert (numbers["B"], numbers["R"], numbers["L"], numbers["distances"]) == (2, 5, 12, 9)
+    assert [*launch._scratch(numbers, "float32")] == members("Scratch")
+    assert (*launch.EXAMPLE, "used") == (*members("Example"),)
+    assert (*launch.ROW, "live", "fed", "time") == (*members("Row"),)
 
 
 def test_it_pauses_and_goes_on_with_either() -> None:

@@ -298,7 +298,7 @@ class RowsApart(Method):
 
     def target(self, rows: Any, spells: Any, ids: Any, *, most: int, where: str) -> Target:
         """As pipelined."""
-        return methods.Pipelined(GridConfig(delay=1)).target(rows, spells, ids, most=most, where=where)
+        return methods.PipelinedMethod(GridConfig(delay=1)).target(rows, spells, ids, most=most, where=where)
 
     def strategy(self, ids: Any) -> Apart:
         return Apart(delay=1, time_max=12, sub_max=4, bos=ids.bos, eos=ids.eos)

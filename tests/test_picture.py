@@ -20,7 +20,7 @@ from pipejax.apps.picture.command import main
 from pipejax.apps.picture.grid import LEFT, Cell, fill
 from pipejax.apps.picture.text import shorten, text_width
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.methods import Pipelined
+from pipejax.methods import PipelinedMethod
 from pipejax.system.errors import UserError
 from support import oracle, tiny, wavefront
 
@@ -293,7 +293,7 @@ def checkpoint_of(tmp_path: Path, **sections: Any) -> tuple[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn(Pipelined):
+class Drawn(PipelinedMethod):
     """A method of somebody else's, whose rows are those of the grid."""
 
     grid: config.GridConfig = dataclasses.field(default_factory=config.GridConfig)

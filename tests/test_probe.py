@@ -185,7 +185,7 @@ def test_hidden_tokens_change_nothing_by_any_way(deep: tuple[Any, Any]) -> None:
 )
 def test_slots_of_a_sequential_target(separator: str, rows: list[str], said: str, tokenizer_files: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_files)
-    method = methods.Sequential(64, separator, 1)
+    method = methods.SequentialMethod(64, separator, 1)
     ids = Ids(MODEL.decoder_start_token_id, MODEL.eos_token_id)
     flat = method.target(rows, tokenizer, ids, most=64, where="x").flat
     assert method.rows_of(flat, rows, tokenizer, ids).tolist() == [int(row) for row in said.split()]

@@ -128,7 +128,7 @@ def test_a_method_that_does_more_than_to_multiply_is_left_alone(kernel, monkeypa
     def louder(self, hidden):
         return 2 * t5gemma.logits_of(hidden, self.embedding, self.dtype)
 
-    monkeypatch.setattr(t5gemma.Embedder, "logits", louder)
+    monkeypatch.setattr(t5gemma.GemmaEmbedder, "logits", louder)
     matrices = Products("auto", kernel).prepare(GEMMA.module(), varied(GEMMA, 1)).decoding.matrices
     assert "decoder/embedder" not in matrices and "decoder/layers_0/feed_forward/wo" in matrices
 

@@ -1002,9 +1002,9 @@ def test_a_bound_under_a_schema_is_echoed_too(
 def test_a_method_that_cannot_stream_is_refused_in_one_line(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipejax.methods import Pipelined
+    from pipejax.methods import PipelinedMethod
 
-    monkeypatch.setattr(Pipelined, "can", Pipelined.can - {"stream"})
+    monkeypatch.setattr(PipelinedMethod, "can", PipelinedMethod.can - {"stream"})
     said = "none: pipelined decoding does not show rows as they are written"
     for path, source in ((PATH, {"prompt": TEXT}), ("/v1/responses", {"input": TEXT})):
         message = error(client.post(path, json={**source, "stream": True}), 400)["message"]

@@ -154,7 +154,7 @@ def test_umt5_is_taken_for_itself_alone(kernel, monkeypatch):
     model = UMT5Config(50, 32, 16, 48, 2, 3, 3, tied_head=False, scale_head=False)
     assert type(backends.fastest(model, jnp.float32)) is OwnKernel
     assert model.head_width() == 0  # its attention does not run in blocks
-    monkeypatch.setattr(umt5.DecoderLayer, "__call__", lambda *given: None)
+    monkeypatch.setattr(umt5.UMT5DecoderLayer, "__call__", lambda *given: None)
     assert type(backends.fastest(model, jnp.float32)) is backends.Products
 
 

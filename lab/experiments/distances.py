@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pipejax import decoding, grid
 from pipejax.config import GridConfig, T5Config
-from pipejax.methods import Ids, Method, Pipelined, Spells, Target
+from pipejax.methods import Ids, Method, PipelinedMethod, Spells, Target
 from pipejax.model import t5
 from pipejax.system.fields import setting
 
@@ -47,8 +47,8 @@ class Places(Method):
     name: ClassVar[str] = "places"
 
     @property
-    def _pipelined(self) -> Pipelined:
-        return Pipelined(GridConfig(delay=self.delay, time_max=self.times, sub_max=self.rows))
+    def _pipelined(self) -> PipelinedMethod:
+        return PipelinedMethod(GridConfig(delay=self.delay, time_max=self.times, sub_max=self.rows))
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """As pipelined."""

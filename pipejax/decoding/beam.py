@@ -12,7 +12,7 @@ from pipejax.grid import Numbers
 
 
 @flax.struct.dataclass
-class State:
+class BeamState:
     """After t steps: K hypotheses that go on, best first, and what ended."""
 
     step: Array  # i32 scalar, t
@@ -60,11 +60,11 @@ class Beam(Plain):
         """At once."""
         return 0 * row
 
-    def init(self, batch: int, source: SourceIds | None = None) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> BeamState:
         """bos alone, in the first row."""
         tokens = jnp.zeros((batch, self.beams, self.max_length), jnp.int32)
         none, zeros = jnp.full((batch, self.beams), -jnp.inf), jnp.zeros(batch, jnp.int32)
-        return State(
+        return BeamState(
             step=jnp.int32(0),
             tokens=tokens,
             last=tokens[:, :, 0] + self.bos,
@@ -78,7 +78,7 @@ class Beam(Plain):
             done=zeros > 0,
         )
 
-    def query(self, state: State) -> tuple[State, Query]:
+    def query(self, state: BeamState) -> tuple[BeamState, Query]:
         """The last token of each hypothesis sees those before it."""
         row = jnp.arange(self.beams)[None]
         live = ~state.done[:, None] & (state.scores > -jnp.inf)
@@ -89,7 +89,7 @@ class Beam(Plain):
         best, ids = jax.lax.top_k(logits.T, 2 * self.beams)
         return best - jax.nn.logsumexp(logits, axis=0)[:, None], ids
 
-    def advance(self, state: State, answers: tuple[Array, Array]) -> State:
+    def advance(self, state: BeamState, answers: tuple[Array, Array]) -> BeamState:
         """Chooses among all continuations of an example those that end and those that go on."""
         values, ids = answers
         batch, step = values.shape[0], state.step + 1
@@ -113,7 +113,7 @@ class Beam(Plain):
         going, kept = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), self.beams)
         tokens, last, lineage = continued(kept)
         over = (going[:, 0] / by_length <= finished[:, -1]) | full
-        return State(
+        return BeamState(
             step=step,
             tokens=tokens,
             last=last,
@@ -127,11 +127,11 @@ class Beam(Plain):
             done=state.done | over,
         )
 
-    def done(self, state: State) -> Array:
+    def done(self, state: BeamState) -> Array:
         """As found by the last step."""
         return state.done
 
-    def result(self, state: State) -> Decoded:
+    def result(self, state: BeamState) -> Decoded:
         """One row, the best that ended."""
         code = jnp.where(state.ended, TRUNCATIONS.index(None), TRUNCATIONS.index("max_length"))
         return Decoded(

@@ -20,6 +20,7 @@ example, C cache slots in reach, V vocabulary.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -28,7 +29,7 @@ import numpy as np
 
 from pipejax.decoding import choice, contract
 from pipejax.decoding.choice import GREEDILY, Wishes
-from pipejax.decoding.gathering import NOWHERE, Filled, Query, count_slots, gather, hide
+from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, count_slots, gather, hide
 from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
@@ -143,39 +144,77 @@ def decode(
 
     It pauses after `pause_after` steps, i32, or as soon as one of the `watched` examples, bool [B], is done.
     """
-    # A step writes `width` slots, its fillers included. One that is wider than the cache waits for a larger one.
-    widths = [min(n, strategy.most_queries) for n in sizes.queries]
-    limits = jnp.asarray([slots - w for w in widths], jnp.int32)
+    loop = _Loop(strategy, model, sizes, slots, wishes, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
+    several = len(sizes.queries) > 1
+    carry = jax.lax.while_loop(loop.goes_on, loop.sweep if several else partial(loop.turn, 0), carry)
+    decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
+    contract.check_result(strategy, decoded, len(carry.query.live))
+    over, left = strategy.done(carry.state).all(), carry.steps_left
+    return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
 
-    def goes_on(carry: Carry) -> Array:
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The steps of a stretch; `size`: an index into `Sizes.queries`."""
+
+    strategy: Stepper
+    model: Model[Any]
+    sizes: Sizes
+    slots: int
+    wishes: Wishes
+    listen: Callable[[Array], Array]
+    watched: Array | None
+
+    @property
+    def widths(self) -> list[int]:
+        """The slots that a step of each size writes, fillers included. One wider than the cache waits for a larger."""
+        return [min(n, self.strategy.most_queries) for n in self.sizes.queries]
+
+    def goes_on(self, carry: Carry) -> Array:
+        done = self.strategy.done(carry.state)
+        limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
         # After a step of a longer turn there must be room for the writes of those that are not taken.
-        taken = carry.used if sizes.turn == 1 else carry.used + carry.query.live.sum(axis=1)
-        goes = ~strategy.done(carry.state).all() & (taken.max() <= limits[carry.size])
-        if watched is not None:
-            goes &= ~(strategy.done(carry.state) & watched).any()
+        taken = carry.used if self.sizes.turn == 1 else carry.used + carry.query.live.sum(axis=1)
+        goes = ~done.all() & (taken.max() <= limits[carry.size])
+        if self.watched is not None:
+            goes &= ~(done & self.watched).any()
         return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
 
-    def fits(size: int, carry: Carry) -> Array:
-        return goes_on(carry) & (carry.size == size)
+    def fits(self, size: int, carry: Carry) -> Array:
+        return self.goes_on(carry) & (carry.size == size)
 
-    def step(size: int, carry: Carry) -> Carry:
-        queries = sizes.queries[size]
+    def sweep(self, carry: Carry) -> Carry:
+        for size, width in enumerate(self.widths):
+            if width <= self.slots:
+                carry = jax.lax.while_loop(partial(self.fits, size), partial(self.turn, size), carry)
+        return carry
+
+    def turn(self, size: int, carry: Carry) -> Carry:
+        if self.sizes.turn == 1:
+            return self.step(size, carry)
+        # A loop of a known length is compiled once, and nobody reads its condition.
+        found: Carry = jax.lax.fori_loop(0, self.sizes.turn, lambda _, carry: self.step_if_it_fits(size, carry), carry)
+        return found
+
+    def step_if_it_fits(self, size: int, carry: Carry) -> Carry:
+        takes, new = self.fits(size, carry), self.step(size, carry)
+        # To choose a cache would copy it: what a step wrote that does not count stays, in free slots.
+        old = dataclasses.replace(carry, cache=new.cache)
+        chosen: Carry = jax.tree.map(lambda a, b: a if a is b else jnp.where(takes, a, b), new, old)
+        return chosen
+
+    def step(self, size: int, carry: Carry) -> Carry:
+        strategy, wishes, queries = self.strategy, self.wishes, self.sizes.queries[size]
         asked, number_of, filled = gather(
-            carry.query, carry.filled, carry.used, queries, widths[size], strategy.position
+            carry.query, carry.filled, carry.used, queries, self.widths[size], strategy.position
         )
-        if strategy.choose is None and not wishes.need_logits:
-            chosen, cache = model.greedy(asked, carry.cache)
-        else:
-            logits, cache = model(asked, carry.cache)
-            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes, carry.states)
-        if strategy.choose is not None and (wishes.need_logits or wishes.forced is not None):
-            contract.expect(strategy, "choose", chosen, "int32", (queries,), of=", tokens, as something is wished")
-        chosen, states = choice.force_tokens(chosen, asked, wishes), carry.states
+        number_of = jnp.minimum(number_of, queries - 1)
+        chosen, logits, cache = self.choose(asked, carry)
+        states = carry.states
         if wishes.grammar is not None:
             assert states is not None, "as `begin` was told"
             states = choice.follow(states, chosen, asked, wishes.grammar)
-        number_of = jnp.minimum(number_of, queries - 1)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         contract.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
@@ -184,7 +223,7 @@ def decode(
             contract.expect(strategy, "kept", kept, "bool", live.shape)
             filled = hide(live & ~kept, live, filled, carry.used)
         if wishes.scores:
-            assert log_probs is not None, "as `begin` was told"
+            assert log_probs is not None and logits is not None, "as `begin` was told"
             found = choice.score(logits, chosen, wishes)[number_of]
             log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
@@ -192,43 +231,30 @@ def decode(
         return Carry(
             state=state,
             query=query,
-            size=_size(query, sizes),
+            size=_size(query, self.sizes),
             used=carry.used + (more if len(carry.used) == len(more) else more.max()),
             filled=filled,
             cache=cache,
             log_probs=log_probs,
             states=states,
-            steps_left=None if carry.steps_left is None else listen(carry.steps_left - 1),
+            steps_left=None if carry.steps_left is None else self.listen(carry.steps_left - 1),
         )
 
-    def step_if_it_fits(size: int, carry: Carry) -> Carry:
-        takes, new = fits(size, carry), step(size, carry)
-        # To choose a cache would copy it: what a step wrote that does not count stays, in free slots.
-        old = dataclasses.replace(carry, cache=new.cache)
-        chosen: Carry = jax.tree.map(lambda a, b: a if a is b else jnp.where(takes, a, b), new, old)
-        return chosen
-
-    def turn(size: int, carry: Carry) -> Carry:
-        if sizes.turn == 1:
-            return step(size, carry)
-        # A loop of a known length is compiled once, and nobody reads its condition.
-        found: Carry = jax.lax.fori_loop(0, sizes.turn, lambda _, carry: step_if_it_fits(size, carry), carry)
-        return found
-
-    def sweep(carry: Carry) -> Carry:
-        for i, width in enumerate(widths):
-            if width <= slots:
-                carry = jax.lax.while_loop(partial(fits, i), partial(turn, i), carry)
-        return carry
-
-    carry = jax.lax.while_loop(goes_on, sweep if len(widths) > 1 else partial(turn, 0), carry)
-    decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
-    contract.check_result(strategy, decoded, len(carry.query.live))
-    over, left = strategy.done(carry.state).all(), carry.steps_left
-    return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
+    def choose(self, asked: Step, carry: Carry) -> tuple[Tree, Array | None, Tree]:
+        """The tokens [N] that are chosen, or all that `Stepper.choose` finds; the logits, if somebody needs them."""
+        strategy, wishes, logits = self.strategy, self.wishes, None
+        if strategy.choose is None and not wishes.need_logits:
+            chosen, cache = self.model.greedy(asked, carry.cache)
+        else:
+            logits, cache = self.model(asked, carry.cache)
+            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes, carry.states)
+        if strategy.choose is not None and (wishes.need_logits or wishes.forced is not None):
+            shape = asked.tokens.shape
+            contract.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
+        return choice.force_tokens(chosen, asked, wishes), logits, cache
 
 
-def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
+def grow(model: Model[Any], carry: Carry, slots: int) -> Carry:
     """Grows the cache of a carry to so many slots, at least as many as it has."""
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)

@@ -20,14 +20,14 @@ PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tok
 
 
 @flax.struct.dataclass
-class Record:
+class TrackRecord:
     """The drafted tokens that were judged so far, by trust; sums that forget."""
 
     right: Array  # f32 [B, K]
     judged: Array  # f32 [B, K]
 
     @classmethod
-    def empty(cls, batch: int, degrees: int) -> "Record":
+    def empty(cls, batch: int, degrees: int) -> "TrackRecord":
         """Nothing was judged; `batch`: B, `degrees`: K."""
         return cls(jnp.zeros((batch, degrees)), jnp.zeros((batch, degrees)))
 
@@ -36,7 +36,7 @@ class Record:
         odds = (PRIOR * jnp.asarray(supposed) + self.right) / (PRIOR + self.judged)
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 
-    def add(self, trust: Array, *, drafted: Array, run: Array, counts: Array) -> "Record":
+    def add(self, trust: Array, *, drafted: Array, run: Array, counts: Array) -> "TrackRecord":
         """The record with a call's drafts, i32 [B, R] each; those up to a row's first wrong one are judged.
 
         `run`: those before the first wrong one; `counts`: those that count, -1 if not even the row's newest token does.
@@ -45,7 +45,7 @@ class Record:
         right = jnp.maximum(counts, 0)
         judged = right + ((counts == run) & (run < drafted))
         sums = (jnp.where(of, x[:, :, None], 0).sum(axis=1) for x in (right, judged))
-        return Record(*(MEMORY * old + new for old, new in zip((self.right, self.judged), sums, strict=True)))
+        return TrackRecord(*(MEMORY * old + new for old, new in zip((self.right, self.judged), sums, strict=True)))
 
 
 def choose_lengths(

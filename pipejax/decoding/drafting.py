@@ -21,7 +21,7 @@ import numpy as np
 
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERIES
-from pipejax.decoding.draft_lengths import Record, choose_lengths
+from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
 from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, count_slots
 from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
@@ -31,7 +31,7 @@ from pipejax.system import Tree
 
 
 @flax.struct.dataclass
-class State:
+class DraftedState:
     """The rows as far as they are written, and the last questions."""
 
     tokens: Array  # i32 [B, R, T], of each row, eos included
@@ -47,7 +47,7 @@ class State:
     live: Array  # bool [B, 1 + D, R]
     kept: Array  # bool [B, 1 + D, R], what counts of it
     trust: Array  # i32 [B, R], the drafter's own trust in its last drafts
-    record: Record  # how often drafts were right
+    record: TrackRecord  # how often drafts were right
     guesses: Array  # i32 [B, R, D], the model's answers beyond what was accepted
     guessed: Array  # i32 [B, R], how many
     drafter: object  # the drafter's own
@@ -143,12 +143,12 @@ class Drafted:
         """Twice what all rows and times need; `_has_room` sees to it that rejected drafts leave enough."""
         return 2 * self.grid.rows * self.grid.time_max
 
-    def init(self, batch: int, source: SourceIds | None = None) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> DraftedState:
         """Nothing is written. The drafter reads the source."""
         assert source is not None, "drafters read the source"
         rows, times, width = self.grid.rows, self.grid.time_max, self.width
         none, asked = jnp.zeros((batch, rows), jnp.int32), jnp.zeros((batch, width, rows), jnp.int32)
-        return State(
+        return DraftedState(
             tokens=jnp.zeros((batch, rows, times), jnp.int32),
             length=none,
             ended=none > 0,
@@ -162,7 +162,7 @@ class Drafted:
             live=asked > 0,
             kept=asked > 0,
             trust=none,
-            record=Record.empty(batch, len(self.drafter.odds)),
+            record=TrackRecord.empty(batch, len(self.drafter.odds)),
             guesses=jnp.zeros((batch, rows, width - 1), jnp.int32),
             guessed=none,
             drafter=self.drafter.init(source, rows),
@@ -171,7 +171,7 @@ class Drafted:
             trace=tracing.empty(batch, times, rows, width - 1) if self.trace else None,
         )
 
-    def query(self, state: State) -> tuple[State, Query]:
+    def query(self, state: DraftedState) -> tuple[DraftedState, Query]:
         """The newest token of each open row with its drafts; an eos that was not fed yet; rows that may begin."""
         rows, times, columns = jnp.arange(self.grid.rows), self.grid.time_max, jnp.arange(self.width)
         newest = self._first + state.length
@@ -224,7 +224,7 @@ class Drafted:
         row = jnp.broadcast_to(rows, (1, self.width, self.grid.rows))
         return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
 
-    def advance(self, state: State, answers: Array) -> State:
+    def advance(self, state: DraftedState, answers: Array) -> DraftedState:
         """Accepts what counts of the answers."""
         rows, columns = jnp.arange(self.grid.rows), jnp.arange(self.width)
         answers, live, started = answers.reshape(state.live.shape), state.live, rows < state.started[:, None]
@@ -276,7 +276,7 @@ class Drafted:
             state = dataclasses.replace(state, trace=trace)
         return dataclasses.replace(state, done=state.done | over)
 
-    def _verify(self, state: State, answers: Array) -> "Verdict":
+    def _verify(self, state: DraftedState, answers: Array) -> "Verdict":
         """Compares the drafts of the last call with the model's answers i32 [B, 1 + D, R]."""
         eos, live, columns = self.grid.eos, state.live, jnp.arange(self.width)
         newest, started = self._first + state.length, jnp.arange(self.grid.rows) < state.started[:, None]
@@ -291,15 +291,15 @@ class Drafted:
         ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
         return Verdict(asks, run, limit, jnp.minimum(gain, _before(ends_here, axis=1) + 1), ends_here.any(axis=1))
 
-    def kept(self, state: State) -> Array:
+    def kept(self, state: DraftedState) -> Array:
         """The mask of the tokens that the last call fed and that are right."""
         return _flat(state.kept)
 
-    def done(self, state: State) -> Array:
+    def done(self, state: DraftedState) -> Array:
         """As found by the last call."""
         return state.done
 
-    def result(self, state: State) -> Decoded:
+    def result(self, state: DraftedState) -> Decoded:
         """The rows, and the steps that Algorithm 1 would have taken for them."""
         started = jnp.arange(self.grid.rows) < state.started[:, None]
         complete = (state.ended & (state.length == 1)).any(axis=1)
@@ -328,7 +328,7 @@ class Drafted:
         sizes = (*(n for n in self.queries if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=self.width - 1, sizes=sizes)
 
-    def _last_tokens(self, state: State) -> Array:
+    def _last_tokens(self, state: DraftedState) -> Array:
         """i32 [B, R], the newest token of each row, its bos if there is none."""
         at_end = jnp.maximum(state.length - 1, 0)[:, :, None]
         last = jnp.take_along_axis(state.tokens, at_end, axis=2)[:, :, 0]
@@ -340,13 +340,13 @@ class Drafted:
         first: Array = start(jnp.arange(self.grid.rows), self.grid.delay)
         return first
 
-    def _is_closed(self, state: State) -> Array:
+    def _is_closed(self, state: DraftedState) -> Array:
         """bool [B], no row starts any more."""
         rows = jnp.arange(self.grid.rows)
         barred = (rows == state.started[:, None]) & ~self.grid.may_begin(state.ended, state.length, state.circle)
         return (state.started == self.grid.rows) | barred.any(axis=1)
 
-    def _has_room(self, state: State) -> Array:
+    def _has_room(self, state: DraftedState) -> Array:
         """Whether the slots suffice for drafts now and none in any later call: there is a call a time-step at most."""
         later = self.grid.rows * (self.grid.time_max - state.step - 1)
         return state.used + self.most_queries + later <= self.slots

@@ -17,7 +17,7 @@ NEVER = 2**30  # the end of a row that has not ended: later than any time
 
 
 @flax.struct.dataclass
-class State:
+class GridState:
     """After `time` time-steps (t of Algorithm 1)."""
 
     time: Array  # i32 [B]
@@ -93,10 +93,10 @@ class Pipelined(Plain):
         """Itself."""
         return self
 
-    def init(self, batch: int, source: SourceIds | None = None) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> GridState:
         """An empty grid."""
         none = jnp.zeros((batch, self.rows), jnp.int32)
-        return State(
+        return GridState(
             time=none[:, 0],
             tokens=jnp.zeros((batch, self.rows, self.time_max + 1), jnp.int32),
             last=none,
@@ -108,7 +108,7 @@ class Pipelined(Plain):
             steps=none[:, 0],
         )
 
-    def query(self, state: State) -> tuple[State, Query]:
+    def query(self, state: GridState) -> tuple[GridState, Query]:
         """Starts a row, or all, where due (lines 5-7), then asks for every open row at once (line 8).
 
         The eos of a row is fed once, since later rows may see it: together with the next query of a later row, the
@@ -128,7 +128,7 @@ class Pipelined(Plain):
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
         return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
 
-    def advance(self, state: State, next_tokens: Array) -> State:
+    def advance(self, state: GridState, next_tokens: Array) -> GridState:
         """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).
 
         Time-steps in which no row is open count and need no decoder: time goes to the next start.
@@ -150,7 +150,7 @@ class Pipelined(Plain):
         done = state.done | over
         idle = ~self._open(state.started, end, done).any(axis=1) & ~done
         now = jnp.where(idle, jnp.minimum(grid.next_start(time, self.delay), self.time_max), time)
-        return State(
+        return GridState(
             time=now,
             tokens=tokens,
             last=next_tokens,
@@ -166,15 +166,15 @@ class Pipelined(Plain):
         """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
         return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
 
-    def stop(self, state: State, which: Array) -> State:
+    def stop(self, state: GridState, which: Array) -> GridState:
         """See `Refillable`."""
         return dataclasses.replace(state, done=state.done | which)
 
-    def done(self, state: State) -> Array:
+    def done(self, state: GridState) -> Array:
         """As found by the last step."""
         return state.done
 
-    def result(self, state: State) -> Decoded:
+    def result(self, state: GridState) -> Decoded:
         """The rows, each moved to start at its first token (line 14)."""
         rows = jnp.arange(self.rows)
         exists = rows < state.started[:, None]

@@ -13,7 +13,7 @@ from pipejax.grid import Numbers
 
 
 @flax.struct.dataclass
-class State:
+class SequenceState:
     """The answers as far as they are written."""
 
     tokens: Array  # i32 [B, max_length]
@@ -55,22 +55,22 @@ class Sequential(Plain):
         """Codes i32 [B]: only the first argument, whether eos did not come, matters to one row."""
         return jnp.where(cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
 
-    def init(self, batch: int, source: SourceIds | None = None) -> State:
+    def init(self, batch: int, source: SourceIds | None = None) -> SequenceState:
         """bos alone."""
         first = jnp.full(batch, self.bos, jnp.int32)
         tokens, zeros = jnp.zeros((batch, self.max_length), jnp.int32), jnp.zeros(batch, jnp.int32)
-        return State(tokens=tokens, last=first, length=zeros, ended=zeros > 0, given_up=zeros > 0)
+        return SequenceState(tokens=tokens, last=first, length=zeros, ended=zeros > 0, given_up=zeros > 0)
 
-    def query(self, state: State) -> tuple[State, Query]:
+    def query(self, state: SequenceState) -> tuple[SequenceState, Query]:
         """The last token sees all before it."""
         row = jnp.zeros((1, 1), jnp.int32)
         return state, Query(state.last[:, None], row, time=state.length[:, None], live=~self.done(state)[:, None])
 
-    def advance(self, state: State, next_tokens: Array) -> State:
+    def advance(self, state: SequenceState, next_tokens: Array) -> SequenceState:
         """Appends where no eos came yet."""
         going, found = ~self.done(state), next_tokens[:, :1]
         here = going[:, None] & (jnp.arange(self.max_length) == state.length[:, None])
-        return State(
+        return SequenceState(
             tokens=jnp.where(here, found, state.tokens),
             last=found[:, 0],
             length=state.length + going,
@@ -78,15 +78,15 @@ class Sequential(Plain):
             given_up=state.given_up,
         )
 
-    def stop(self, state: State, which: Array) -> State:
+    def stop(self, state: SequenceState, which: Array) -> SequenceState:
         """See `Refillable`."""
         return dataclasses.replace(state, given_up=state.given_up | which)
 
-    def done(self, state: State) -> Array:
+    def done(self, state: SequenceState) -> Array:
         """eos, or no room left."""
         return state.ended | state.given_up | (state.length >= self.max_length)
 
-    def result(self, state: State) -> Decoded:
+    def result(self, state: SequenceState) -> Decoded:
         """One row."""
         return Decoded(
             tokens=state.tokens[:, None],

@@ -25,7 +25,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.inference import kernel_decoder, kernels, products
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
-from pipejax.inference.launch import Blocks
+from pipejax.inference.launch import LaunchBlocks
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization, umt5
@@ -165,7 +165,7 @@ class Products(Backend):
         flat = flatten_dict(held, sep="/")
         return Ready(unflatten_dict({path: x for path, x in flat.items() if path in read}, sep="/"), single)
 
-    def decoder(self, model: Module, weights: products.Parts, memory: Memory) -> Model[Tree]:
+    def decoder(self, model: Module, weights: products.StepParams, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
         return ProductDecoder(model, weights.others, memory, weights.matrices, self.level)
 
@@ -258,7 +258,7 @@ class Gpu(Xla):
     """XLA, with our own kernels for a GPU in the decoder's steps."""
 
     interpret: bool = False  # runs them as ordinary computations, on any device
-    blocks: Blocks | None = (
+    blocks: LaunchBlocks | None = (
         None  # that take all steps in one launch, where its kernel knows the decode; None: XLA's loop
     )
 
@@ -288,7 +288,7 @@ class OwnKernel(Xla):
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
         own = params["encoder"]
-        encoder = kernel_decoder.Encoder(
+        encoder = kernel_decoder.KernelEncoder(
             embedding=narrow(params["shared"], self.weights, jnp.float32),
             bias=bias_tables(own),
             norm=own["norm"]["scale"],
@@ -346,7 +346,7 @@ def portable(model: Module, weights: str = "auto") -> Backend:
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     changed = "which was changed, " if kind == "pipejax.model.t5.T5" else ""
-    logger.info(f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 alone")
+    logger.info(f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone")
     return Backend(weights)
 
 

@@ -317,25 +317,25 @@ class Engine:
 
     def _choose(self, answer: Answer) -> tuple[_Lane, Needs]:
         """The lane for an answer that may begin, and what has to be compiled first."""
-        request, kind, adapter = answer.request, answer.kind, answer.generator.adapter
+        kind, schema = answer.kind, answer.request.source.schema
         if WEIGHTS not in self.compiler.compiled:
             return _Lane(kind, self.places, None), {WEIGHTS: self._lay_out}
         with self._change:
             others = any(one.kind == kind and not one.cancelled for one in self._waiting if one is not answer)
         beside = others or self._running_with(kind) > 0
-        length = len(answer.generator.ids_of(request.source))
+        sizes = [self.places] if beside or self._beside else [1, self.places]
+        lanes = [_Lane(kind, places, schema) for places in dict.fromkeys(sizes)]
+        for lane in lanes:
+            if not (needs := self._needs(lane, answer)):
+                self._beside = beside
+                return lane, needs
+        return lanes[0], self._needs(lanes[0], answer)
+
+    def _needs(self, lane: _Lane, answer: Answer) -> Needs:
+        """The programs that an answer lacks to begin there."""
+        request, length = answer.request, len(answer.generator.ids_of(answer.request.source))
         logits = request.log_probs or request.sampling.temperature > 0
-        found = list[tuple[_Lane, Needs]]()
-        for places in dict.fromkeys([self.places] if beside or self._beside else [1, self.places]):
-            lane = _Lane(kind, places, request.source.schema)
-            needs = self._batch(lane, request.source).needs(length, logits=logits, adapter=adapter)
-            found.append((lane, needs))
-            if not needs:
-                break
-        else:
-            return found[0]
-        self._beside = beside
-        return found[-1]
+        return self._batch(lane, request.source).needs(length, logits=logits, adapter=answer.generator.adapter)
 
     def _await(self, answer: Answer, needs: Needs) -> None:
         """Lets an answer wait, and others go on, until all that it needs is compiled."""

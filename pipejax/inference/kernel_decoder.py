@@ -122,7 +122,7 @@ class KernelDecoder:
 
 
 @flax.struct.dataclass
-class EncoderLayer:
+class KernelEncoderLayer:
     """Of an encoder layer; norm scales are float32."""
 
     norm: Array  # [D]
@@ -134,21 +134,21 @@ class EncoderLayer:
 
 
 @flax.struct.dataclass
-class Encoder:
+class KernelEncoder:
     """The weights that the encoder reads, and the projections of its result that each decoder layer looks into."""
 
     embedding: Matrix  # [V, D] in rows
     bias: Array  # f32 [T, buckets, H]: one for all layers, or each has its own
     norm: Array  # [D]
-    layers: tuple[EncoderLayer, ...]
+    layers: tuple[KernelEncoderLayer, ...]
     memories: tuple[Matrix, ...]  # a decoder layer each [2 I, D]: key, value
 
 
-def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
+def encoder_layer(layer: Any, *, weights: str) -> KernelEncoderLayer:
     """From its parameters."""
     own, feed = layer["attention"], layer["feed_forward"]
     held = functools.partial(matrix, weights=weights)
-    return EncoderLayer(
+    return KernelEncoderLayer(
         norm=own["norm"]["scale"],
         inwards=join(*(held(own[name]) for name in ("query", "key", "value"))),
         outwards=held(own["output"]),
@@ -159,7 +159,14 @@ def encoder_layer(layer: Any, *, weights: str) -> EncoderLayer:
 
 
 def encode(
-    config: T5Config, encoder: Encoder, source: Array, length: Array, *, slots: int, weights: str, level: kernels.Level
+    config: T5Config,
+    encoder: KernelEncoder,
+    source: Array,
+    length: Array,
+    *,
+    slots: int,
+    weights: str,
+    level: kernels.Level,
 ) -> Memory:
     """The memory of sources i32 [B, L] with `length` i32 [B] real tokens each."""
     batch, longest = source.shape

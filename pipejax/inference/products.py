@@ -36,14 +36,16 @@ class Panels:
 
 
 @flax.struct.dataclass
-class Parts:
+class StepParams:
     """The parameters that a step reads."""
 
     matrices: dict[str, Panels]  # by the path of the module
     others: Tree
 
 
-def take_apart(step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str) -> Parts:
+def take_apart(
+    step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str
+) -> StepParams:
     """The parameters that a step reads, of all; the matrices that it multiplies with are held in what `weights` says.
 
     `step` computes one from parameters, and is only traced; `compute` calls a function of arrays.
@@ -65,7 +67,7 @@ def take_apart(step: Callable[[Tree], object], params: Tree, *, compute: Callabl
             matrices["/".join(path)] = Panels(compute(matrix, part, weights=weights), outputs)
     with multiplying(matrices, kernels.LEVELS[-1]):
         read = paths_read(step, params)
-    return Parts(matrices, unflatten_dict({path: x for path, x in flat.items() if "/".join(path) in read}))
+    return StepParams(matrices, unflatten_dict({path: x for path, x in flat.items() if "/".join(path) in read}))
 
 
 def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:

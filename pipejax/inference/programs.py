@@ -181,20 +181,8 @@ class Programs:
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
-        ready = self.on(across)
-        adapters = None if adapter is None else np.full_like(lengths, adapter)
-        memory = self._run("encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
+        weights, memory, read = self._encode(Programs._run, strategy, source, lengths, adapter, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
-        weights: Tree = ready.decoding
-        read: SourceIds | None = None
-        if strategy.reads_source:
-            wide = np.zeros(shape, source.dtype)
-            wide[..., : source.shape[2]] = source
-            read = SourceIds(wide, lengths)
-            if small := self._small(strategy):
-                own = small.on(across)
-                found = small._run("encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
-                weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         wishes = wishes.take(numbers)
 
@@ -225,23 +213,36 @@ class Programs:
         adapter: int | None = None,
     ) -> None:
         """Compiles all that batches of a size may need."""
-        shape = 1, batch_size, bucket(length)
-        ready, source = self.on(1), jax.ShapeDtypeStruct(shape, np.int32)
-        lengths = jax.ShapeDtypeStruct(shape[:2], np.int32)
-        adapters = None if adapter is None else lengths
-        memory = self._program("encoder", 0, (ready.encoding, source, lengths, adapters), shape, report).out_info
+        source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
+        weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
         carry = None
-        weights: Tree = ready.decoding
-        read: SourceIds | None = None
-        if strategy.reads_source:
-            read = jax.eval_shape(SourceIds, jax.ShapeDtypeStruct(memory.mask.shape, np.int32), lengths)
-            if small := self._small(strategy):
-                own = small.on(1)
-                found = small._program("encoder", 0, (own.encoding, source, lengths, None), shape, report).out_info
-                weights, read = (weights, own.decoding), dataclasses.replace(read, memory=found)
         for slots in schedule(strategy, batch_size).slots:
             arguments = weights, memory, carry, read, jax.tree.map(lambda x: x[None], wishes)
-            carry = self._program(strategy, slots, arguments, memory.mask.shape, report).out_info.carry
+            carry = self._find(strategy, slots, arguments, memory.mask.shape, report).carry
+
+    def _encode(
+        self,
+        call: Callable[..., Any],
+        strategy: Strategy,
+        source: np.ndarray,
+        lengths: np.ndarray,
+        adapter: int | None,
+        report: Report,
+    ) -> tuple[Tree, Memory, SourceIds | None]:
+        """The weights, the memory and the source that a decode is given; `call`: `_run` or `_find`."""
+        across, ready = len(source), self.on(len(source))
+        adapters = None if adapter is None else np.full_like(lengths, adapter)
+        memory = call(self, "encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
+        if not strategy.reads_source:
+            return ready.decoding, memory, None
+        wide = np.zeros(memory.mask.shape, source.dtype)
+        wide[..., : source.shape[2]] = source
+        read = SourceIds(wide, lengths)
+        if not (small := self._small(strategy)):
+            return ready.decoding, memory, read
+        own = small.on(across)
+        drafter = call(small, "encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
+        return (ready.decoding, own.decoding), memory, dataclasses.replace(read, memory=drafter)
 
     def _small(self, strategy: Strategy) -> "Programs | None":
         """Those of the T5 that drafts, if the strategy has one."""
@@ -269,6 +270,10 @@ class Programs:
 
     def _run(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
         return self._program(part, slots, arguments, shape, report)(*arguments)
+
+    def _find(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
+        """The shapes of what `_run` finds; compiles it."""
+        return self._program(part, slots, arguments, shape, report).out_info
 
     def _program(
         self,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.contract import check_target, strategy_of, unread
 from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
-from pipejax.methods.pipelined import NamedRows, Pipelined
-from pipejax.methods.sequential import Beams, Sequential, joined_change, split_rows, tells_rows_apart
+from pipejax.methods.pipelined import NamedRows, PipelinedMethod
+from pipejax.methods.sequential import Beams, SequentialMethod, joined_change, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell
 from pipejax.system.errors import UserError, did_you_mean
 
@@ -25,8 +25,8 @@ __all__ = [
     "InTorch",
     "Method",
     "NamedRows",
-    "Pipelined",
-    "Sequential",
+    "PipelinedMethod",
+    "SequentialMethod",
     "Spells",
     "Target",
     "able",
@@ -83,7 +83,7 @@ def trained(config: Config) -> Method:
             raise
         absent: Method = type("Absent", (Method,), {"name": config.method["class"]})()
         return absent
-    return (Pipelined if default(config) == Pipelined.name else Sequential).of(config)
+    return (PipelinedMethod if default(config) == PipelinedMethod.name else SequentialMethod).of(config)
 
 
 def make(name: str, config: Config) -> Method:
@@ -96,13 +96,13 @@ def make(name: str, config: Config) -> Method:
     if name not in known:
         raise UserError(f"strategy: found {name!r}; expected one of {', '.join(known)}{did_you_mean(name, known)}")
     beams = config.decode.beams
-    if beams > 1 and name != Sequential.name:
+    if beams > 1 and name != SequentialMethod.name:
         raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
     if (own := _own(config)) and name == own.name:
         return own
-    if name == Pipelined.name:
-        return Pipelined.of(config)
-    plain = Sequential.of(config)
+    if name == PipelinedMethod.name:
+        return PipelinedMethod.of(config)
+    plain = SequentialMethod.of(config)
     if beams == 1:
         return plain
     return Beams(plain.max_length, plain.separator, plain.delay, beams, config.decode.length_penalty)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipelined(Method):
+class PipelinedMethod(Method):
     """A new row every Δt steps, and a token a step for every open row."""
 
     grid: GridConfig
@@ -27,7 +27,7 @@ class Pipelined(Method):
     can: ClassVar[frozenset[str]] = frozenset(ABILITIES) - {"generate"}
 
     @classmethod
-    def of(cls, config: Config) -> "Pipelined":
+    def of(cls, config: Config) -> "PipelinedMethod":
         """With the settings of a config."""
         named = config.grid.row_names or config.grid.delay == 0
         return (NamedRows if named else cls)(config.grid, config.decode.unique_rows)
@@ -53,7 +53,7 @@ class Pipelined(Method):
     @property
     def in_torch(self) -> InTorch | None:
         """Algorithm 1, unless a subclass decodes or reads answers in another way."""
-        ours = Pipelined.strategy, Pipelined.order, Pipelined.read
+        ours = PipelinedMethod.strategy, PipelinedMethod.order, PipelinedMethod.read
         if (type(self).strategy, type(self).order, type(self).read) != ours:
             return None
         return {
@@ -87,9 +87,9 @@ class Pipelined(Method):
 
     def strategy(self, ids: Ids) -> "Strategy":
         """Algorithm 1."""
-        from pipejax.decoding.pipelined import Pipelined as Strategy
+        from pipejax.decoding.pipelined import Pipelined
 
-        return Strategy(
+        return Pipelined(
             delay=self.grid.delay,
             time_max=self.grid.time_max,
             sub_max=self.grid.sub_max,
@@ -115,7 +115,7 @@ class Pipelined(Method):
         return {f"grid.{key}": getattr(self.grid, key) for key in ("delay", "row_names")}
 
 
-class NamedRows(Pipelined):
+class NamedRows(PipelinedMethod):
     """Rows that begin as they are named, by the grid or by a source. With a delay of 0 they all start at once."""
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequential(Method):
+class SequentialMethod(Method):
     """The ordinary decoder of T5, the baseline."""
 
     max_length: int  # tokens of an answer, eos included
@@ -37,7 +37,7 @@ class Sequential(Method):
     parts_text: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, config: Config) -> "Sequential":
+    def of(cls, config: Config) -> "SequentialMethod":
         """With the settings of a config."""
         return cls(config.decode.max_length, config.data.separator, config.grid.delay)
 
@@ -92,9 +92,9 @@ class Sequential(Method):
 
     def strategy(self, ids: Ids) -> "Strategy":
         """Greedy decoding."""
-        from pipejax.decoding.sequential import Sequential as Strategy
+        from pipejax.decoding.sequential import Sequential
 
-        return Strategy(max_length=self.max_length, bos=ids.bos, eos=ids.eos)
+        return Sequential(max_length=self.max_length, bos=ids.bos, eos=ids.eos)
 
     def allowed(self, spells: Spells) -> list[int]:
         """Those that part rows."""
@@ -125,7 +125,7 @@ class Sequential(Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class Beams(Sequential):
+class Beams(SequentialMethod):
     """Beam search, the stronger baseline."""
 
     beams: int = 2  # hypotheses side by side

@@ -38,7 +38,7 @@ GROUP = 8  # buckets whose sums a program's registers hold
 NOWHERE = 2**30  # beyond every group, row and time
 
 
-class Sizes(NamedTuple):
+class TileSizes(NamedTuple):
     """Static facts of a call."""
 
     batch: int
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     interpret: bool
 
     @classmethod
-    def of(cls, queries: Array, keys: Array, rate: float, interpret: bool) -> "Sizes":
+    def of(cls, queries: Array, keys: Array, rate: float, interpret: bool) -> "TileSizes":
         """Those of arrays [B, H, Q, K] and [B, H, C, K]."""
         other = BLOCK if queries.shape[3] <= 64 else BLOCK // 2
         batch, heads, count, width = queries.shape
@@ -160,7 +160,7 @@ def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, seed: 
 def _forward(
     queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float
 ) -> tuple[Array, Any]:
-    sizes = Sizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret)
+    sizes = TileSizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret)
     facts = _facts(seen, seed, sizes)
     found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
     sums = jax.ShapeDtypeStruct(queries.shape[:3], jnp.float32)
@@ -173,7 +173,7 @@ def _forward(
 
 def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
     queries, keys, values, seen, seed, found, sums = kept
-    sizes, distances = Sizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret), seen.distances
+    sizes, distances = TileSizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret), seen.distances
     sizes = sizes._replace(other=BLOCK // 2)  # more would not fit into an Ada's registers
     facts = _facts(seen, seed, sizes)
     gradient = gradient.astype(values.dtype)
@@ -210,7 +210,7 @@ def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
 _attend_alone.defvjp(_forward, _backward)
 
 
-def _facts(seen: Seen, seed: Array | None, sizes: Sizes) -> dict[str, Any]:
+def _facts(seen: Seen, seed: Array | None, sizes: TileSizes) -> dict[str, Any]:
     """The vectors that a kernel reads, places filled up to whole blocks with such as see and show nothing."""
 
     def filled(slots: Slots, count: int) -> Slots:
@@ -240,7 +240,7 @@ def _longest(facts: dict[str, Any]) -> int:
 
 
 def _ranges(
-    these: Slots, others: Slots, sizes: Sizes, *, flip: bool = False, nearer: int | None = None
+    these: Slots, others: Slots, sizes: TileSizes, *, flip: bool = False, nearer: int | None = None
 ) -> tuple[Array, Array]:
     """For each block of these, i32 [B, blocks], the first of the others that it meets and the first after the last.
 
@@ -270,7 +270,7 @@ def _ranges(
     return first.astype(jnp.int32), last.astype(jnp.int32)
 
 
-def _call(kernel: Any, grid: tuple[int, ...], shapes: Any, sizes: Sizes) -> Any:
+def _call(kernel: Any, grid: tuple[int, ...], shapes: Any, sizes: TileSizes) -> Any:
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
     return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=sizes.interpret)
 
@@ -291,7 +291,9 @@ def _load(ref: Ref, example: Array, head: Array, places: Array, count: int) -> A
     return plgpu.load(at, mask=(places < count)[:, None], other=0)
 
 
-def _queries(refs: Sequence[Ref], facts: dict[str, Any], example: Array, head: Array, q: Array, sizes: Sizes) -> Any:
+def _queries(
+    refs: Sequence[Ref], facts: dict[str, Any], example: Array, head: Array, q: Array, sizes: TileSizes
+) -> Any:
     """The slots of a block's queries, and the rows of each of these arrays."""
     return [_of(facts["queries"], example, q), *(_load(ref, example, head, q, sizes.queries) for ref in refs)]
 
@@ -330,7 +332,7 @@ def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slot
     return scores + plgpu.load(facts["lines"].at[head, _differences(facts, of_queries, of_keys)])
 
 
-def _left(facts: dict[str, Any], sizes: Sizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
+def _left(facts: dict[str, Any], sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
     """The part of [q, k] that dropout leaves, as `dropout.mask` decides for [B, H, Q, C]; not divided by 1 - rate."""
     if "seed" not in facts:
         return x
@@ -351,7 +353,7 @@ def _attend(
     found_ref: Ref,
     sums_ref: Ref,
     *,
-    sizes: Sizes,
+    sizes: TileSizes,
 ) -> None:
     """A block of queries against all keys that it may see; also the logarithms of their sums, for the backward pass."""
     block, head, example = (pl.program_id(n) for n in range(3))
@@ -382,7 +384,7 @@ def _attend(
 
 def _gradients(
     facts: dict[str, Any],
-    sizes: Sizes,
+    sizes: TileSizes,
     example: Array,
     head: Array,
     q: Array,
@@ -423,7 +425,7 @@ def _backward_queries(
     d_queries_ref: Ref,
     beyond_ref: Ref,
     *,
-    sizes: Sizes,
+    sizes: TileSizes,
 ) -> None:
     """The gradient of a block of queries, and the sums of its scores' gradient over keys beyond -W and beyond W."""
     block, head, example = (pl.program_id(n) for n in range(3))
@@ -462,7 +464,7 @@ def _backward_buckets(
     rows_ref: Ref,
     of_buckets_ref: Ref,
     *,
-    sizes: Sizes,
+    sizes: TileSizes,
 ) -> None:
     """The sums of the scores' gradient by bucket, for a block of queries, some buckets, and the keys that are near."""
     turn, head, example = (pl.program_id(n) for n in range(3))
@@ -504,7 +506,7 @@ def _backward_keys(
     d_keys_ref: Ref,
     d_values_ref: Ref,
     *,
-    sizes: Sizes,
+    sizes: TileSizes,
 ) -> None:
     """The gradients of a block of keys and of its values."""
     block, head, example = (pl.program_id(n) for n in range(3))

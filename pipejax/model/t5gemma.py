@@ -141,7 +141,7 @@ class Sublayer(nn.Module):
         return x + self.drop(self.post_norm(found), deterministic=deterministic)
 
 
-class Attention(Sublayer):
+class GemmaAttention(Sublayer):
     """Attention in groups, with soft caps; keys and values may come from states of another width."""
 
     def setup(self) -> None:
@@ -180,7 +180,7 @@ class Attention(Sublayer):
         return self.add(x, self.output(found), deterministic)
 
 
-class FeedForward(Sublayer):
+class GemmaFeedForward(Sublayer):
     """The gated network."""
 
     def setup(self) -> None:
@@ -194,7 +194,7 @@ class FeedForward(Sublayer):
         return self.add(x, self.wo(self.drop(hidden, deterministic=deterministic)), deterministic)
 
 
-class EncoderLayer(nn.Module):
+class GemmaEncoderLayer(nn.Module):
     """Self-attention, then feed-forward."""
 
     config: "T5GemmaConfig"
@@ -203,7 +203,7 @@ class EncoderLayer(nn.Module):
 
     def setup(self) -> None:
         given = self.config, self.config.encoder, self.dtype, self.dropout
-        self.attention, self.feed_forward = self.config.attention_class(*given), FeedForward(*given)
+        self.attention, self.feed_forward = self.config.attention_class(*given), GemmaFeedForward(*given)
 
     def __call__(self, x: Array, own: Own, seen: Seen, deterministic: bool) -> Array:
         found = self.attention.turned(x, seen[1], own[2])
@@ -211,7 +211,7 @@ class EncoderLayer(nn.Module):
         return self.feed_forward(x, deterministic)
 
 
-class DecoderLayer(nn.Module):
+class GemmaDecoderLayer(nn.Module):
     """Self-attention, cross-attention without rotations and windows, feed-forward; see `t5.DecoderLayer`."""
 
     config: "T5GemmaConfig"
@@ -220,7 +220,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         given = self.config, self.config.decoder, self.dtype, self.dropout
-        self.self_attention, self.feed_forward = self.config.attention_class(*given), FeedForward(*given)
+        self.self_attention, self.feed_forward = self.config.attention_class(*given), GemmaFeedForward(*given)
         self.set_up_cross(*given)
 
     def set_up_cross(self, *given: Any) -> None:
@@ -247,7 +247,7 @@ class DecoderLayer(nn.Module):
         return self.cross_attention.keys_values(encoded)
 
 
-class Embedder(nn.Module):
+class GemmaEmbedder(nn.Module):
     """A table of tokens, which may be the head as well; int8 with a scale for each row, as in `t5.T5`."""
 
     size: int
@@ -272,7 +272,7 @@ class Embedder(nn.Module):
         return found * self.get_variable("params", "scale") if self.has_variable("params", "scale") else found
 
 
-class Stack(t5.Stack):
+class GemmaStackModule(t5.Stack):
     """The common part of both sides."""
 
     config: Any
@@ -285,7 +285,7 @@ class Stack(t5.Stack):
         self.norm = Norm(c.rms_norm_eps, self.dtype)
         self.drop = Dropout(self.dropout)
         if not c.has_one_table:
-            self.embedder = Embedder(c.vocab_size, getattr(c, self.side).hidden_size, self.dtype, self.shards)
+            self.embedder = GemmaEmbedder(c.vocab_size, getattr(c, self.side).hidden_size, self.dtype, self.shards)
 
     def own(self) -> list[Own]:
         """The numbers in which layers differ."""
@@ -299,10 +299,10 @@ class Stack(t5.Stack):
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
-class Encoder(Stack):
+class GemmaEncoder(GemmaStackModule):
     """See `t5.Encoder`."""
 
-    layer: ClassVar[type[nn.Module]] = EncoderLayer
+    layer: ClassVar[type[nn.Module]] = GemmaEncoderLayer
     side: ClassVar[str] = "encoder"
     depth: ClassVar[str] = "num_layers"
 
@@ -311,10 +311,10 @@ class Encoder(Stack):
         return self.run(x, (mask[:, None], position, position), deterministic=deterministic)
 
 
-class Decoder(Stack):
+class GemmaDecoder(GemmaStackModule):
     """See `t5.Decoder`."""
 
-    layer: ClassVar[type[nn.Module]] = DecoderLayer
+    layer: ClassVar[type[nn.Module]] = GemmaDecoderLayer
     side: ClassVar[str] = "decoder"
     depth: ClassVar[str] = "num_decoder_layers"
     memorize = t5.Decoder.memorize
@@ -344,8 +344,8 @@ class T5Gemma(t5.T5):
     """The module."""
 
     config: Any
-    encoder_stack: ClassVar[type[nn.Module]] = Encoder
-    decoder_stack: ClassVar[type[nn.Module]] = Decoder
+    encoder_stack: ClassVar[type[nn.Module]] = GemmaEncoder
+    decoder_stack: ClassVar[type[nn.Module]] = GemmaDecoder
 
     def setup(self) -> None:
         c = self.config
@@ -400,7 +400,7 @@ class T5GemmaConfig(Backbone):
     decoder_start_token_id: int = setting(2, least=0)  # bos: the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)
-    attention_class: ClassVar[type[Attention]] = Attention  # in every layer
+    attention_class: ClassVar[type[GemmaAttention]] = GemmaAttention  # in every layer
     tables: ClassVar[tuple[str, ...]] = ("encoder/embedder/embedding", "decoder/embedder/embedding")
     has_one_table: ClassVar[bool] = False  # of tokens, for both sides
     prefixes: ClassVar[Mapping[str, str]] = {"encoder": "model.encoder", "decoder": "model.decoder"}  # of tensors

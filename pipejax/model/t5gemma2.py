@@ -27,7 +27,7 @@ VISION = ("model.encoder.vision_tower.", "model.encoder.multi_modal_projector.")
 TEXT = "text_model."  # a part of names in the module, and none in files
 
 
-class Attention(t5gemma.Attention):
+class Gemma2Attention(t5gemma.GemmaAttention):
     """Norms each head's queries and keys."""
 
     def setup(self) -> None:
@@ -42,7 +42,7 @@ class Attention(t5gemma.Attention):
         return self.key_norm(keys), values
 
 
-class DecoderLayer(t5gemma.DecoderLayer):
+class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
     """One attention over slots and source, then feed-forward."""
 
     def set_up_cross(self, *given: Any) -> None:
@@ -59,13 +59,13 @@ class DecoderLayer(t5gemma.DecoderLayer):
         return self.self_attention.keys_values(encoded)
 
 
-class Decoder(t5gemma.Decoder):
-    """See `t5gemma.Decoder`."""
+class Gemma2Decoder(t5gemma.GemmaDecoder):
+    """See `t5gemma.GemmaDecoder`."""
 
-    layer: ClassVar[type[nn.Module]] = DecoderLayer
+    layer: ClassVar[type[nn.Module]] = Gemma2DecoderLayer
 
 
-class Embedder(t5gemma.Embedder):
+class Gemma2Embedder(t5gemma.GemmaEmbedder):
     """A table with a vector apart, which is not scaled, for the token that ends an image."""
 
     eoi: int = 0
@@ -83,11 +83,11 @@ class Embedder(t5gemma.Embedder):
 class T5Gemma2(t5gemma.T5Gemma):
     """The module."""
 
-    decoder_stack: ClassVar[type[nn.Module]] = Decoder
+    decoder_stack: ClassVar[type[nn.Module]] = Gemma2Decoder
 
     def set_up_table(self) -> None:
         c = self.config
-        table: Any = Embedder(c.vocab_size, c.decoder.hidden_size, self.dtype, self.shards, c.eoi_token_index)
+        table: Any = Gemma2Embedder(c.vocab_size, c.decoder.hidden_size, self.dtype, self.shards, c.eoi_token_index)
         self.shared = table
 
     def table(self, stack: Any) -> Any:
@@ -101,7 +101,7 @@ class T5Gemma2Config(T5GemmaConfig):
     eoi_token_index: int = setting(256_000, least=0)  # the token that ends an image, with a vector apart
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma2",)
-    attention_class: ClassVar[type[t5gemma.Attention]] = Attention
+    attention_class: ClassVar[type[t5gemma.GemmaAttention]] = Gemma2Attention
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)
     sharding: ClassVar[Any] = ((rf"shared/{EOI}", ()), *T5GemmaConfig.sharding)
     has_one_table: ClassVar[bool] = True

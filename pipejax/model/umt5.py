@@ -17,7 +17,7 @@ from pipejax.model.t5_config import T5Config
 Array = jax.Array
 
 
-class EncoderLayer(t5.EncoderLayer):
+class UMT5EncoderLayer(t5.EncoderLayer):
     """Adds its own bias to the padding's."""
 
     def setup(self) -> None:
@@ -28,7 +28,7 @@ class EncoderLayer(t5.EncoderLayer):
         return super().__call__(x, self.relative_bias.within(x.shape[1]), padding, deterministic)
 
 
-class DecoderLayer(t5.DecoderLayer):
+class UMT5DecoderLayer(t5.DecoderLayer):
     """Makes its bias of the mask and the positions that all layers are given."""
 
     def setup(self) -> None:
@@ -42,10 +42,10 @@ class DecoderLayer(t5.DecoderLayer):
         return super().__call__(x, cache, jnp.where(mask[:, None], self.relative_bias(query, key), t5.MASKED), *others)
 
 
-class Encoder(t5.Encoder):
+class UMT5Encoder(t5.Encoder):
     """Has no bias that its layers share."""
 
-    layer: ClassVar[type[t5.EncoderLayer]] = EncoderLayer
+    layer: ClassVar[type[t5.EncoderLayer]] = UMT5EncoderLayer
 
     def set_up_bias(self) -> None:
         """Nothing is shared."""
@@ -55,10 +55,10 @@ class Encoder(t5.Encoder):
         return jnp.zeros(())
 
 
-class Decoder(t5.Decoder):
+class UMT5Decoder(t5.Decoder):
     """Hands the positions on to its layers."""
 
-    layer: ClassVar[type[t5.DecoderLayer]] = DecoderLayer
+    layer: ClassVar[type[t5.DecoderLayer]] = UMT5DecoderLayer
 
     def set_up_bias(self) -> None:
         """Nothing is shared."""
@@ -71,8 +71,8 @@ class Decoder(t5.Decoder):
 class UMT5(t5.T5):
     """The module."""
 
-    encoder_stack: ClassVar[type[t5.Encoder]] = Encoder
-    decoder_stack: ClassVar[type[t5.Decoder]] = Decoder
+    encoder_stack: ClassVar[type[t5.Encoder]] = UMT5Encoder
+    decoder_stack: ClassVar[type[t5.Decoder]] = UMT5Decoder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Where a run begins: at its own newest good checkpoint, at another's weights, or at random ones."""
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 
 from pipejax import checkpoint, methods
 from pipejax.checkpoint import Restored, Store
@@ -13,7 +15,7 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.system import Tree, distributed
+from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.training.plan import choose_remat, device_memory
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
@@ -36,47 +38,17 @@ class Start:
 
 def start_run(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
-    trainer: Trainer | None = None
+    make_trainer = functools.cache(Trainer)
 
-    def expect(saved: Config) -> dict[str, Tree]:
-        nonlocal trainer
-        wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
-        if wanted.train.remat == "auto":  # as it was chosen when the run began
-            wanted = dataclasses.replace(wanted, train=dataclasses.replace(wanted.train, remat=saved.train.remat))
-        check_resume(saved, wanted, directory.path)
-        if saved.train.evaluate_examples != wanted.train.evaluate_examples and trainer is None:
-            logger.info(
-                "train.evaluate_examples: found another number than before; best/ goes by the scores of both alike"
-            )
-        if saved.train.steps != wanted.train.steps and wanted.train.schedule != "constant" and trainer is None:
-            schedule = f"the {wanted.train.schedule} schedule now ends there"
-            logger.info(f"train.steps: {saved.train.steps} -> {wanted.train.steps}; {schedule}")
-        trainer = trainer or Trainer(wanted)
-        return trainer.templates()
+    def continued(saved: Config) -> Trainer:
+        return make_trainer(_as_begun(config, saved, directory.path))
 
     had_steps = distributed.same(bool(store.steps()))
-    own = store.newest(expect, set_aside=True)
-    if had_steps and own is None:
+    own = store.newest(lambda saved: continued(saved).templates(), set_aside=True)
+    if own is not None:
+        return _resume(continued(own.config), own, directory, data)
+    if had_steps:
         logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
-    if own is not None and trainer is not None:
-        with distributed.fail_together(UserError):
-            if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
-                raise UserError(
-                    f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
-                    "the same on resume; another experiment takes another directory"
-                )
-            check_places(own, trainer.config, data, directory.path)
-        as_many = own.config.train.evaluate_examples == trainer.config.train.evaluate_examples
-        if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
-            logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
-        logger.info(f"resuming at step {own.step} ({own.path})")
-        state = TrainState(own.items["params"], own.items["state"])
-        with distributed.fail_together(UserError):
-            tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
-        shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
-        by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
-        init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
-        return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
     memory = distributed.same(device_memory())
     with distributed.fail_together(UserError):
         trainer, tokenizer, origin = _prepare_trainer(config, memory)
@@ -87,6 +59,41 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
     step = f"{'best ' if config.train.init_best else ''}step {origin.step}"
     logger.info(f"starting from {config.train.init_from} (its {step})")
     return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]))
+
+
+def _as_begun(config: Config, saved: Config, where: Path) -> Config:
+    """The config of a run that goes on, with all that was found out when it began."""
+    wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
+    if wanted.train.remat == "auto":
+        wanted = dataclasses.replace(wanted, train=dataclasses.replace(wanted.train, remat=saved.train.remat))
+    check_resume(saved, wanted, where)
+    return wanted
+
+
+def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapping[str, str]) -> Start:
+    wanted, before = trainer.config.train, own.config.train
+    if before.evaluate_examples != wanted.evaluate_examples:
+        logger.info("train.evaluate_examples: found another number than before; best/ goes by the scores of both alike")
+    if before.steps != wanted.steps and wanted.schedule != "constant":
+        logger.info(f"train.steps: {before.steps} -> {wanted.steps}; the {wanted.schedule} schedule now ends there")
+    with distributed.fail_together(UserError):
+        if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
+            raise UserError(
+                f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
+                "the same on resume; another experiment takes another directory"
+            )
+        check_places(own, trainer.config, data, directory.path)
+    as_many = before.evaluate_examples == wanted.evaluate_examples
+    if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
+        logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
+    logger.info(f"resuming at step {own.step} ({own.path})")
+    with distributed.fail_together(UserError):
+        tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
+    shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
+    by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
+    init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
+    state = TrainState(own.items["params"], own.items["state"])
+    return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
 
 
 def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:

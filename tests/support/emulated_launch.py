@@ -36,6 +36,6 @@ def register(directory: Path) -> None:
         jax.ffi.register_ffi_target(f"pipejax_launch_{name}", handler, platform="cpu")
 
 
-def blocks(count: int = 3, **changes: Any) -> launch.Blocks:
+def blocks(count: int = 3, **changes: Any) -> launch.LaunchBlocks:
     """Those of a CPU, once it is registered."""
-    return launch.Blocks(count, "", patience=30_000)._replace(**changes)
+    return launch.LaunchBlocks(count, "", patience=30_000)._replace(**changes)

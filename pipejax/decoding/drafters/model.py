@@ -141,7 +141,7 @@ class Looking(Plain):
 
 
 @flax.struct.dataclass
-class Memory:
+class DrafterCache:
     """The memory that the small T5 keeps from draft to draft."""
 
     fed: Array  # i32 [B, R], how many of bos and the written tokens of each row are in the cache
@@ -168,15 +168,15 @@ class FromModel:
         sizes = Sizes.fit(looking, batch, queries=queries)
         return dataclasses.replace(self, looking=looking, sizes=sizes, decoder=decoder)
 
-    def init(self, source: SourceIds, rows: int) -> Memory:
+    def init(self, source: SourceIds, rows: int) -> DrafterCache:
         """An empty cache."""
         looking, sizes, decoder = self._lend()
         batch = len(source.ids)
         carry = begin(looking, decoder, looking.init(batch), sizes, apart=True)
         carry = grow(decoder, carry, sizes.slots[-1])
-        return Memory(jnp.zeros((batch, rows), jnp.int32), carry.used, carry.filled, carry.cache)
+        return DrafterCache(jnp.zeros((batch, rows), jnp.int32), carry.used, carry.filled, carry.cache)
 
-    def propose(self, state: Memory, written: Written, most: int) -> tuple[Memory, Draft]:
+    def propose(self, state: DrafterCache, written: Written, most: int) -> tuple[DrafterCache, Draft]:
         """Its greedy decoding of the same grid, from where each row stands."""
         looking, sizes, decoder = self._lend()
         begun = looking.begun(written.tokens, written.length, state.fed)
@@ -194,7 +194,7 @@ class FromModel:
         mean = drafted.log_prob / jnp.maximum(count, 1)
         trust = sum((mean > math.log(mark)).astype(jnp.int32) for mark in MARKS)
         tokens = jnp.take_along_axis(drafted.tokens, place, axis=2)
-        return Memory(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
+        return DrafterCache(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
 
     def _lend(self) -> tuple[Looking, Sizes, Model[Tree]]:
         assert self.looking and self.sizes and self.decoder, "no T5 was lent to the drafter"

@@ -13,7 +13,7 @@ LONGEST = 3  # tokens of a row that are looked up, at the most
 
 
 @flax.struct.dataclass
-class State:
+class CopyState:
     """The source, and where each row copies."""
 
     source: SourceIds
@@ -32,12 +32,12 @@ class FromSource:
 
     odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # by the number of tokens that agree
 
-    def init(self, source: SourceIds, rows: int) -> State:
+    def init(self, source: SourceIds, rows: int) -> CopyState:
         """No row copies yet."""
         none = jnp.full((source.ids.shape[0], rows), -1)
-        return State(source, none, none)
+        return CopyState(source, none, none)
 
-    def propose(self, state: State, written: Written, most: int) -> tuple[State, Draft]:
+    def propose(self, state: CopyState, written: Written, most: int) -> tuple[CopyState, Draft]:
         """Drafts the tokens that follow the place that agrees best."""
         batch, rows, times = written.tokens.shape
         length = state.source.ids.shape[1]
@@ -74,7 +74,7 @@ class FromSource:
 
         tokens = jnp.take_along_axis(text[:, None], place[:, :, None] + jnp.arange(most), axis=2, mode="clip")
         count = jnp.where(found, jnp.minimum(jnp.take_along_axis(left, place, axis=1), most), 0)
-        state = State(
+        state = CopyState(
             state.source, jnp.where(found, place, state.place), jnp.where(found, written.length, state.length)
         )
         return state, Draft(tokens, count, jnp.maximum(best - 1, 0))

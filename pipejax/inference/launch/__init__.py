@@ -25,7 +25,7 @@ EXAMPLE, ROW = ("time", "started", "complete", "done", "steps"), ("last", "end",
 PARTS = 8  # of the vocabulary, in the search for a query's highest logit
 
 
-class Blocks(NamedTuple):
+class LaunchBlocks(NamedTuple):
     """The blocks that go through a decode together. Static under jit."""
 
     number: int  # as many as run at the same time
@@ -60,58 +60,87 @@ def decode(
     *,
     sizes: Sizes,
     slots: int,
-    blocks: Blocks,
+    blocks: LaunchBlocks,
     pause_after: Array | None = None,
     watched: Array | None = None,
 ) -> tuple[Stretch, Array]:
     """As `decoding.decode`; beside it the logits f32 [N, V] of the last step. It `failed` if a block waited in vain."""
     carry = decoding.grow(decoder, carry, slots)
-    c, w, memory, query, grid = decoder.config, decoder.weights, decoder.memory, carry.query, strategy.on_grid
-    (batch, length), rows = memory.mask.shape, strategy.most_queries
-    most, inner, apart, limit = batch * rows, c.num_heads * c.d_kv, len(carry.used) > 1, min(sizes.queries[-1], rows)
-    numbers = [batch, rows, grid.time_max, slots, length, c.d_model, c.num_heads, c.d_kv, c.d_ff, c.vocab_size]
-    numbers += [w.bias.shape[2], len(w.layers), ACTIVATIONS.index(c.feed_forward)]
-    numbers += [grid.delay, grid.sub_max, grid.literal, grid.bos, grid.eos, apart, slots - limit, PARTS]
-    numbers += [blocks.patience, blocks.absent, blocks.dawdle]
-    floats = c.layer_norm_epsilon, c.d_model**-0.5 if c.scale_head else 1.0
-    none, left = jnp.int32(0), jnp.int32(pipelined.NEVER) if pause_after is None else pause_after
-    of_example, of_row, tokens = _on_grid(carry.state, strategy.done(carry.state))
-    of_example.append(jnp.broadcast_to(carry.used, batch))
-    of_row += [query.live, query.tokens, query.time]
-    watching = jnp.zeros(batch) if watched is None else watched
-    arrays = [np.asarray(numbers, np.int32), np.asarray(floats, np.float32), watching.astype(jnp.int32)]
-    arrays += [memory.mask.astype(jnp.int32), (w.embedding or w.head).rows, w.head.rows, w.norm, w.bias[0]]
-    stacked = [none, none, none, left], of_example, of_row
-    changing = [jnp.stack([x.astype(jnp.int32) for x in each], axis=-1) for each in stacked]
-    changing += [tokens, carry.filled.row, carry.filled.time]
+    weights, memory, query = decoder.weights, decoder.memory, carry.query
+    numbers = numbers_of(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=blocks)
+    floats = decoder.config.layer_norm_epsilon, decoder.config.d_model**-0.5 if decoder.config.scale_head else 1.0
+    watching = jnp.zeros(numbers["B"]) if watched is None else watched
+    left = jnp.int32(pipelined.NEVER) if pause_after is None else pause_after
+    # In the order of the structs Given and Layer.
+    arrays = [np.asarray([*numbers.values()], np.int32), np.asarray(floats, np.float32), watching.astype(jnp.int32)]
+    arrays += [memory.mask.astype(jnp.int32), (weights.embedding or weights.head).rows, weights.head.rows]
+    arrays += [weights.norm, weights.bias[0]]
+    changing = _changing(carry, left, strategy.done(carry.state))
     aliases = {len(arrays) + i: i for i in range(len(changing))}
     arrays += changing
-    for i, layer in enumerate(w.layers):
+    for i, layer in enumerate(weights.layers):
         arrays += [x.rows if isinstance(x, Matrix) else x for x in vars(layer).values()]
         arrays += [memory.keys[i], memory.values[i], carry.cache.keys[i], carry.cache.values[i]]
         aliases |= {len(arrays) - 2: len(aliases), len(arrays) - 1: len(aliases) + 1}
-    scratch = [jax.ShapeDtypeStruct((most, x), decoder.dtype) for x in (c.d_model, inner, inner, c.d_ff)]
-    scratch += [jax.ShapeDtypeStruct((most, x), jnp.float32) for x in (-(-c.d_model // 8), c.vocab_size, PARTS)]
-    scratch += [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * PARTS, most * 5, batch + 1, batch)]
-    found = _enqueue(arrays, scratch, aliases, jnp.dtype(decoder.dtype).name, blocks)
+    scratch = _scratch(numbers, decoder.dtype)
+    found = _enqueue(arrays, [*scratch.values()], aliases, jnp.dtype(decoder.dtype).name, blocks)
     control, examples, grids, tokens, filled_row, filled_time = found[: len(changing)]
-    caches, logits = found[len(changing) : -len(scratch)], found[-len(scratch) + 5]
+    caches, kept = found[len(changing) : len(aliases)], dict(zip(scratch, found[len(aliases) :], strict=True))
     state, (live, fed, time) = _off_grid(examples, grids, tokens, carry.state), jnp.moveaxis(grids, 2, 0)[-3:]
     carry = dataclasses.replace(
         carry,
         state=state,
         query=dataclasses.replace(query, live=live > 0, tokens=fed, time=time),
-        size=sum(((live.sum() > n).astype(jnp.int32) for n in sizes.queries[:-1]), none),
+        size=sum(((live.sum() > n).astype(jnp.int32) for n in sizes.queries[:-1]), jnp.int32(0)),
         used=examples[: len(carry.used), -1],
         filled=Filled(filled_row, filled_time),
         cache=Cache(tuple(caches[::2]), tuple(caches[1::2])),
     )
-    return Stretch(strategy.done(state).all(), strategy.result(state), carry, control[3], control[1] > 0), logits
+    over = strategy.done(state).all()
+    return Stretch(over, strategy.result(state), carry, control[3], control[1] > 0), kept["logits"]
+
+
+def numbers_of(
+    decoder: Any, strategy: Any, carry: Carry, *, sizes: Sizes, slots: int, blocks: LaunchBlocks
+) -> dict[str, int]:
+    """The members of the struct Numbers, in its order."""
+    config, grid, rows = decoder.config, strategy.on_grid, strategy.most_queries
+    batch, length = decoder.memory.mask.shape
+    lengths = batch, rows, grid.time_max, slots, length
+    widths = config.d_model, config.num_heads, config.d_kv, config.d_ff, config.vocab_size
+    shapes = dict(zip("BRTCLDHKFV", lengths + widths, strict=True))
+    layers = {"distances": decoder.weights.bias.shape[2], "layers": len(decoder.weights.layers)}
+    layers |= {"activation": ACTIVATIONS.index(config.feed_forward)}
+    rules = {name: int(getattr(grid, name)) for name in ("delay", "sub_max", "literal", "bos", "eos")}
+    room = {"apart": int(len(carry.used) > 1), "limit": slots - min(sizes.queries[-1], rows), "parts": PARTS}
+    waits = {"patience": blocks.patience, "absent": blocks.absent, "dawdle": blocks.dawdle}
+    return shapes | layers | rules | room | waits
+
+
+def _changing(carry: Carry, left: Array, done: Array) -> list[Array]:
+    """The members of Given from `control` on, which the kernel changes."""
+    of_example, of_row, tokens = _on_grid(carry.state, done)
+    of_example.append(jnp.broadcast_to(carry.used, len(done)))
+    of_row += [carry.query.live, carry.query.tokens, carry.query.time]
+    stacked = [*[jnp.int32(0)] * 3, left], of_example, of_row
+    structs = [jnp.stack([x.astype(jnp.int32) for x in each], axis=-1) for each in stacked]
+    return [*structs, tokens, carry.filled.row, carry.filled.time]
+
+
+def _scratch(numbers: dict[str, int], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The members of the struct Scratch, in its order."""
+    batch, queries, inner = numbers["B"], numbers["B"] * numbers["R"], numbers["H"] * numbers["K"]
+    widths = {"x": numbers["D"], "query": inner, "found": inner, "hidden": numbers["F"]}
+    arrays = {name: (queries, width) for name, width in widths.items()}
+    floats = {"squares": (queries, -(-numbers["D"] // 8)), "logits": (queries, numbers["V"]), "best": (queries, PARTS)}
+    wholes = {"best_token": (queries * PARTS,), "asked": (queries * 5,), "first": (batch + 1,), "reach": (batch,)}
+    kinds = (arrays, dtype), (floats, jnp.float32), (wholes, jnp.int32)
+    return {name: jax.ShapeDtypeStruct(x, kind) for shapes, kind in kinds for name, x in shapes.items()}
 
 
 def _on_grid(state: Any, done: Array) -> tuple[list[Array], list[Array], Array]:
     """The arrays of EXAMPLE and ROW and the tokens; a sequential decode is the only row of a grid."""
-    if isinstance(state, pipelined.State):
+    if isinstance(state, pipelined.GridState):
         return [getattr(state, x) for x in EXAMPLE], [getattr(state, x) for x in ROW], state.tokens
     end, none = jnp.where(state.ended, state.length, pipelined.NEVER), jnp.zeros_like(state.length)
     of_example = [state.length, none + 1, state.ended, done, state.length]
@@ -121,13 +150,15 @@ def _on_grid(state: Any, done: Array) -> tuple[list[Array], list[Array], Array]:
 def _off_grid(examples: Array, grids: Array, tokens: Array, old: Any) -> Any:
     """The state, as one of the kind of the old one."""
     found = dict(zip(EXAMPLE + ROW, [*jnp.moveaxis(examples, 1, 0)[:-1], *jnp.moveaxis(grids, 2, 0)[:-3]], strict=True))
-    if isinstance(old, pipelined.State):
-        return jax.tree.map(lambda x, old: x.astype(old.dtype), pipelined.State(tokens=tokens, **found), old)
+    if isinstance(old, pipelined.GridState):
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), pipelined.GridState(tokens=tokens, **found), old)
     last, end = found["last"][:, 0], found["end"][:, 0]
-    return sequential.State(tokens[:, 0, 1:], last, found["steps"], end != pipelined.NEVER, old.given_up)
+    return sequential.SequenceState(tokens[:, 0, 1:], last, found["steps"], end != pipelined.NEVER, old.given_up)
 
 
-def _enqueue(arrays: list[Any], scratch: list[Any], aliases: dict[int, int], dtype: str, blocks: Blocks) -> list[Array]:
+def _enqueue(
+    arrays: list[Any], scratch: list[Any], aliases: dict[int, int], dtype: str, blocks: LaunchBlocks
+) -> list[Array]:
     """The results of the kernel: arrays that it changes, then scratch. On a GPU by XLA's own call of PTX."""
     results = [*(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in aliases), *scratch]
     target, static = f"pipejax_launch_{dtype}", dict[str, Any](blocks=np.int32(blocks.number))

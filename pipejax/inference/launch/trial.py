@@ -14,7 +14,7 @@ from pipejax.config import T5Config
 from pipejax.decoding import Pipelined, Sizes
 from pipejax.decoding.gathering import gather
 from pipejax.inference import launch
-from pipejax.inference.launch import Blocks
+from pipejax.inference.launch import LaunchBlocks
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import lay_out, lay_out_layer, narrow
 from pipejax.model.t5 import Memory
@@ -27,7 +27,7 @@ TOLERANCE = 0.02  # of `compare`; both round to bfloat16, which is apart by 0.00
 
 
 @cache
-def use() -> Blocks | None:
+def use() -> LaunchBlocks | None:
     """The blocks that this process's GPU decodes with, if it is asked to and they find what XLA finds. Asked once."""
     wanted = os.environ.get(VARIABLE, "off")
     if wanted not in ("on", "off"):
@@ -35,11 +35,11 @@ def use() -> Blocks | None:
     if wanted == "off" or jax.default_backend() != "gpu":
         return None
     device = jax.local_devices()[0]
-    blocks = Blocks(device.core_count, str(device.compute_capability).replace(".", ""))
+    blocks = LaunchBlocks(device.core_count, str(device.compute_capability).replace(".", ""))
     return blocks if agrees(blocks) else None
 
 
-def agrees(blocks: Blocks) -> bool:
+def agrees(blocks: LaunchBlocks) -> bool:
     """Whether a launch of a small random model finds what XLA finds; a line says why not."""
     try:
         failed, apart = jax.device_get(jax.jit(partial(compare, _decoder(), Pipelined(1, 12, 5), blocks, steps=7))())
@@ -54,7 +54,7 @@ def agrees(blocks: Blocks) -> bool:
     return False
 
 
-def compare(decoder: Any, strategy: Any, blocks: Blocks, *, steps: int) -> tuple[Any, jax.Array]:
+def compare(decoder: Any, strategy: Any, blocks: LaunchBlocks, *, steps: int) -> tuple[Any, jax.Array]:
     """Whether the launch of a step after so many fails, and its logits' mean distance from XLA's, relative; traced."""
     batch, rows = len(decoder.memory.mask), strategy.most_queries
     static: Any = {"sizes": (sizes := Sizes.fit(strategy, batch)), "slots": sizes.slots[-1]}
