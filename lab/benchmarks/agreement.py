@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", default="1,8", metavar="B,...", help="examples decoded together (1,8)")
     parser.add_argument("--rows", type=cli.whole_number(1), default=8, metavar="S", help="of the grid (8)")
     parser.add_argument("--times", type=cli.whole_number(2), default=24, metavar="T", help="steps of a decode (24)")
+    parser.add_argument("--dtype", choices=DTYPES, help="alone (on a GPU bfloat16, elsewhere both)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities in float32 (0.001)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     flags = parser.parse_args(argv)
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     every = Four(config, params, Gpu(interpret=interpret))
     strategies = Pipelined(1, flags.times, flags.rows), Sequential(flags.times)
     for dtype, batch, strategy in itertools.product(
-        DTYPES[: 1 + interpret], whole_numbers("--batch", flags.batch), strategies
+        [flags.dtype] if flags.dtype else DTYPES[: 1 + interpret], whole_numbers("--batch", flags.batch), strategies
     ):
         source = np.random.default_rng(1).integers(3, config.vocab_size, (batch, flags.source)).tolist()
         name = f"{type(strategy).__name__.lower()}, batch {batch}, {dtype}"
