@@ -342,7 +342,7 @@ def portable(model: Module, weights: str = "auto") -> Backend:
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    changed = "which was changed, " if kind == "pipejax.model.t5.T5" else ""
+    changed = "which was changed, " if kind in ("pipejax.model.t5.T5", "pipejax.model.umt5.UMT5") else ""
     logger.info(
         f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone"
     )
