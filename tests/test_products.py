@@ -128,7 +128,7 @@ def test_inputs_that_fill_no_panels_are_left_to_the_layers(kernel):
 
 def test_a_method_that_does_more_than_to_multiply_is_left_alone(kernel, monkeypatch):
     def louder(self, hidden):
-        return 2 * t5gemma.logits_of(hidden, self.embedding, self.dtype)
+        return 2 * layers.logits_of(hidden, self.embedding, self.dtype)
 
     monkeypatch.setattr(t5gemma.GemmaEmbedder, "logits", louder)
     matrices = Products("auto", kernel).prepare(GEMMA.module(), varied(GEMMA, 1)).decoding.matrices
@@ -201,6 +201,13 @@ def test_a_product_that_was_replaced_from_outside_is_computed_as_it_is(owner, na
     monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
     monkeypatch.setattr(owner, name, lambda *given: None)
     assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
+
+
+def test_a_heads_product_that_was_replaced_in_its_room_is_the_t5gemmas_too(monkeypatch):
+    variables, hidden = {"params": varied(GEMMA, 1)}, jnp.ones((1, 16))
+    assert GEMMA.module().apply(variables, hidden, method="logits").any()
+    monkeypatch.setattr(layers, "logits_of", lambda hidden, rows, dtype: 0 * hidden @ rows.T)
+    assert not GEMMA.module().apply(variables, hidden, method="logits").any()
 
 
 def test_the_kernel_is_asked_where_it_can_be(kernel, monkeypatch):
