@@ -146,7 +146,9 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, briefly,
     forced = TeacherForced(t5.T5(FEW_WORDS), params, GRID.delay)
     with caplog.at_level(logging.INFO, "pipejax"):
         check_answers(generator, forced, sources(20), strategy, briefly=briefly)
-    assert caplog.text.count("which was changed, layer by layer: the fast decoders know the stock T5 and UMT5 alone") == 1
+    assert (
+        caplog.text.count("which was changed, layer by layer: the fast decoders know the stock T5 and UMT5 alone") == 1
+    )
     monkeypatch.undo()
     stock = Generator(config, params, None).decode(sources(20), strategy=strategy, batch_size=4)
     assert [record["row_ids"] for record in stock] != [forced.rows(source, strategy) for source in sources(20)]

@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,8 @@ from pipejax.inference.backends import Backend, Products
 from pipejax.inference.kernel_decoder import matrix
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.model import layers, t5gemma
+from pipejax.model import layers, t5, t5gemma
+from pipejax.model.interface import smallest_batch
 from pipejax.model.quantization import quantize
 from pipejax.model.t5_config import T5Config
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
@@ -126,9 +128,70 @@ def test_inputs_that_fill_no_panels_are_left_to_the_layers(kernel):
 
 def test_a_method_that_does_more_than_to_multiply_is_left_alone(kernel, monkeypatch):
     def louder(self, hidden):
-        return 2 * t5gemma.logits_of(hidden, self.embedding, self.dtype)
+        return 2 * layers.logits_of(hidden, self.embedding, self.dtype)
 
     monkeypatch.setattr(t5gemma.GemmaEmbedder, "logits", louder)
+    matrices = Products("auto", kernel).prepare(GEMMA.module(), varied(GEMMA, 1)).decoding.matrices
+    assert "decoder/embedder" not in matrices and "decoder/layers_0/feed_forward/wo" in matrices
+
+
+class HalfTable(t5gemma.GemmaEmbedder):
+    def setup(self):
+        super().setup()
+        self.embedding = 0.5 * self.embedding
+
+
+class Lifted(layers.FeedForward):
+    """Linear layers in transformations of Flax's, which see a part of their kernel, or three times it."""
+
+    @nn.compact
+    def __call__(self, x, deterministic):
+        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "axis_size": 2, "in_axes": None}
+        tripled = {"trans_in_fn": partial(jax.tree.map, lambda kernel: 3 * kernel), "init": self.is_initializing()}
+        for name, lifted in {
+            "experts": nn.vmap(layers.Linear, **split),
+            "tripled": nn.map_variables(layers.Linear, "params", **tripled),
+        }.items():
+            found = lifted(self.config.d_model, self.dtype, layers.normal(0.2), name=name)(x)
+            x = x + found.reshape(-1, *x.shape).sum(axis=0)
+        return x
+
+
+class Gated(t5.Decoder):
+    """Asks for a parameter that no step reads."""
+
+    layer = type("Layer", (t5.DecoderLayer,), {"feed_forward_class": Lifted})
+
+    def setup(self):
+        super().setup()
+        self.gate = self.param("gate", nn.initializers.ones, (16,))
+
+    def memorize(self, encoded, mask):
+        return super().memorize(encoded * self.gate, mask)
+
+
+class GatedT5(t5.T5):
+    decoder_stack = Gated
+
+
+def test_parameters_that_others_change_or_only_ask_for_are_left_to_the_layers(kernel):
+    config = T5Config(50, 16, 8, 32, 2, 1, 1, tied_head=False)
+    model, backend = GatedT5(config), Products("auto", kernel)
+    shapes, rng = jax.eval_shape(model.init, jax.random.key(0), *smallest_batch())["params"], np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), shapes)
+    ready = backend.prepare(model, params)
+    assert not any("feed_forward" in path for path in ready.decoding.matrices) and "lm_head" in ready.decoding.matrices
+    source = jnp.ones((1, 16), jnp.int32), jnp.ones(1, jnp.int32)
+    memory = jax.eval_shape(partial(backend.encode, model), ready.encoding, *source)
+    step = partial(backends._step, model, memory)
+    wanted = jax.jit(step)(params)
+    with products.multiplying(ready.decoding.matrices, kernel):
+        found = jax.jit(lambda params: step(params))(ready.decoding.others)
+    assert np.abs(found - wanted).max() < 1e-4 < np.abs(wanted).max()
+
+
+def test_a_table_that_a_subclass_changes_is_left_to_it(kernel, monkeypatch):
+    monkeypatch.setattr(t5gemma, "GemmaEmbedder", HalfTable)
     matrices = Products("auto", kernel).prepare(GEMMA.module(), varied(GEMMA, 1)).decoding.matrices
     assert "decoder/embedder" not in matrices and "decoder/layers_0/feed_forward/wo" in matrices
 
@@ -138,6 +201,13 @@ def test_a_product_that_was_replaced_from_outside_is_computed_as_it_is(owner, na
     monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
     monkeypatch.setattr(owner, name, lambda *given: None)
     assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
+
+
+def test_a_heads_product_that_was_replaced_in_its_room_is_the_t5gemmas_too(monkeypatch):
+    variables, hidden = {"params": varied(GEMMA, 1)}, jnp.ones((1, 16))
+    assert GEMMA.module().apply(variables, hidden, method="logits").any()
+    monkeypatch.setattr(layers, "logits_of", lambda hidden, rows, dtype: 0 * hidden @ rows.T)
+    assert not GEMMA.module().apply(variables, hidden, method="logits").any()
 
 
 def test_the_kernel_is_asked_where_it_can_be(kernel, monkeypatch):

@@ -207,14 +207,17 @@ def test_check_backbone_passes():
     assert "UMT5Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
 
 
-def test_another_module_is_told_in_one_line(caplog):
+def test_another_module_is_told_in_one_line(caplog, monkeypatch):
     class Other(umt5.UMT5):
         pass
 
     with caplog.at_level(logging.INFO, "pipejax"):
         assert type(portable(TINY.module())) is Xla and not caplog.text
         portable(Other(TINY))
-    assert "Other layer by layer" in caplog.text.replace(",", "")
+        assert "Other layer by layer" in caplog.text.replace(",", "") and "changed" not in caplog.text
+        monkeypatch.setattr(umt5.UMT5Encoder, "bias", lambda *given: None)
+        portable(TINY.module())
+    assert "UMT5, which was changed, layer by layer" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import flax.struct
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from pipejax.data.shapes import memory_length
@@ -30,7 +29,7 @@ from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization, umt5
 from pipejax.model.interface import Backbone, Module
-from pipejax.model.parameters import check_read, paths_read
+from pipejax.model.parameters import check_read
 from pipejax.model.t5 import Memory, is_stock, is_unchanged
 from pipejax.model.t5_config import T5Config
 from pipejax.system import Tree
@@ -161,9 +160,7 @@ class Products(Backend):
         one, length = jnp.zeros((1, kernels.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
         memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
         single = products.take_apart(partial(_step, model, memory), held, compute=compute, weights=self.weights)
-        read = paths_read(lambda params: self.encode(model, params, one, length), held)
-        flat = flatten_dict(held, sep="/")
-        return Ready(unflatten_dict({path: x for path, x in flat.items() if path in read}, sep="/"), single)
+        return Ready(products.needed(lambda params: self.encode(model, params, one, length), held), single)
 
     def decoder(self, model: Module, weights: products.StepParams, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
@@ -345,8 +342,10 @@ def portable(model: Module, weights: str = "auto") -> Backend:
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    changed = "which was changed, " if kind == "pipejax.model.t5.T5" else ""
-    logger.info(f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone")
+    changed = "which was changed, " if kind in ("pipejax.model.t5.T5", "pipejax.model.umt5.UMT5") else ""
+    logger.info(
+        f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone"
+    )
     return Backend(weights)
 
 

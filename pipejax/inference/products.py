@@ -52,22 +52,36 @@ def take_apart(
     """
     found: dict[tuple[str, ...], str] = {}
 
-    def look(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
-        if name := _matrix_name(context):
-            found[context.module.path] = name
-        return call(*given, **more)
+    def run(params: Tree) -> object:
+        own = flatten_dict(params)
 
-    with nn.intercept_methods(look):
-        jax.eval_shape(step, params)
+        def look(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
+            if name := _matrix_name(context):
+                module, path = context.module, context.module.path
+                # A subclass or a transformation of Flax's may have made something else of the parameter.
+                is_own = getattr(module, name, module.get_variable("params", name)) is own.get((*path, name))
+                found[path] = found.get(path, name) if is_own else ""
+            return call(*given, **more)
+
+        with nn.intercept_methods(look):
+            return step(params)
+
+    jax.eval_shape(run, params)
     flat, matrices = flatten_dict(params), dict[str, Panels]()
-    for path, name in found.items():
+    for path, name in filter(lambda item: item[1], found.items()):
         part = {key: flat[(*path, key)] for key in (name, SCALE) if (*path, key) in flat}
         inputs, outputs = part[name].shape if name == "kernel" else part[name].shape[::-1]
         if inputs % kernels.PANEL == 0:  # what the kernel reads at once
             matrices["/".join(path)] = Panels(compute(matrix, part, weights=weights), outputs)
     with multiplying(matrices, kernels.LEVELS[-1]):
-        read = paths_read(step, params)
-    return StepParams(matrices, unflatten_dict({path: x for path, x in flat.items() if "/".join(path) in read}))
+        return StepParams(matrices, needed(step, params))
+
+
+def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
+    """The parameters without the kernels that a function does not read; for others a module may ask all the same."""
+    read = paths_read(function, params)
+    flat = {path: x for path, x in flatten_dict(params).items() if path[-1] != "kernel" or "/".join(path) in read}
+    return unflatten_dict(flat)
 
 
 def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:
@@ -86,7 +100,7 @@ def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:
 
 def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
     """The parameter that a call multiplies with, if nothing but that is its work."""
-    name: str | None = getattr(getattr(type(context.module), context.method_name), "multiplies_with", None)
+    name: str | None = getattr(getattr(type(context.module), context.method_name, None), "multiplies_with", None)
     return None if name is None or context.module.has_variable("params", lora.A) else name
 
 

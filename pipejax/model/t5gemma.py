@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pipejax.model import layers as parts
 from pipejax.model import t5
 from pipejax.model.embedding import look_up
 from pipejax.model.interface import Backbone
-from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, logits_of, multiplies_with, normal
+from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, multiplies_with, normal
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
@@ -268,7 +269,7 @@ class GemmaEmbedder(nn.Module):
     @multiplies_with("embedding")
     def logits(self, hidden: Array) -> Array:
         """f32 [..., V]."""
-        found = logits_of(hidden, self.embedding, self.dtype)
+        found = parts.logits_of(hidden, self.embedding, self.dtype)
         return found * self.get_variable("params", "scale") if self.has_variable("params", "scale") else found
 
 
