@@ -69,6 +69,13 @@ def turned(self: Lines, state: Any) -> Decoded:
     return dataclasses.replace(found, tokens=jnp.take_along_axis(found.tokens, place, axis=2))
 
 
+def settling(self: Lines, state: Any) -> Decoded:
+    """Tokens of each row from the last to the first until all are there."""
+    found = Lines.result(self, state)
+    is_done = Lines.done(self, state)[:, None, None]
+    return dataclasses.replace(found, tokens=jnp.where(is_done, found.tokens, turned(self, state).tokens))
+
+
 def shifted(self: Lines, state: Any) -> Decoded:
     """Rows without their first token."""
     found = Lines.result(self, state)
@@ -153,7 +160,14 @@ CASES: dict[str, tuple[Any, str]] = {
         broken(start=lambda self, row: np.asarray(self.starts)[row] + 1, method={"can": SCORES}),
         "Steps.result: tokens: found ",
     ),
-    "a stream of rows that grow at their beginning": (broken(result=turned, method={"can": STREAM}), "Steps.result: "),
+    "a stream of rows that grow at their beginning": (
+        broken(result=turned, method={"can": STREAM}),
+        "Steps.result: found [[",
+    ),
+    "a stream of rows that settle at the end": (
+        broken(result=settling, method={"can": STREAM}),
+        "Steps.result: found [[",
+    ),
     "a stream without places": (broken(places=(0, 0), method={"can": STREAM}), "Steps.places: found (0, 0); expected"),
     "prefixes without places": (
         broken(places=(0, 0), method={"can": frozenset({"prefix"})}),

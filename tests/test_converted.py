@@ -139,6 +139,8 @@ def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monk
     monkeypatch.setattr(converted, "VERSION", "0.0.9")
     assert place_of(there) not in (before, place_of(there, "other"))
     monkeypatch.undo()
+    (tmp_path / "copy/generation_config.json").rename(tmp_path / "copy/pipejax.json")
+    assert place_of(tmp_path / "copy") != before, "by another name the same content is read for something else"
     monkeypatch.setattr(converted, "PIECE", 16)
     file, content = tmp_path / "file", bytes(range(40))
     digests = set()

@@ -254,7 +254,7 @@ def test_sentences() -> None:
 def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: Path, said: list[str]) -> None:
     """Other spaces make no other source, nor do other forms of a letter; other letters do. A TSV's quotes are text."""
     twins = ["the baker sang ", "the  baker slept", "the\u00a0clerk sang", "\uff54he clerk slept", "The baker sang"]
-    measured = ["the baker sang", "the baker slept", "the clerk sang", "the clerk slept", "a baker sang"]
+    measured = ["the baker  sang", "the baker slept", "the clerk sang", "the clerk slept", "a baker sang"]
     paths = [str(tmp_path / name) for name in ("in.tsv", "more.jsonl")]
     lines = ["source\ttargets", *(f'{text}\t"{i} | b' for i, text in enumerate(measured))]
     Path(paths[0]).write_text("\n".join(lines))

@@ -271,6 +271,10 @@ REFUSED = {
     "an enum of none": (of(a={"enum": []}), r"a: enum: found \[\]; expected a list of values"),
     "an enum of lists": (of(a={"enum": [[]]}), r"a: enum: found \[\]; expected values of type"),
     "an enum of others": (of(a={"type": "string", "enum": [5]}), r"a: enum: found 5; expected values of type string"),
+    "an enum of parts": (
+        of(a={"type": "integer", "enum": [2.0, 2.5]}),
+        r"a: enum: found 2\.5; expected values of type int",
+    ),
     "a space first": (of(a={"enum": [" a"]}), r"a: enum: found ' a'; expected no space at its beginning"),
     "commas": (of(a={"type": "array", "items": {"enum": ["a,b"]}}), r"a: items: found 'a,b'; expected texts without"),
     "an empty name": (of(**{" ": {"type": "null"}}), r"properties: found 'an empty name'"),
@@ -383,6 +387,7 @@ REFERENCES = {
     "rules beside it": ({"$ref": "#/$defs/Short", "minLength": 1}, {"type": "string", "maxLength": 3, "minLength": 1}),
     "the same rule twice": ({"$ref": "#/$defs/Short", "maxLength": 3}, {"type": "string", "maxLength": 3}),
     "with escapes": ({"$ref": "#/$defs/a~1b~0c%25d%20"}, {"type": "integer"}),
+    "an escape of an escape": ({"$ref": "#/$defs/~01"}, {"type": "integer"}),
     "to a property": ({"$ref": "#/properties/b"}, {"type": "boolean"}),
 }
 DEFINED: dict[str, Any] = {
@@ -392,6 +397,7 @@ DEFINED: dict[str, Any] = {
         "Null": {"type": "null"},
         "Short": {"type": "string", "maxLength": 3},
         "a/b~c%d ": {"type": "integer"},
+        "~1": {"type": "integer"},
         "Loop": {"$ref": "#/$defs/Pool"},
         "Pool": {"allOf": [{"$ref": "#/$defs/Loop"}]},
         "List": {"type": "array", "items": {"$ref": "#/$defs/List"}},

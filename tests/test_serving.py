@@ -24,6 +24,7 @@ from pipejax.config import DataConfig
 from pipejax.data import make_task
 from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import Growing
+from pipejax.inference.engine import Engine
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import Source
@@ -785,6 +786,28 @@ def test_a_start_with_drafts_says_that_there_are_none(
         flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--warm-up", "0", f"--set=decode.draft={draft}"]
         assert command.main(flags) == 0
         assert [line.rpartition(":")[0] for line in capsys.readouterr().err.splitlines()] == said
+
+
+def test_a_start_compiles_for_all_prompts_unless_told_less(
+    params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And without more it keeps idle connections longer than proxies do, and ends as a request would."""
+    checkpoint.save_params(tmp_path / "run", tiny.RUN, params)
+    lengths, kept = list[int](), list[tuple[int, int]]()
+
+    def run(service: Any, listener: socket.socket, *, keep_alive: int, drain: int, shown: bool) -> None:
+        kept.append((keep_alive, drain))
+        listener.close()
+
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, length: lengths.append(length))
+    monkeypatch.setattr(command, "run", run)
+    for more in ("", "--warm-up 16 --timeout 20", "--warm-up 500 --keep-alive 9", "--warm-up 0 --drain 0"):
+        flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--set=data.max_source=80", *more.split()]
+        assert command.main(flags) == 0
+    assert lengths == [80, 16, 80]
+    assert kept == [(75, 300), (75, 20), (9, 300), (75, 0)]
+    told = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if "compiling" in line]
+    assert told == [f"compiling for prompts of up to {length} tokens" for length in lengths]
 
 
 # What those who run it ask for.

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from pipejax.convert.huggingface import _copy_tokenizer, write_hf
 from pipejax.convert.tensor_files import read_json
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
-from pipejax.system.files import require_own
+from pipejax.system.files import read_small, require_own
 from support import oracle, tiny
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -246,6 +247,11 @@ def test_a_file_at_the_bound_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="a pipe or a device"):
         read_json(tmp_path / "pipe")
+    late = threading.Timer(3, os.open, (tmp_path / "pipe", os.O_RDWR))  # lets go whoever waits for a writer
+    late.start()
+    with pytest.raises(UserError, match="pipe: found a pipe or a device; expected a file"):
+        read_small(tmp_path / "pipe")
+    late.cancel()
     assert time.monotonic() - begun < 2
 
 

@@ -112,6 +112,7 @@ OTHERS: dict[str, tuple[str, list[Change]]] = {
         "t5",
         [lambda c, s: c["pre_tokenizer"]["pretokenizers"][1].update(prepend_scheme="never")],
     ),
+    "bytes for what it lacks": ("t5", [lambda c, s: c["model"].update(byte_fallback=True)]),
     "a setting of other classes": ("t5", [lambda c, s: s.update(do_lower_case=True)]),
     "no class": ("words", [lambda c, s: s.pop("tokenizer_class")]),
     "another class": ("words", [lambda c, s: s.update(tokenizer_class="BertTokenizer")]),

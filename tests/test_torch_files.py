@@ -176,6 +176,7 @@ def deep(times: int = 60) -> bytes:
     return b")" + b"q\0h\0\x86" * times
 
 
+ORDERS = ("big", "middle", "")  # of bytes
 HOSTILE: dict[str, tuple[Any, str]] = {
     "a size beyond the bytes": ((one(b"K\7"),), "of another size"),
     "a smaller size": ((one(b"K\5", b"K\5\x85"),), "of another size"),
@@ -195,9 +196,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "marks in a long stack": ((b"\x80\2" + b"N" * 100_000 + b"(t" * 100_000 + b".",), "damaged file"),
     "a long pickle": ((b"\x80\2" + b"N" * 2**20 + b".",), "a pickle of 1,048,579 bytes; expected at most"),
     "a call of a call": ((one().replace(b"tR" + b"s.", b"tR)Rs."),), "a call that makes no plain tensor"),
+    "another storage": ((one().replace(TYPE, b"cmine\nFloatStorage\n"),), "'mine.FloatStorage' in its pickle"),
     "an instance": ((b"\x80\2ctorch\nFloatStorage\n)\x81.",), "the operation NEWOBJ"),
     "a name with a line's end": ((b"\x80\4\x8c\x03a\nb\x8c\x01c\x93.",), r"found 'a\nb.c' in its pickle"),
-    "big-endian": ((one(),), "bytes in the order b'big'; expected little-endian"),
+    **{order: ((one(),), f"bytes in the order {order.encode()!r}; expected little-endian") for order in ORDERS},
     "packed": ((one(), zipfile.ZIP_DEFLATED), "'x/data.pkl' compressed"),
     "packed by bzip2": ((one(), zipfile.ZIP_BZIP2), "'x/data.pkl' compressed"),
 }
@@ -206,7 +208,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_file_is_one_line_at_once(kind: str, tmp_path: Path) -> None:
     given, words = HOSTILE[kind]
-    more = {"byteorder": b"big"} if kind == "big-endian" else {}
+    more = {"byteorder": kind.encode()} if kind in ORDERS else {}
     archive(tmp_path / "pytorch_model.bin", *given, **more)
     begun = time.process_time()
     with pytest.raises(UserError) as told:
