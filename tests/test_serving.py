@@ -963,10 +963,12 @@ def test_idle_connections_outlive_those_of_proxies(engine: ScriptedEngine, monke
 def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many wait for theirs to be compiled."""
     go_on, read, begun = threading.Event(), asked.apply_format, []
+    came: list[int] = []
 
     def slow(given: Any, *more: Any, **options: Any) -> Any:
         if "response_format" in given or "text" in given:
             if options["at_once"]:
+                came.append(1)
                 raise Uncompiled
             begun.append(1)
             assert go_on.wait(20)
@@ -981,7 +983,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
     threads = [threading.Thread(target=lambda a=a: replies.append(client.post(a[0], json=a[1]))) for a in asks]
     for thread in threads:
         thread.start()
-    wait_until(lambda: begun == [1])
+    wait_until(lambda: begun == [1] and len(came) == len(asks))
     assert client.post(PATH, json={"prompt": TEXT}).status_code == 200
     monkeypatch.setattr(asked, "apply_format", lambda given, generator, strategy, **options: generator)
     plain: tuple[dict[str, Any], ...] = ({"text": {"format": {"type": "text"}}}, {"text": {}}, {})
