@@ -11,6 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from pipejax.decoding import GREEDILY, Pipelined, Wishes
+from pipejax.decoding.choice import first_argmax
 from pipejax.inference import backends, products
 from pipejax.inference.backends import Backend, Products
 from pipejax.inference.kernel_decoder import matrix
@@ -36,6 +37,7 @@ BACKBONES = {
 }
 # By the largest number, as in test_kernels: of two digits or float32; and of one digit.
 NEAR, OFF = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}, 0.02
+GEMMAS = "t5gemma", "untied", "t5gemma2"
 SOURCES = [[7, 3, 9, 4, 5, 1], [8, 1], [6, 6, 2, 1]]
 GRID = Pipelined(1, 12, 4)
 
@@ -59,6 +61,85 @@ def test_products_are_numpys(outputs, inputs, columns, weights, kernel):
         assert found.shape == wanted.shape and found.dtype == jnp.float32
         near = OFF if in_one_digit(weights, kernel) and not finer else NEAR[weights]
         assert np.abs(found - wanted).max() <= near * np.abs(wanted).max()
+
+
+def table_and_columns(kind, count):
+    """f32 [V, D] and [N, D]."""
+    rng = np.random.default_rng(count)
+    rows, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((5003, 64), (count, 64)))
+    if kind == "equal rows":
+        rows[2500:] = rows[: len(rows) - 2500]
+    if kind == "nearly equal rows":
+        rows = rows[:1] * (1 + 1e-6 * rows)
+    if kind == "below zero":
+        rows, x = -np.abs(rows), np.abs(x)
+    if kind == "a large number in each row":
+        rows[:, 5] *= 300
+    if kind == "large columns":
+        x *= 1000
+    if kind == "zeros":
+        x[:] = 0
+    if kind == "no numbers":
+        x[-1, 3], rows[7, 2], rows[9, 4] = np.nan, np.inf, -np.inf
+    return rows, x
+
+
+@pytest.mark.parametrize("cap", [0.0, 4.0, 30.0])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "random",
+        "equal rows",
+        "nearly equal rows",
+        "below zero",
+        "a large number in each row",
+        "large columns",
+        "zeros",
+        "no numbers",
+    ],
+)
+def test_the_highest_of_a_heads_products_is_found_by_bounds(kind, cap, kernel):
+    for count in (1, 3, 8):
+        rows, x = table_and_columns(kind, count)
+        part = {"embedding": jnp.asarray(rows)}
+        rough = {"rough": matrix(part, weights="int8"), "apart": products._distances(part)}
+        by = products.Panels(matrix(part, weights="auto"), len(rows), **rough)
+        found = np.asarray(jax.jit(partial(products._peaks, cap=cap, level=kernel))(x, by))
+        whole = np.asarray(jax.jit(partial(products._multiply, level=kernel, finer=True))(x, by))
+        chosen, wanted = (first_argmax(t5gemma.cap(jnp.asarray(each), cap).T) for each in (found, whole))
+        np.testing.assert_array_equal(chosen, wanted)
+        if kind == "no numbers":
+            continue
+        assert (found >= whole).all() and found.shape == (count, len(rows))
+        if kind == "random" and cap != 4:  # which bends most of these
+            np.testing.assert_array_equal(chosen, (x.astype(np.float64) @ rows.T.astype(np.float64)).argmax(axis=1))
+            assert 0 < (found == whole).mean() < 0.5
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in GEMMAS])
+def test_answers_by_bounds_are_those_by_all_products(name, kernel, monkeypatch):
+    params, asked = varied(BACKBONES[name], 2, centered=True), []
+    plain = decoded(BACKBONES[name], params, Products("auto", kernel))
+    peaks = products._peaks
+    monkeypatch.setattr(products, "MANY", 1)
+    monkeypatch.setattr(products, "FEW", 12)
+    monkeypatch.setattr(products, "_peaks", lambda *given: asked.append(given) or peaks(*given))
+    found = decoded(BACKBONES[name], params, Products("auto", kernel))
+    assert asked and (found.tokens == plain.tokens).all() and (found.steps == plain.steps).all()
+    if name == "t5gemma":
+        return
+    asked.clear()
+    scored = decoded(BACKBONES[name], params, Products("auto", kernel), Wishes(scores=True))
+    assert not asked and (scored.tokens == plain.tokens).all()
+
+
+def test_logits_that_are_more_than_products_are_computed_whole():
+    class Raised(t5gemma.T5Gemma):
+        def logits(self, hidden):
+            return super().logits(hidden).at[..., 5].add(9.0)
+
+    assert backends._cap(Raised(GEMMA, dtype=jnp.float32)) is None
+    assert backends._cap(t5gemma.T5Gemma(GEMMA, dtype=jnp.float32)) == 4.0
 
 
 def decoded(model, params, backend, wishes=GREEDILY):

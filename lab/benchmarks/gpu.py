@@ -79,8 +79,8 @@ def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
         return module(name, *setting, *more, *out)
 
     out, rounds = ("--json", "{json}"), "1" if rehearse else "2"
-    small = ("--model", "tiny", "--layers", "1", "--source", "32", "--batch", "2", "--rows", "3", "--times", "8")
-    small += ("--dtype", "bfloat16")
+    shape = ("--model", "tiny", "--layers", "1", "--source", "32", "--batch", "2", "--rows", "3", "--times", "8")
+    small = (*shape, "--dtype", "bfloat16")
     every, batches = "8x14,7x40,5x4", "1,2" if rehearse else "1,8"
     both = ("--batch", batches, "--kernels", "own,xla", "--peers", "hf", "--rounds", rounds)
     tiny = ("--models", "tiny", "--source", "32", "--queries", "1,3", "--steps", "4") if rehearse else ()

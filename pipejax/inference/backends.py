@@ -159,7 +159,9 @@ class Products(Backend):
         held = Backend.prepare(self, model, params, compute=compute).encoding
         one, length = jnp.zeros((1, kernels.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
         memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
-        single = products.take_apart(partial(_step, model, memory), held, compute=compute, weights=self.weights)
+        single = products.take_apart(
+            partial(_step, model, memory), held, compute=compute, weights=self.weights, rough=_cap(model) is not None
+        )
         return Ready(products.needed(lambda params: self.encode(model, params, one, length), held), single)
 
     def decoder(self, model: Module, weights: products.StepParams, memory: Memory) -> Model[Tree]:
@@ -181,6 +183,12 @@ def _step(model: Module, memory: Memory, params: Tree) -> Tree:
     return model.apply({"params": params}, hidden[0], method="logits")
 
 
+def _cap(model: Module) -> float | None:
+    """See `layers.capped_by`; None: its logits may be anything."""
+    setting: str | None = getattr(type(model).logits, "capped_by", None)
+    return None if setting is None else float(getattr(model.config, setting))
+
+
 @dataclasses.dataclass(frozen=True)
 class ProductDecoder(LayerDecoder):
     """The same with our kernel's products."""
@@ -192,6 +200,12 @@ class ProductDecoder(LayerDecoder):
         """See `Model`."""
         with products.multiplying(self.matrices, self.level):
             return super().__call__(step, cache)
+
+    def greedy(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
+        """See `Model`."""
+        with products.multiplying(self.matrices, self.level, _cap(self.model)):
+            logits, cache = super().__call__(step, cache)
+        return first_argmax(logits), cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,12 @@
 A step multiplies large matrices with a few columns, for which XLA takes several times as long as reading the matrix
 takes. An interceptor of Flax's puts the kernel in the place of the methods that `layers.multiplies_with` marks, those
 of `Linear`, `Head`, and a table that is the head. All else stays as the backbone's module has it.
+
+Of a large head's products a greedy choice needs only the highest. An int8 copy of the matrix bounds all of them, and
+those that may be the highest are computed as always.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +16,13 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.inference import kernels
 from pipejax.inference.kernel_decoder import matrix
 from pipejax.inference.kernels import fields
-from pipejax.inference.weights import Matrix
+from pipejax.inference.weights import Matrix, narrow
 from pipejax.model import lora
 from pipejax.model.layers import Head
 from pipejax.model.parameters import paths_read
@@ -25,6 +30,7 @@ from pipejax.model.quantization import SCALE
 from pipejax.system import Tree
 
 Array = jax.Array
+MANY, FEW = 2**15, 8  # outputs of a head, and columns: with more, arithmetic takes longer than reading
 
 
 @flax.struct.dataclass
@@ -33,6 +39,8 @@ class Panels:
 
     matrix: Matrix
     outputs: int = flax.struct.field(pytree_node=False)  # those that do not fill up the last panel
+    rough: Matrix | None = None  # of a large head the same in int8
+    apart: Array | None = None  # f32 [O], how far a product by that is at the most from the own one, by |x|
 
 
 @flax.struct.dataclass
@@ -44,11 +52,12 @@ class StepParams:
 
 
 def take_apart(
-    step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str
+    step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str, rough: bool = False
 ) -> StepParams:
     """The parameters that a step reads, of all; the matrices that it multiplies with are held in what `weights` says.
 
-    `step` computes one from parameters, and is only traced; `compute` calls a function of arrays.
+    `step` computes one from parameters, and is only traced; `compute` calls a function of arrays. `rough`: of a large
+    head an int8 copy as well.
     """
     found: dict[tuple[str, ...], str] = {}
 
@@ -72,7 +81,12 @@ def take_apart(
         part = {key: flat[(*path, key)] for key in (name, SCALE) if (*path, key) in flat}
         inputs, outputs = part[name].shape if name == "kernel" else part[name].shape[::-1]
         if inputs % kernels.PANEL == 0:  # what the kernel reads at once
-            matrices["/".join(path)] = Panels(compute(matrix, part, weights=weights), outputs)
+            held = Panels(compute(matrix, part, weights=weights), outputs)
+            if rough and held.matrix.rows.dtype == jnp.float32 and outputs >= MANY:
+                held = dataclasses.replace(
+                    held, rough=compute(matrix, part, weights="int8"), apart=compute(_distances, part)
+                )
+            matrices["/".join(path)] = held
     with multiplying(matrices, kernels.LEVELS[-1]):
         return StepParams(matrices, needed(step, params))
 
@@ -84,8 +98,21 @@ def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
     return unflatten_dict(flat)
 
 
-def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:
-    """A context in which modules of these paths multiply by the kernel."""
+def _distances(part: Tree) -> Array:
+    """`Panels.apart`: the lengths of the rows' differences, and room for the rounding of sums."""
+    rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
+    rough = held.rows * held.scale[:, None]
+    lengths = jnp.linalg.norm(rows, axis=1) + jnp.linalg.norm(rough, axis=1)
+    of_sums = 4 * rows.shape[1] * 2.0**-23
+    apart = jnp.linalg.norm(rows - rough, axis=1) * 1.001 + of_sums * lengths
+    return jnp.pad(apart, (0, -len(apart) % kernels.PANEL), constant_values=jnp.inf)
+
+
+def multiplying(matrices: dict[str, Panels], level: kernels.Level, cap: float | None = None) -> Any:
+    """A context in which modules of these paths multiply by the kernel.
+
+    `cap`: of a large head only the highest product counts, bent softly below that, 0: as it is; None: all count.
+    """
 
     def replace(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
         name = _matrix_name(context)
@@ -93,6 +120,8 @@ def multiplying(matrices: dict[str, Panels], level: kernels.Level) -> Any:
         if by is None:
             return call(*given, **more)
         is_head = name == "embedding" or isinstance(context.module, Head)
+        if cap is not None and by.rough is not None and given[0].size <= FEW * given[0].shape[-1]:
+            return _peaks(given[0], by, cap, level)
         return _multiply(given[0], by, level=level, finer=is_head)
 
     return nn.intercept_methods(replace)
@@ -106,12 +135,25 @@ def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
 
 def _multiply(columns: Array, by: Panels, *, level: kernels.Level, finer: bool) -> Array:
     """f32 [..., O] from columns [..., I]; `finer`: their digits are two where the matrix wants digits."""
+    return _call(f"pipejax_product_{level.name}", "PRODUCT_FIELDS", columns, by, {"matrix": by.matrix}, int(finer))
+
+
+def _peaks(columns: Array, by: Panels, cap: float, level: kernels.Level) -> Array:
+    """The same, with bounds in the place of products that are not the highest, bent or not."""
+    given = {"matrix": by.matrix, "rough": by.rough, "apart": by.apart}
+    # Up to four times the cap, products that lie apart by its thousandth are not equal when they are bent.
+    apart = {"margin": np.float32(cap / 1000), "limit": np.float32(4 * cap or np.inf)}
+    return _call(f"pipejax_peaks_{level.name}", "PEAKS_FIELDS", columns, by, given, 0, **apart)
+
+
+def _call(
+    target: str, table: str, columns: Array, by: Panels, given: dict[str, Any], finer: int, **static: Any
+) -> Array:
     *batch, inputs = columns.shape
     columns = columns.astype(jnp.float32).reshape(-1, inputs)
-    sizes = {"N": len(columns), "I": inputs, "O": by.matrix.rows.shape[0] * kernels.PANEL, "finer": int(finer)}
+    sizes = {"N": len(columns), "I": inputs, "O": by.matrix.rows.shape[0] * kernels.PANEL, "finer": finer}
     result = jax.ShapeDtypeStruct((sizes["N"], sizes["O"]), jnp.float32)
-    found = jax.ffi.ffi_call(f"pipejax_product_{level.name}", result)(
-        *fields.arrays("PRODUCT_FIELDS", {"columns": columns, "matrix": by.matrix}),
-        numbers=fields.numbers("PRODUCT_NUMBERS", sizes),
+    found = jax.ffi.ffi_call(target, result)(
+        *fields.arrays(table, given | {"columns": columns}), numbers=fields.numbers("PRODUCT_NUMBERS", sizes), **static
     )
     return found[:, : by.outputs].reshape(*batch, by.outputs)

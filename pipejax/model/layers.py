@@ -62,6 +62,19 @@ def multiplies_with(name: str) -> Callable[[Method], Method]:
     return mark
 
 
+def capped_by(setting: str) -> Callable[[Method], Method]:
+    """Marks a module's `logits` that is the head's products and nothing else, bent softly below a setting.
+
+    0 there: not bent. Decoding may then leave out products that are lower than the highest.
+    """
+
+    def mark(method: Method) -> Method:
+        method.capped_by = setting
+        return method
+
+    return mark
+
+
 class Linear(nn.Module):
     """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
 

@@ -23,7 +23,7 @@ from pipejax.model import layers as parts
 from pipejax.model import t5
 from pipejax.model.embedding import look_up
 from pipejax.model.interface import Backbone
-from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, multiplies_with, normal
+from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, capped_by, multiplies_with, normal
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
@@ -373,6 +373,7 @@ class T5Gemma(t5.T5):
     def step(self, tokens: Array, *given: Any) -> tuple[Array, t5.Caches]:
         return self.decoder.step(self.table(self.decoder)(tokens), *given)
 
+    @capped_by("final_logit_softcapping")
     def logits(self, hidden: Array) -> Array:
         found = self.table(self.decoder).logits(hidden) if self.config.tied_head else self.lm_head(hidden)
         return cap(found, self.config.final_logit_softcapping)

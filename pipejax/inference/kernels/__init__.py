@@ -60,7 +60,7 @@ LEVELS = (  # the best first
     Level("avx2", frozenset(_V3), "-march=x86-64-v3", Reading(7.0, 5.0, 3.0, 4.0)),
     Level("native", frozenset(), NATIVE, Reading(7.0, 5.0, 3.0, 4.0)),  # also of an Arm
 )
-TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_product", "pipejax_left")
+TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_product", "pipejax_peaks", "pipejax_left")
 PANEL = 16  # outputs of a panel, as in digits.h
 SOURCES = [Path(__file__).parent / "t5.cc", *sorted(Path(__file__).parent.glob("*.h"))]
 SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only

@@ -141,6 +141,7 @@ FIELDS(EncoderLayer, EncodeNumbers, ENCODE_NUMBERS, ENCODER_LAYER_FIELDS)
 FIELDS(MemoryLayer, EncodeNumbers, ENCODE_NUMBERS, MEMORY_FIELDS)
 NUMBERS(ProductNumbers, PRODUCT_NUMBERS)
 FIELDS(ProductFields, ProductNumbers, PRODUCT_NUMBERS, PRODUCT_FIELDS)
+FIELDS(PeaksFields, ProductNumbers, PRODUCT_NUMBERS, PEAKS_FIELDS)
 
 // So many layers.
 template <typename Layer, typename Numbers>

@@ -93,3 +93,8 @@
 #define PRODUCT_FIELDS(ARRAY, MATRIX, PANELS)                                                     \
   ARRAY(columns, f32, N, I)                                                                       \
   MATRIX(matrix, O, I)
+
+#define PEAKS_FIELDS(ARRAY, MATRIX, PANELS)                                                       \
+  PRODUCT_FIELDS(ARRAY, MATRIX, PANELS) /* float32 */                                             \
+  MATRIX(rough, O, I)                   /* the same in int8 */                                    \
+  ARRAY(apart, f32, O) /* how far their products are at the most, by the column's length; inf: no output */

@@ -372,6 +372,58 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBu
   return ffi::Error::Success();
 }
 
+// f32 [N, O]: a column's products that may be the highest, and bounds of all others that lie lower than it by `margin`. A
+// quarter of the bytes is read for that. Where the highest is farther from 0 than `limit`, all are products.
+ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuffer<ffi::F32> result,
+                 ffi::Span<const int64_t> attribute, float margin, float limit) {
+  if (attribute.size() != ProductNumbers::kCount) return Wrong("peaks: numbers of another table");
+  const ProductNumbers numbers(attribute.begin());
+  Arguments arguments(given);
+  const PeaksFields fields(arguments, numbers);
+  if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("peaks: " + wrong);
+  const int64_t count = numbers.N, inputs = numbers.I, outputs = numbers.O;
+  if (static_cast<int64_t>(result->element_count()) != count * outputs) return Wrong("peaks: a result of another size");
+  if (fields.matrix.kind != kFloat32 || fields.rough.kind != kInt8) return Wrong("peaks: matrices of other kinds");
+  const float *columns = fields.columns, *apart = fields.apart;
+  float* found = result->typed_data();
+  std::vector<float> lengths(count), floors(count, -INFINITY);
+  for (int64_t c = 0; c < count; ++c) {
+    double squares = 0;
+    for (int64_t k = 0; k < inputs; ++k) squares += static_cast<double>(columns[c * inputs + k]) * columns[c * inputs + k];
+    lengths[c] = static_cast<float>(std::sqrt(squares) * (1 + 1e-6));
+  }
+  constexpr int64_t kTask = 8;  // panels
+  const int64_t panels = fields.rough.panels, tasks = (panels + kTask - 1) / kTask;
+  std::vector<float> of_tasks(tasks * count, -INFINITY);
+  Team team(pool);
+  team.Run(tasks, 1, [&](int64_t i) {
+    const int64_t from = i * kTask, to = std::min(panels, from + kTask);
+    ByWidening(from, to, fields.rough, columns, inputs, count, {found, outputs});
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t o = from * kPanel; o < to * kPanel; ++o) {
+        const float least = found[c * outputs + o] - apart[o] * lengths[c];
+        if (least > of_tasks[i * count + c]) of_tasks[i * count + c] = least;
+      }
+  });
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t i = 0; i < tasks; ++i) floors[c] = std::max(floors[c], of_tasks[i * count + c]);
+    floors[c] = std::abs(floors[c]) <= limit ? floors[c] - margin : -INFINITY;
+  }
+  team.Run(tasks, 1, [&](int64_t i) {
+    for (int64_t panel = i * kTask; panel < std::min(panels, (i + 1) * kTask); ++panel) {
+      bool lower = true;  // also where something is no number
+      for (int64_t c = 0; c < count; ++c)
+        for (int64_t o = panel * kPanel; o < (panel + 1) * kPanel; ++o) {
+          float& most = found[c * outputs + o];
+          most += apart[o] * lengths[c];
+          lower &= most < floors[c];
+        }
+      if (!lower) ByWidening(panel, panel + 1, fields.matrix, columns, inputs, count, {found, outputs});
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // How many steps are left, below zero if the switch is thrown: an i32 of the host's at that address, low half first.
 ffi::Error Left(ffi::Buffer<ffi::S32> left, ffi::Buffer<ffi::U32> address, ffi::ResultBuffer<ffi::S32> result) {
   if (left.element_count() != 1 || address.element_count() != 2 || result->element_count() != 1)
@@ -402,5 +454,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_step, pipejax::Step, STACK);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_encode, pipejax::Encode, STACK);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_product, pipejax::Product, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs()
                               .Ret<ffi::Buffer<ffi::F32>>().Attr<ffi::Span<const int64_t>>("numbers"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_peaks, pipejax::Peaks, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs()
+                              .Ret<ffi::Buffer<ffi::F32>>().Attr<ffi::Span<const int64_t>>("numbers")
+                              .Attr<float>("margin").Attr<float>("limit"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pipejax_left, pipejax::Left, ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>()
                               .Arg<ffi::Buffer<ffi::U32>>().Ret<ffi::Buffer<ffi::S32>>());
