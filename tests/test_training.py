@@ -277,7 +277,7 @@ def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
     """More steps would be worth more shapes, and other ones would change what was learned."""
     config = change(ON_ONE, train={"steps": 1, "shapes": 9, "evaluate_examples": 8})
     assert fit(config, tmp_path) == 0
-    line = "batches are padded to one of 1 shapes (1 at first); each is compiled once, when it first comes"
+    line = "all batches are padded to one shape (1 at first); each is compiled once, when it first comes"
     assert f"{line}; a further one is not worth its compiling in 1 steps" in said
     said.clear()
     assert fit(change(config, train={"steps": 2}), tmp_path) == 0
@@ -486,7 +486,10 @@ def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_
 
 
 def test_a_separator_that_the_tokenizer_loses(tmp_path):
-    with pytest.raises(UserError, match=r"data\.separator: found '\\n', which the tokenizer does not give back"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.separator: found '\\n', which this tokenizer does not give back; expected text that it does, or",
+    ):
         fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run")
 
 

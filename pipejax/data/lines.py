@@ -60,7 +60,8 @@ class BadLines:
         if self.count and not kept:
             raise UserError(f"{self.where}: found {self.count} bad lines and no good one; first {self.messages[0]}")
         if self.count:
-            logger.warning(f"{self.where}: {self.count} bad lines skipped, {kept} good ones kept")
+            lines = "bad line" if self.count == 1 else "bad lines"
+            logger.warning(f"{self.where}: {self.count} {lines} skipped, {kept} good ones kept")
 
 
 def decode_lines(
@@ -111,7 +112,8 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            bad(UserError(f"{place}: not JSON ({error}); expected one object a line"))
+            found = "the beginning of a list" if text.startswith("[") else f"not JSON ({error})"
+            bad(UserError(f"{place}: {found}; expected one object a line"))
             continue
         if isinstance(value, dict):
             yield place, value

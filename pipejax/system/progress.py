@@ -29,7 +29,8 @@ class Progress:
         self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.is_first, self._took = True, dict[str, float]()
-        self.said, self.said_count = time.monotonic(), start
+        self.said = time.monotonic()
+        self.begun, self.begun_count = self.said, start  # of what rates are taken over
         self.bar: Any = None
         if shown and sys.stderr.isatty():
             from tqdm import tqdm
@@ -56,13 +57,16 @@ class Progress:
                 self.bar.update(count)
             return
         if passed >= self.every:
-            rate = (self.count - self.said_count) / passed
+            since = time.monotonic() - self.begun
+            rate = (self.count - self.begun_count) / since if since else 0.0
             of = f"/{self.total}" if self.total is not None else ""
             left = f", {(self.total - self.count) / rate:.0f} s left" if self.total is not None and rate else ""
             speed = "" if is_first else f", {rate:.2f}/s{left}"
             self.line(f"{self.what}: {self.count}{of} {self.unit}s{speed}{f'  {self.note}' if self.note else ''}")
+        if is_first:
+            self.begun, self.begun_count = time.monotonic(), self.count
         if passed >= self.every or is_first:
-            self.said, self.said_count = time.monotonic(), self.count
+            self.said = time.monotonic()
 
     @contextlib.contextmanager
     def aside(self, what: str, of: str, first: str = "") -> Iterator[None]:
@@ -93,7 +97,7 @@ class Progress:
             over.set()
             beside.join()
             passed = self._took[what] = time.monotonic() - begun
-            self.said += passed
+            self.said, self.begun = self.said + passed, self.begun + passed
             if self.bar is not None:
                 self.bar.start_t += passed
                 self.bar.last_print_t += passed

@@ -322,7 +322,8 @@ class Run:
         most, first = len(self.shapes.in_use(train.steps)), len(self.shapes.in_use(0))
         few = f"; a further one is not worth its compiling in {train.steps} steps" if self.step == 0 else ""
         logger.info(
-            f"batches are padded to one of {most} shapes ({first} at first); each is compiled once, when it first comes"
+            ("all batches are padded to one shape" if most == 1 else f"batches are padded to one of {most} shapes")
+            + f" ({first} at first); each is compiled once, when it first comes"
             + (few if len(self.shapes.pairs) < train.shapes else "")
         )
 
