@@ -204,6 +204,7 @@ def test_a_field_may_be_empty_here_and_there(tmp_path):
 BAD = [
     (b'{"source": "b"', "not JSON"),
     (b"[]", "found a list"),
+    (b"[", "found the beginning of a list; expected one object a line"),
     (b'{"source": "caf\xe9", "targets": []}', "expected UTF-8"),
     (b'{"source": " ", "targets": []}', "found an empty text"),
     (b'{"source": "c", "targets": "x"}', "expected a list"),
@@ -215,7 +216,7 @@ BAD = [
 def test_bad_lines_are_skipped_and_told(tmp_path, said):
     """The first ten with their places, then the count; good ones keep their numbers. By default the first ends it."""
     good = b'{"id": "first", "source": "a", "targets": []}'
-    bad = [line for line, _ in BAD] + [b"{"] * 5
+    bad = [line for line, _ in BAD] + [b"{"] * 4
     content = b"\n".join([good, *bad, b"", b'{"source": "z", "targets": ["y"]}'])
     assert "train.jsonl:2: not JSON" in refusal(tmp_path, content)
     found = read(tmp_path, content, skip_bad=True)

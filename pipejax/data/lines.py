@@ -112,7 +112,8 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            found = "the beginning of a list" if text.startswith("[") else f"not JSON ({error})"
+            is_list = text.startswith("[") and isinstance(error, ValueError)
+            found = "found the beginning of a list" if is_list else f"not JSON ({error})"
             bad(UserError(f"{place}: {found}; expected one object a line"))
             continue
         if isinstance(value, dict):
