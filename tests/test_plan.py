@@ -245,6 +245,8 @@ def test_a_run_keeps_the_choice_that_it_began_with(monkeypatch):
     assert begun_with(monkeypatch, given) == "dots"
     for before in ("none", "dots", "layers"):
         assert begun_with(monkeypatch, given, with_remat(given, before)) == before
+    own = dataclasses.replace(given, method={"class": "elsewhere:Own", "rows": [1]})  # as a run's file says it
+    assert begun_with(monkeypatch, own, with_remat(own, "dots")) == "dots"
     with pytest.raises(UserError, match=r"train\.remat: 'layers' -> 'none'; expected no change on resume"):
         begun_with(monkeypatch, with_remat(given, "none"), with_remat(given, "layers"))
 

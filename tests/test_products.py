@@ -102,9 +102,8 @@ def test_the_highest_of_a_heads_products_is_found_by_bounds(kind, cap, kernel):
     for count in (1, 3, 8):
         rows, x = table_and_columns(kind, count)
         part = {"embedding": jnp.asarray(rows)}
-        rough = {"rough": matrix(part, weights="int8"), "apart": products._distances(part)}
-        by = products.Panels(matrix(part, weights="auto"), len(rows), **rough)
-        found = np.asarray(jax.jit(partial(products._peaks, cap=cap, level=kernel))(x, by))
+        by, rough = products.Panels(matrix(part, weights="auto"), len(rows)), products.roughen(part)
+        found = np.asarray(jax.jit(partial(products._peaks, cap=cap, level=kernel))(x, by, rough))
         whole = np.asarray(jax.jit(partial(products._multiply, level=kernel, finer=True))(x, by))
         chosen, wanted = (first_argmax(t5gemma.cap(jnp.asarray(each), cap).T) for each in (found, whole))
         np.testing.assert_array_equal(chosen, wanted)
@@ -123,7 +122,7 @@ def test_answers_by_bounds_are_those_by_all_products(name, kernel, monkeypatch):
     peaks = products._peaks
     monkeypatch.setattr(products, "MANY", 1)
     monkeypatch.setattr(products, "FEW", 12)
-    monkeypatch.setattr(products, "_peaks", lambda *given: asked.append(given) or peaks(*given))
+    monkeypatch.setattr(products, "_peaks", lambda *given, **more: asked.append(given) or peaks(*given, **more))
     found = decoded(BACKBONES[name], params, Products("auto", kernel))
     assert asked and (found.tokens == plain.tokens).all() and (found.steps == plain.steps).all()
     if name == "t5gemma":

@@ -20,7 +20,6 @@ example, C cache slots in reach, V vocabulary.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import flax.struct
 import jax
@@ -159,7 +158,7 @@ class _Loop:
     """The steps of a stretch; `size`: an index into `Sizes.queries`."""
 
     strategy: Stepper
-    model: Model[Any]
+    model: Model[Tree]
     sizes: Sizes
     slots: int
     wishes: Wishes
@@ -254,7 +253,7 @@ class _Loop:
         return choice.force_tokens(chosen, asked, wishes), logits, cache
 
 
-def grow(model: Model[Any], carry: Carry, slots: int) -> Carry:
+def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
     """Grows the cache of a carry to so many slots, at least as many as it has."""
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)

@@ -325,11 +325,13 @@ class Engine:
         beside = others or self._running_with(kind) > 0
         sizes = [self.places] if beside or self._beside else [1, self.places]
         lanes = [_Lane(kind, places, schema) for places in dict.fromkeys(sizes)]
+        needs = dict[_Lane, Needs]()
         for lane in lanes:
-            if not (needs := self._needs(lane, answer)):
+            needs[lane] = self._needs(lane, answer)
+            if not needs[lane]:
                 self._beside = beside
-                return lane, needs
-        return lanes[0], self._needs(lanes[0], answer)
+                return lane, {}
+        return lanes[0], needs[lanes[0]]
 
     def _needs(self, lane: _Lane, answer: Answer) -> Needs:
         """The programs that an answer lacks to begin there."""

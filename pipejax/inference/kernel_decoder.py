@@ -172,11 +172,8 @@ def encode(
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
-    offsets = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None]
-    of_offsets: Any = functools.partial(
-        RelativeBias(config, bidirectional=True).apply, query=offsets[0], key=offsets[1]
-    )
-    biases = jnp.stack([of_offsets({"params": {"embedding": table}}) for table in encoder.bias])
+    query, key, bias = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None], RelativeBias(config, True)
+    biases = jnp.stack([jnp.asarray(bias.apply({"params": {"embedding": x}}, query, key)) for x in encoder.bias])
     of_sources = {"embedded": x, "length": length.astype(jnp.int32), "norm": encoder.norm}
     given = fields.arrays("ENCODE_FIELDS", of_sources | {"bias": biases.reshape(len(biases), config.num_heads, -1)})
     for layer in encoder.layers:

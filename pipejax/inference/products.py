@@ -39,8 +39,15 @@ class Panels:
 
     matrix: Matrix
     outputs: int = flax.struct.field(pytree_node=False)  # those that do not fill up the last panel
-    rough: Matrix | None = None  # of a large head the same in int8
-    apart: Array | None = None  # f32 [O], how far a product by that is at the most from the own one, by |x|
+    rough: "Rough | None" = None  # of a large head
+
+
+@flax.struct.dataclass
+class Rough:
+    """The same matrix in int8."""
+
+    matrix: Matrix
+    apart: Array  # f32 [O], how far its products with x are at the most from those of the whole matrix, by |x|
 
 
 @flax.struct.dataclass
@@ -83,9 +90,7 @@ def take_apart(
         if inputs % kernels.PANEL == 0:  # what the kernel reads at once
             held = Panels(compute(matrix, part, weights=weights), outputs)
             if rough and held.matrix.rows.dtype == jnp.float32 and outputs >= MANY:
-                held = dataclasses.replace(
-                    held, rough=compute(matrix, part, weights="int8"), apart=compute(_distances, part)
-                )
+                held = dataclasses.replace(held, rough=compute(roughen, part))
             matrices["/".join(path)] = held
     with multiplying(matrices, kernels.LEVELS[-1]):
         return StepParams(matrices, needed(step, params))
@@ -98,14 +103,16 @@ def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
     return unflatten_dict(flat)
 
 
-def _distances(part: Tree) -> Array:
-    """`Panels.apart`: the lengths of the rows' differences, and room for the rounding of sums."""
+def roughen(part: Tree) -> Rough:
+    """A table or projection in int8; by |x| apart are the lengths of the rows' differences, and room for sums."""
     rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
-    rough = held.rows * held.scale[:, None]
-    lengths = jnp.linalg.norm(rows, axis=1) + jnp.linalg.norm(rough, axis=1)
+    whole = held.rows * held.scale[:, None]
+    lengths = jnp.linalg.norm(rows, axis=1) + jnp.linalg.norm(whole, axis=1)
     of_sums = 4 * rows.shape[1] * 2.0**-23
-    apart = jnp.linalg.norm(rows - rough, axis=1) * 1.001 + of_sums * lengths
-    return jnp.pad(apart, (0, -len(apart) % kernels.PANEL), constant_values=jnp.inf)
+    apart = jnp.linalg.norm(rows - whole, axis=1) * 1.001 + of_sums * lengths
+    more = -len(apart) % kernels.PANEL
+    in_panels = matrix({"embedding": held.rows, SCALE: held.scale}, weights="int8")
+    return Rough(in_panels, jnp.pad(apart, (0, more), constant_values=jnp.inf))
 
 
 def multiplying(matrices: dict[str, Panels], level: kernels.Level, cap: float | None = None) -> Any:
@@ -120,8 +127,8 @@ def multiplying(matrices: dict[str, Panels], level: kernels.Level, cap: float | 
         if by is None:
             return call(*given, **more)
         is_head = name == "embedding" or isinstance(context.module, Head)
-        if cap is not None and by.rough is not None and given[0].size <= FEW * given[0].shape[-1]:
-            return _peaks(given[0], by, cap, level)
+        if cap is not None and by.rough and given[0].size <= FEW * given[0].shape[-1]:
+            return _peaks(given[0], by, by.rough, cap=cap, level=level)
         return _multiply(given[0], by, level=level, finer=is_head)
 
     return nn.intercept_methods(replace)
@@ -138,9 +145,9 @@ def _multiply(columns: Array, by: Panels, *, level: kernels.Level, finer: bool) 
     return _call(f"pipejax_product_{level.name}", "PRODUCT_FIELDS", columns, by, {"matrix": by.matrix}, int(finer))
 
 
-def _peaks(columns: Array, by: Panels, cap: float, level: kernels.Level) -> Array:
+def _peaks(columns: Array, by: Panels, rough: Rough, *, cap: float, level: kernels.Level) -> Array:
     """The same, with bounds in the place of products that are not the highest, bent or not."""
-    given = {"matrix": by.matrix, "rough": by.rough, "apart": by.apart}
+    given = {"matrix": by.matrix, "rough": rough.matrix, "apart": rough.apart}
     # Up to four times the cap, products that lie apart by its thousandth are not equal when they are bent.
     apart = {"margin": np.float32(cap / 1000), "limit": np.float32(4 * cap or np.inf)}
     return _call(f"pipejax_peaks_{level.name}", "PEAKS_FIELDS", columns, by, given, 0, **apart)

@@ -1,7 +1,6 @@
 """Where a run begins: at its own newest good checkpoint, at another's weights, or at random ones."""
 
 import dataclasses
-import functools
 import hashlib
 import logging
 import uuid
@@ -15,7 +14,7 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.system import distributed
+from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.training.plan import choose_remat, device_memory
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
@@ -38,15 +37,18 @@ class Start:
 
 def start_run(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
-    make_trainer = functools.cache(Trainer)
+    trainers: list[Trainer] = []  # one, once a step says what the run began with
 
-    def continued(saved: Config) -> Trainer:
-        return make_trainer(_as_begun(config, saved, directory.path))
+    def expect(saved: Config) -> dict[str, Tree]:
+        wanted = _as_begun(config, saved, directory.path)
+        if not trainers:
+            trainers.append(Trainer(wanted))
+        return trainers[0].templates()
 
     had_steps = distributed.same(bool(store.steps()))
-    own = store.newest(lambda saved: continued(saved).templates(), set_aside=True)
+    own = store.newest(expect, set_aside=True)
     if own is not None:
-        return _resume(continued(own.config), own, directory, data)
+        return _resume(trainers[0], own, directory, data)
     if had_steps:
         logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
     memory = distributed.same(device_memory())
