@@ -87,8 +87,8 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
     """`oracle.attend` by blocks of keys, in int8: a scale for each query, each key and each output of a block's values.
 
     Before that keys lose their mean, and both are made as large in a channel on average. The powers of a query in a
-    block are whole numbers, 255 the largest. All that rounding takes from them weighs the mean of the block's values;
-    where that is more than a 24th of the powers they keep steps of 1 / 254.
+    block have steps of 1 / 256, 255 the largest. What is left over whole numbers weighs the mean of the block's values;
+    where that is more than a 24th of the powers it weighs their own.
     """
 
     def attend(
@@ -113,10 +113,10 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
         )
         for keys in (slice(at, at + block) for at in range(0, len(memory), block)):
             most = scores[:, :, keys].max(axis=2, keepdims=True)
-            powers, values = 255 * np.exp(scores[:, :, keys] - most), value[:, keys]
-            rest = powers - np.round(powers)
+            powers, values = np.round(256 * 255 * np.exp(scores[:, :, keys] - most)) / 256, value[:, keys]
+            rest = powers - np.floor(powers + 1 / 2)
             fine = np.abs(rest).sum(axis=2, keepdims=True) > powers.sum(axis=2, keepdims=True) / 24
-            digits = np.round(powers) + np.where(fine, np.round(254 * rest) / 254, 0)
+            digits = np.where(fine, powers, powers - rest)
             lost = np.where(fine, 0, rest.sum(axis=2, keepdims=True)) * values.mean(axis=1, keepdims=True)
             found += np.exp(most - highest) * (digits @ narrow(values, 1) + lost)
             total += np.exp(most - highest) * powers.sum(axis=2, keepdims=True)

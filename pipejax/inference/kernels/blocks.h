@@ -7,9 +7,9 @@
 // Each query, each key and each output of a block's values has a scale of its own. A channel that is large in keys and small
 // in queries would make all others coarse, so before that both are balanced, which changes no product.
 //
-// The powers of a query in a block are whole numbers, 255 the largest. All that rounding takes from them weighs the mean of
-// the block's values. Where that is more than a 24th of the powers they have a second digit, lest many small ones of
-// one kind count as the mean of all.
+// The powers of a query in a block are digits, 255 the largest, and what is left over them in steps of 1/256. That weighs the
+// mean of the block's values. Where it is more than a 24th of the powers it is a second digit, lest many small powers of one
+// kind count as the mean of all.
 #pragma once
 
 #include "attention.h"
@@ -22,7 +22,7 @@ constexpr int64_t kBlock = 512;  // keys of a block
 constexpr int kAsking = 24;      // queries that a block meets while the cache holds it
 constexpr int kTogether = 6;     // of them at a time: with four panels 24 of 32 registers hold sums
 constexpr float kTaken = 1.0f / 24;   // of a query's powers in a block that rounding may take
-constexpr int32_t kSteps = 254;  // of a second digit in a step of the first; it is without a sign, 128 too many
+constexpr int32_t kSteps = 256;  // of a second digit in a step of the first
 
 // GCC keeps sums in memory between loops that it leaves as they are, and products are as short as a head is wide.
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -52,8 +52,8 @@ struct Asking {
   float scale[kAsking];
   int32_t offset[kAsking];                 // -128 times the sum of a query's numbers: keys are without a sign, 128 too many
   float most[kAsking], total[kAsking];     // the highest score, and the sum of the powers
-  alignas(64) float scores[kTogether * kBlock];        // then powers
-  alignas(64) int32_t digits[kTogether * kBlock / 4];  // of powers, in bytes
+  alignas(64) float scores[kTogether * kBlock];
+  alignas(64) int32_t digits[kTogether * kBlock / 4], finer[kTogether * kBlock / 4];  // of powers, in bytes; the latter have a sign
 
   void Set(const float* queries, int64_t stride, int64_t count, int64_t width, const Balance& balance) {
     numbers.resize(kAsking * width / 4);
@@ -108,9 +108,9 @@ class KeyBlock {
       float &most = asking.most[first + c], &total = asking.total[first + c];
       const float highest = Most(high[c]), now = std::max(most, highest), fade = std::exp(most - now);
       const Raised raised = Raise(asking, c, highest);
-      const float weight = std::exp(highest - now), lost = (raised.sum - raised.units) * weight;
+      const float weight = std::exp(highest - now);
       const bool fine = raised.taken > raised.sum * kTaken;
-      shares[c] = {found + c * found_stride, weight, fine ? 0.0f : lost};
+      shares[c] = {found + c * found_stride, weight, fine ? 0.0f : raised.rest * weight};
       if (fine) finer[count] = {shares[c].found, weight / kSteps, 0.0f}, of[count++] = c;
       most = now, total = total * fade + raised.sum * weight;
       for (float* at = shares[c].found; at < shares[c].found + width_; at += kLanes) Store(at, Load(at) * fade);
@@ -152,48 +152,55 @@ class KeyBlock {
     }
   }
 
-  // Of powers the sum, and the sizes of all that rounding takes; the sum of the whole numbers next to them.
+  // Of powers the sum; what is left over their digits, and the sizes of that.
   struct Raised {
-    float sum, taken;
-    int32_t units;
+    float sum, rest, taken;
   };
 
-  static Lanes Rest(Lanes power) {
-    return (Lanes)_mm512_reduce_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-
-  static void PutDigits(Lanes number, int32_t* at) {
-    _mm_store_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)number)));
-  }
-
-  // 255 e^(a query's scores - the highest), to 1e-4 of it, in place of the scores; the whole numbers become digits.
+  // 255 e^(a query's scores - the highest), to 1e-4 of it, in two digits.
   Raised Raise(Asking& asking, int c, float highest) const {
-    constexpr float kLog2E = 1.44269504f, kLog2Of255 = 7.99435344f;
-    const Lanes offset = Lanes{} + (kLog2Of255 - highest * kLog2E);
-    Lanes sum = {}, taken = {};
-    Ints units = {};
+    constexpr float kLog2E = 1.44269504f, kLog2OfMost = 15.99435344f;  // of 255 kSteps
+    const Lanes offset = Lanes{} + (kLog2OfMost - highest * kLog2E);
+    const Ints ones = Ints{} + 0x01010101;
+    Ints units = {}, rest = {}, taken = {}, bad = {};
     for (int64_t key = 0; key < whole_; key += 4 * kPanel) {
-      int32_t* digits = asking.digits + (c * kBlock + key) / 4;
+      Ints powers[4];
       UNROLLED for (int p = 0; p < 4; ++p) {
-        float* at = asking.scores + c * kBlock + key + p * kPanel;
-        const Lanes exponent = Fma(Load(at), kLog2E, offset);
-        const Lanes rest = (Lanes)_mm512_reduce_ps((__m512)exponent, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const Lanes exponent = Fma(Load(asking.scores + c * kBlock + key + p * kPanel), kLog2E, offset);
+        const Lanes part = (Lanes)_mm512_reduce_ps((__m512)exponent, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         Lanes root = Lanes{} + 7.8024521e-2f;
-        for (float factor : {2.2606716e-1f, 6.9583356e-1f, 9.9992522e-1f}) root = Fma(root, rest, Lanes{} + factor);
-        const Lanes power = (Lanes)_mm512_scalef_ps((__m512)root, (__m512)exponent);
-        Store(at, power);
-        PutDigits(power, digits + p * kPanel / 4);
-        sum += power, taken += (Lanes)_mm512_abs_ps((__m512)Rest(power));
+        for (float factor : {2.2606716e-1f, 6.9583356e-1f, 9.9992522e-1f}) root = Fma(root, part, Lanes{} + factor);
+        powers[p] = (Ints)_mm512_cvtps_epi32(_mm512_scalef_ps((__m512)root, (__m512)exponent));
+        bad |= powers[p];  // what is no number becomes the least one
       }
-      units = Dot<kInt8>(units, *reinterpret_cast<const Ints*>(digits), Ints{} + 0x01010101);
+      const __m512i low = _mm512_packus_epi32((__m512i)powers[0], (__m512i)powers[1]);
+      const __m512i high = _mm512_packus_epi32((__m512i)powers[2], (__m512i)powers[3]);
+      const __m512i half = _mm512_set1_epi16(kSteps / 2), byte = _mm512_set1_epi16(kSteps - 1);
+      auto first = [&](__m512i words) { return _mm512_srli_epi16(_mm512_add_epi16(words, half), 8); };
+      auto second = [&](__m512i words) { return _mm512_and_si512(words, byte); };
+      const Ints digits = InOrder(_mm512_packus_epi16(first(low), first(high)));
+      const Ints finer = InOrder(_mm512_packus_epi16(second(low), second(high)));
+      *reinterpret_cast<Ints*>(asking.digits + (c * kBlock + key) / 4) = digits;
+      *reinterpret_cast<Ints*>(asking.finer + (c * kBlock + key) / 4) = finer;
+      units = Dot<kInt8>(units, digits, ones);
+      rest = Dot<kInt8>(rest, ones, finer);
+      taken = Dot<kInt8>(taken, (Ints)_mm512_abs_epi8((__m512i)finer), ones);
     }
-    return {Sum(sum), Sum(taken), Sum(units)};
+    const float all = static_cast<float>(Sum(rest)) / kSteps;
+    const bool broken = _mm512_movepi32_mask((__m512i)bad);
+    return {broken ? NAN : static_cast<float>(Sum(units)) + all, all, static_cast<float>(Sum(taken)) / kSteps};
   }
 
-  // The second digits of a query's powers, to where the first ones of a query are that has been weighed.
+  // Bytes of four vectors as packing leaves them, four of each vector in turn: one vector after the other.
+  static Ints InOrder(__m512i bytes) {
+    const Ints order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    return (Ints)_mm512_permutexvar_epi32((__m512i)order, bytes);
+  }
+
+  // The second digits of a query's powers, 128 too many, to where the first ones of a query are that has been weighed.
   void Refine(Asking& asking, int c, int to) const {
-    for (int64_t key = 0; key < whole_; key += kPanel)
-      PutDigits(Fma(Rest(Load(asking.scores + c * kBlock + key)), kSteps, Lanes{} + 128.0f), asking.digits + (to * kBlock + key) / 4);
+    for (int64_t group = 0; group < whole_ / 4; ++group)
+      asking.digits[to * kBlock / 4 + group] = asking.finer[c * kBlock / 4 + group] ^ 0x80808080;
   }
 
   template <int C>
