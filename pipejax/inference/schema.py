@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -113,7 +114,23 @@ class Schemas:
     ) -> Schema:
         """The compiled schema, if answers of the method can follow it; `at_once`: raises Uncompiled if it is new."""
         check(method, config)
-        found, names = read(given), config.grid.row_names
+        try:
+            return self._find(read(given), method, strategy, config, tokenizer, at_once)
+        except UserError as error:
+            if isinstance(given, Mapping):
+                raise
+            raise UserError(re.sub(r"^schema\b", lambda _: str(given), str(error))) from error
+
+    def _find(
+        self,
+        found: object,
+        method: Method,
+        strategy: Strategy,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        at_once: bool,
+    ) -> Schema:
+        names = config.grid.row_names
         key = hashlib.sha256(json.dumps(found).encode()).digest(), names, strategy
         if there := self._look_up(key):
             return there
@@ -180,7 +197,9 @@ def make(
     `row_names`: with which rows begin in training, one a property; `size`: of the vocabulary.
     """
     if tokenizer is None:
-        raise UserError("schema: found one, but the checkpoint has no tokenizer; expected none")
+        raise UserError(
+            "schema: the checkpoint has no tokenizer; expected one, as rows follow a schema letter by letter"
+        )
     made, spelled, (rows, times) = Expressions(), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))
     try:

@@ -222,7 +222,7 @@ class T5Config(Backbone):
                 )
 
 
-# The published sizes, for planning and measuring without their weights (Raffel et al. 2020; T5 v1.1).
+# The published sizes, for planning and measuring without their weights (Raffel et al. 2020; T5 v1.1; Xue et al. 2021).
 _BASE = T5Config(vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12)
 _SMALL = dataclasses.replace(_BASE, d_model=512, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)
 _LARGE = dataclasses.replace(_BASE, d_model=1024, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24)
@@ -233,13 +233,19 @@ ARCHITECTURES = {
     "small": _SMALL,
     "base": _BASE,
     "large": _LARGE,
+    "3b": dataclasses.replace(_LARGE, d_kv=128, d_ff=16384, num_heads=32),
+    "11b": dataclasses.replace(_LARGE, d_kv=128, d_ff=65536, num_heads=128),
     "v1_1-small": dataclasses.replace(_SMALL, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8, **_V1_1),
     "v1_1-base": dataclasses.replace(_BASE, d_ff=2048, **_V1_1),
     "v1_1-large": dataclasses.replace(_LARGE, d_ff=2816, **_V1_1),
+    "v1_1-xl": dataclasses.replace(_LARGE, d_model=2048, d_ff=5120, num_heads=32, **_V1_1),
+    "v1_1-xxl": dataclasses.replace(_LARGE, d_model=4096, d_ff=10240, num_heads=64, **_V1_1),
     "madlad-3b": T5Config(256_000, 1024, 128, 8192, 16, 32, 32, **_MADLAD),
     "madlad-7b": T5Config(256_000, 2048, 128, 8192, 16, 48, 48, **_MADLAD),
     "madlad-10b": T5Config(256_000, 2048, 256, 16384, 16, 32, 32, **_MADLAD),
 }
+_OF_V1_1 = {name.replace("v1_1", "mt5"): size for name, size in ARCHITECTURES.items() if "v1_1" in name}
+ARCHITECTURES |= {name: dataclasses.replace(size, vocab_size=250_112) for name, size in _OF_V1_1.items()}
 
 
 def architecture(name: str) -> Backbone:
