@@ -25,8 +25,8 @@ from pipejax import checkpoint, grid
 from pipejax import config as config_lib
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
-from pipejax.data import batches, demo
-from pipejax.data.batches import Share, TrainingBatches, pack_size, prefetch
+from pipejax.data import demo
+from pipejax.data.batches import TrainingBatches
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
@@ -111,81 +111,6 @@ def test_an_over_long_source_is_cut_and_keeps_its_eos(tokenizer):
     example, short = Example("x", "deliver red apples .", ("red apples",)), change(CONFIG, data={"max_source": 3})
     encoded = encode_example(example, tokenizer, short, MODEL)
     assert encoded.source.tolist() == [*tokenizer.encode("deliver red"), 1] and encoded.source_was_cut
-
-
-def test_batches_are_a_function_of_their_number(tokenizer):
-    examples = demo.examples("train")[:50]
-    a, b = (TrainingBatches(examples, tokenizer, CONFIG, MODEL) for _ in range(2))
-    in_order = [a[i].ids for i in range(12)]
-    assert [b[i].ids for i in (11, 4, 0)] == [in_order[i] for i in (11, 4, 0)]
-    first_epoch = [i for ids in in_order[:6] for i in ids]
-    assert len(set(first_epoch)) == 48  # no example twice in an epoch
-    resumed = prefetch(TrainingBatches(examples, tokenizer, CONFIG, MODEL), 5)
-    assert [next(resumed).ids for _ in range(3)] == in_order[5:8]
-    other = TrainingBatches(examples, tokenizer, change(CONFIG, train={"seed": 1}), MODEL)
-    assert other[0].ids != in_order[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [range(4), range(4, 8)],
-        [(0, 3, 4, 7), (1, 2, 5, 6)],  # as a mesh may order its devices
-        [range(3), range(3, 6), range(6, 8)],
-        [range(i, i + 1) for i in range(8)],
-        [range(4), range(4), range(4, 8), range(4, 8)],  # a "tensor" axis over two processes
-    ],
-    ids=str,
-)
-def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, monkeypatch, rows):
-    config, examples, count = change(CONFIG, train={"batch_size": 24, "length_group": 4}), demo.examples("train"), 8
-    alone = TrainingBatches(examples, tokenizer, config, MODEL)
-    whole, pack, n = [alone[i] for i in range(count)], pack_size(config.train), len(rows)
-    said, all_said, made = [b""] * n, threading.Barrier(n), [0] * n
-    results, own = [[] for _ in rows], threading.local()
-
-    def tell(mine):
-        said[own.index] = mine
-        all_said.wait(60)
-        told = list(said)
-        all_said.wait(60)
-        return told
-
-    def counted(*arguments):
-        made[own.index] += 1
-        return encode_example(*arguments)
-
-    def process(index):
-        own.index = index
-        share = Share(index, n, frozenset(rows[index]), tell)
-        batches = TrainingBatches(examples, tokenizer, config, MODEL, alone.shapes, share)
-        results[index] = [batches[i] for i in range(count)]
-
-    monkeypatch.setattr(batches, "encode_example", counted)
-    threads = [threading.Thread(target=process, args=[i]) for i in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, batch in enumerate(whole):
-        for name, expected in batch.arrays.items():
-            united = np.full_like(expected, 99)
-            for index, held in enumerate(rows):
-                found = results[index][number].arrays[name]
-                assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-                each = len(found) // 8
-                assert len(found) == each * 8 and each in (1, pack)
-                for row in held:
-                    united[row * each : (row + 1) * each] = found[row * each : (row + 1) * each]
-            assert united.tobytes() == expected.tobytes()
-        for result in results:
-            assert result[number].ids == batch.ids and (result[number].lengths == batch.lengths).all()
-            assert result[number][3:] == batch[3:]
-    drawn = count * 24
-    for index, held in enumerate(rows):
-        # A share of the draw, and of its own rows what the others had.
-        assert made[index] <= drawn * (1 / n + len(held) / 8) and made[index] < drawn
 
 
 @pytest.mark.slow
