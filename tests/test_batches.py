@@ -49,7 +49,8 @@ def test_batches_are_a_function_of_their_number(tokenizer):
     ids=str,
 )
 def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, monkeypatch, rows):
-    config, examples, count = change(CONFIG, train={"batch_size": 24, "length_group": 4}), demo.examples("train"), 8
+    cut, train = {"max_source": 27, "max_target": 20}, {"batch_size": 24, "length_group": 4}  # by which some are cut
+    config, examples, count = change(CONFIG, data=cut, train=train), demo.examples("train"), 8
     alone = TrainingBatches(examples, tokenizer, config, MODEL)
     whole, pack, n = [alone[i] for i in range(count)], pack_size(config.train), len(rows)
     said, all_said, made = [b""] * n, threading.Barrier(n), [0] * n
@@ -92,6 +93,7 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
         for result in results:
             assert result[number].ids == batch.ids and (result[number].lengths == batch.lengths).all()
             assert result[number][3:] == batch[3:]
+    assert len({batch[3:] for batch in whole}) > 1 and all(a != b for a, b in (batch[3:] for batch in whole))
     drawn = count * 24
     for index, held in enumerate(rows):
         # A share of the draw, and of its own rows what the others had.

@@ -17,7 +17,7 @@ import pytest
 from nltk.stem.porter import PorterStemmer
 
 from pipejax.config import Config, DataConfig, check, override
-from pipejax.data import make_task
+from pipejax.data import lines, make_task
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example
 from pipejax.data.lines import id_of, kind
@@ -228,6 +228,27 @@ def test_bad_lines_are_skipped_and_told(tmp_path, said):
     assert lines[-1].endswith("train.jsonl: 12 bad lines skipped, 2 good ones kept")
     message = refusal(tmp_path, b"\n".join(bad[:3]), skip_bad=True)
     assert "train.jsonl: found 3 bad lines and no good one; first " in message and "train.jsonl:1: not JSON" in message
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_line_without_an_end_is_one_line_of_refusal(tmp_path, monkeypatch, pack):
+    """A line as long as the bound is read; a byte more, and nothing of it is taken for a record."""
+    monkeypatch.setattr(lines, "LONGEST", 1 << 20)
+    file, record = tmp_path / "x.jsonl", b'{"source": "a", "targets": []}'
+    for spaces, refused in ((1 << 20, False), ((1 << 20) + 1, True)):
+        file.write_bytes(pack(b"\n".join([record, record.ljust(spaces - 1), record])))
+        if refused:
+            with pytest.raises(UserError, match=r"x\.jsonl:2: found a line of more than 1 MiB; expected records$"):
+                list(lines.read_file(file))
+        else:
+            assert len(list(lines.read_file(file))) == 3
+
+
+def test_so_many_messages_of_bad_lines_are_kept_and_all_are_counted():
+    bad = lines.BadLines("x", skip=True, most=2, tell=False)
+    for text in "abca":
+        bad(UserError(text))
+    assert bad.messages == ["a", "b"] and bad.count == 4
 
 
 @pytest.mark.parametrize("between, said_so", [("|", False), (";", True)])
