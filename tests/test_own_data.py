@@ -244,6 +244,18 @@ def test_a_line_without_an_end_is_one_line_of_refusal(tmp_path, monkeypatch, pac
             assert len(list(lines.read_file(file))) == 3
 
 
+def test_places_of_lines_and_of_records_in_an_array():
+    found = list(lines.decode_lines([b"\xef\xbb\xbfa\r\n", b"\n", b" b \n", b"c\r"], "x"))
+    assert found == [("x:1", "a"), ("x:2", ""), ("x:3", " b "), ("x:4", "c")]
+    array = b'{"version": 1, "data": [\r\n{"a": 1}, {"a":\n2},\n\n{"a": 3}\n,{"a": 4}]}\n'
+    assert list(lines.read_array(array, "x")) == [
+        ("x:2: record 1", {"a": 1}),
+        ("x:2: record 2", {"a": 2}),
+        ("x:5: record 3", {"a": 3}),
+        ("x:6: record 4", {"a": 4}),
+    ]
+
+
 def test_so_many_messages_of_bad_lines_are_kept_and_all_are_counted():
     bad = lines.BadLines("x", skip=True, most=2, tell=False)
     for text in "abca":

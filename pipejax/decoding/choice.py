@@ -49,9 +49,7 @@ class Wishes:
     """The wishes for the answers of a batch, by which their tokens are chosen."""
 
     sampling: Sampling | None = None  # None: greedily
-    forced: Array | np.ndarray | None = (
-        None  # i32 [B, R, W], the answer to the query of each row and time; -1: the model's
-    )
+    forced: Array | np.ndarray | None = None  # i32 [B, R, W], the answer at each row and time; -1: the model's
     allowed: Array | np.ndarray | None = None  # bool [B, V], the tokens that may be chosen; None: all
     grammar: Grammar | None = None  # the texts that rows may be; None: any
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept

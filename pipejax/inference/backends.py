@@ -269,9 +269,7 @@ class Gpu(Xla):
     """XLA, with our own kernels for a GPU in the decoder's steps."""
 
     interpret: bool = False  # runs them as ordinary computations, on any device
-    blocks: LaunchBlocks | None = (
-        None  # that take all steps in one launch, where its kernel knows the decode; None: XLA's loop
-    )
+    blocks: LaunchBlocks | None = None  # take all steps in one launch, if its kernel knows the decode; None: XLA's loop
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""

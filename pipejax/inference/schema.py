@@ -117,7 +117,7 @@ class Schemas:
         try:
             return self._find(read(given), method, strategy, config, tokenizer, at_once)
         except UserError as error:
-            if isinstance(given, Mapping):
+            if not isinstance(given, str | Path):
                 raise
             raise UserError(re.sub(r"^schema\b", lambda _: str(given), str(error))) from error
 
