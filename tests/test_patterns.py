@@ -312,3 +312,11 @@ def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.
     assert Table.lift(automaton[1:], tokens, most=10) is None
     monkeypatch.setattr("pipejax.decoding.grammar.WORK", 0)
     assert Table.lift(automaton[1:], tokens, most=10**6) is None
+
+
+def test_the_work_for_a_small_table_has_an_end() -> None:
+    """256 tokens of 50 bytes that move nothing: of two states 50 x 256 x 2 entries are computed, for a table of 4."""
+    automaton = np.arange(256), np.tile(np.arange(2, dtype=np.int32), (256, 1)), np.asarray([False, True])
+    tokens = [bytes([byte]) * 50 for byte in range(256)]
+    assert Table.lift(automaton, tokens, most=25_600 // 4 - 1) is None
+    assert Table.lift(automaton, tokens, most=25_600 // 4) is not None

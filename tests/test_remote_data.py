@@ -302,13 +302,18 @@ def test_a_stream_of_tables_says_once(memory: MemoryFileSystem, said: list[str])
         [Shuffled(given, seed=0)[i] for i in range(12)]
 
 
-def test_an_example_depends_on_its_number_and_the_seed_alone(memory: MemoryFileSystem) -> None:
+def test_an_example_depends_on_its_number_and_the_seed_alone(
+    memory: MemoryFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     given = stream(memory, (9, 14), 6)
     whole = Shuffled(given, seed=1)
     wanted = [whole[i] for i in range(100)]
     for first in (0, 1, 5, 22, 23, 40, 99):
+        caplog.clear()
         later = Shuffled(given, seed=1)
         assert [later[i] for i in range(first, 100)] == wanted[first:]
+        assert (f"reading on to example {first}" in caplog.text) == (first >= 2 * 6)
     assert [whole[i] for i in (99, 50, 3, 98)] == [wanted[i] for i in (99, 50, 3, 98)]  # backwards as well
     other = Shuffled(given, seed=2)
     assert [other[i] for i in range(23)] != wanted[:23]
