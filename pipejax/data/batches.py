@@ -215,9 +215,7 @@ class TrainingBatches(Sequence[Batch]):
 
 
 def _zeros_for(name: str, source: int, slots: int, *facts: bool) -> Encoded:
-    target = grid.Flat(
-        *(np.zeros(slots, np.float32 if field == "weights" else np.int32) for field in grid.Flat._fields)
-    )
+    target = grid.Flat(*(np.zeros(slots, np.float32 if x == "weights" else np.int32) for x in grid.Flat._fields))
     return Encoded(name, np.zeros(source, np.int32), target, *facts)
 
 

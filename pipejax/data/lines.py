@@ -128,8 +128,7 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:
         raise UserError(f"{where}:1: found no JSON array; expected an array of objects")
-    decoder, at, line, number = json.JSONDecoder(), head.end(), 1, 0
-    counted = 0
+    decoder, at, line, number, counted = json.JSONDecoder(), head.end(), 1, 0, 0
     while text[at : at + 1] != "]":
         number, line, counted = number + 1, line + text.count("\n", counted, at), at
         place = f"{where}:{line}: record {number}"

@@ -217,21 +217,16 @@ class Xla(Backend):
         if not is_packed(model):
             raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5 or UMT5")
         lay = partial(compute, _laid, model=model, backend=self)
-        encoder, decoder = dict(params["encoder"]), dict(params["decoder"])
+        encoder = _with_tables(params["encoder"], model.config.num_layers)
+        decoder = _with_tables(params["decoder"], model.config.num_decoder_layers)
         layers, memories, weights = [], [], []
-        own = [
-            {}
-            if "relative_bias" in stack
-            else {"relative_bias": _stacked([stack[f"layers_{i}"] for i in range(count)])}
-            for stack, count in ((encoder, model.config.num_layers), (decoder, model.config.num_decoder_layers))
-        ]
         for i in range(model.config.num_layers):
             layers.append(lay(encoder.pop(f"layers_{i}"), part="_encoder_layer"))
         for i in range(model.config.num_decoder_layers):
             memory, layer = lay(decoder.pop(f"layers_{i}"), part="_decoder_layer")
             memories.append(memory)
             weights.append(layer)
-        ends, whole = lay({**params, "encoder": encoder | own[0], "decoder": decoder | own[1]}, part="_ends")
+        ends, whole = lay({**params, "encoder": encoder, "decoder": decoder}, part="_ends")
         return Ready(self._encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
 
     def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
@@ -259,9 +254,12 @@ class Xla(Backend):
         return StepDecoder(model.config, weights, memory, model.dtype)
 
 
-def _stacked(layers: list[Tree]) -> Tree:
-    """The tables of layers that have a bias each, as one."""
-    return {"embedding": jnp.stack([layer["relative_bias"]["embedding"] for layer in layers])}
+def _with_tables(stack: Tree, count: int) -> Tree:
+    """A copy of a stack; biases that its layers have each are one of its own as well."""
+    if "relative_bias" in stack:
+        return dict(stack)
+    tables = [stack[f"layers_{i}"]["relative_bias"]["embedding"] for i in range(count)]
+    return {**stack, "relative_bias": {"embedding": jnp.stack(tables)}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -259,7 +260,11 @@ class Generator:
         """
         made = self.make_strategy(strategy, drafts=False)
         other, method = copy.copy(self), self.method(strategy)
-        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
+        try:
+            other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
+        except UserError as error:
+            where = str(given) if isinstance(given, str | Path) else "schema"
+            raise UserError(re.sub("^schema(?=: )", lambda _: where, str(error))) from error
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import logging
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,23 +113,7 @@ class Schemas:
     ) -> Schema:
         """The compiled schema, if answers of the method can follow it; `at_once`: raises Uncompiled if it is new."""
         check(method, config)
-        try:
-            return self._find(read(given), method, strategy, config, tokenizer, at_once)
-        except UserError as error:
-            if not isinstance(given, str | Path):
-                raise
-            raise UserError(re.sub(r"^schema\b", lambda _: str(given), str(error))) from error
-
-    def _find(
-        self,
-        found: object,
-        method: Method,
-        strategy: Strategy,
-        config: Config,
-        tokenizer: Tokenizer | None,
-        at_once: bool,
-    ) -> Schema:
-        names = config.grid.row_names
+        found, names = read(given), config.grid.row_names
         key = hashlib.sha256(json.dumps(found).encode()).digest(), names, strategy
         if there := self._look_up(key):
             return there
@@ -168,7 +151,7 @@ class Schemas:
 
 def check(method: Method, config: Config) -> None:
     """Raises a UserError if answers of the method cannot follow any schema with these settings."""
-    method.require("rows", "schema: found one", "strategy pipelined")
+    method.require("rows", "schema: found a schema", "strategy pipelined")
     if config.decode.limit != "none":
         raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
     if config.grid.stop == "literal" and config.grid.delay:
@@ -235,8 +218,8 @@ def make(
 
 def _too_large() -> UserError:
     return UserError(
-        f"schema: found one of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups in too "
-        "many others, or that takes too long to compile; expected shorter bounds and patterns"
+        f"schema: found a schema of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups in "
+        "too many others, or that takes too long to compile; expected shorter bounds and patterns"
     )
 
 

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from pipejax.model import stock, t5
+from pipejax.model import stock, t5, t5_config
 from pipejax.model.layers import RelativeBias
-from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
 
@@ -76,7 +75,7 @@ class UMT5(t5.T5):
 
 
 @dataclasses.dataclass(frozen=True)
-class UMT5Config(T5Config):
+class UMT5Config(t5_config.T5Config):
     """The architecture of a UMT5."""
 
     model_types: ClassVar[tuple[str, ...]] = ("umt5",)
@@ -108,13 +107,8 @@ def is_stock(model: Any) -> bool:
     return mine and type(model) is UMT5 and type(model.config) is UMT5Config
 
 
-_BASE = UMT5Config(256_384, 768, 64, 2048, 12, 12, 12, feed_forward="gated-gelu", tied_head=False, scale_head=False)
 ARCHITECTURES = {
-    "umt5-small": dataclasses.replace(_BASE, d_model=512, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8),
-    "umt5-base": _BASE,
-    "umt5-xl": dataclasses.replace(_BASE, d_model=2048, d_ff=5120, num_heads=32, num_layers=24, num_decoder_layers=24),
-    "umt5-xxl": dataclasses.replace(
-        _BASE, d_model=4096, d_ff=10240, num_heads=64, num_layers=24, num_decoder_layers=24
-    ),
+    f"umt5-{size}": UMT5Config(**vars(t5_config.ARCHITECTURES[f"mt5-{size}"]) | {"vocab_size": 256_384})
+    for size in ("small", "base", "xl", "xxl")
 }
 STOCK = stock.picture(globals())  # see `t5.is_stock`
