@@ -146,6 +146,26 @@ def test_a_step_that_a_kill_left_beside_its_successor_goes(tmp_path):
     assert store.steps() == [3] and Store(tmp_path).restore(3).items["params"]["a"][0, 0] == 3
 
 
+def test_a_step_that_goes_while_its_bytes_are_counted(tmp_path, monkeypatch, capsys):
+    """As a training removes old steps: after it was found good, its folders go one after the other."""
+    save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
+    scan, store = os.scandir, Store(tmp_path / "checkpoints")
+    innermost = {max((folder for folder, *_ in os.walk(store.place(step))), key=len) for step in (4, 8)}
+
+    def scandir(place="."):
+        if str(place) in innermost:
+            shutil.rmtree(place)
+        return scan(place)
+
+    monkeypatch.setattr(Store, "verify", lambda store, step: {})
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda place, remove=shutil.rmtree: remove(place) if place in innermost else None
+    )
+    assert main(["verify", str(tmp_path)]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["good", "good"]
+
+
 def test_verify(tmp_path, capsys):
     save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
     save_all(Store(tmp_path / "best", writable=True), 4)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from support.served import chunks, connect, error, service, wait_until
 
 TEXT = "deliver tiny lamps and new ropes past the river"
 PATH = "/v1/completions"
+OLD = sys.version_info < (3, 12)  # later ones read as many lists in each other as a body here can hold
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +373,11 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         (b'{"prompt": "a", "seed": NaN}', None, "body: found NaN; expected numbers of JSON, which are finite"),
         (b'{"prompt": [-Infinity]}', None, "body: found -Infinity; expected numbers"),
         (b'{"seed": -' + b"9" * 3980 + b"}", "prompt", "prompt: found nothing"),
-        (b"[" * 3000, None, "body: found no JSON (lists or objects in too many others)"),
+        (
+            b"[" * 3000,
+            None,
+            "body: found no JSON (" + ("lists or objects in too many others" if OLD else "Expecting value"),
+        ),
         (b'{"prompt": "a", "seed": ' + b"9" * 3900 + b"}", "seed", "seed: found 999"),
         (b"[1]", None, "body: found a list; expected a JSON object"),
         ({}, "prompt", "prompt: found nothing; expected a text"),

@@ -12,6 +12,16 @@ from pipejax.model.dropout import drop
 LARGE = 64  # elements
 
 
+def whole(loop):
+    """The inputs that each turn of a loop has whole: neither a slice of them nor what the turn before made."""
+    inner = loop.params["jaxpr"].jaxpr
+
+    def alike(outer, inner):
+        return sum(a.aval.shape == b.aval.shape for a, b in zip(outer, inner, strict=True))
+
+    return loop.invars[: alike(loop.invars, inner.invars) - alike(loop.outvars, inner.outvars)]
+
+
 def constants(jaxpr):
     """The shapes of the large arrays that loops are given whole, and that no input decides."""
     known, found = {}, []
@@ -20,7 +30,7 @@ def constants(jaxpr):
         fixed = all(known.get(x, False) for x in inputs)
         known |= dict.fromkeys(step.outvars, fixed)
         if step.primitive.name == "scan":
-            held = step.invars[: step.params["num_consts"]]
+            held = (x for x in whole(step) if not isinstance(x, jax.extend.core.Literal))
             found += [x.aval.shape for x in held if known.get(x, False) and x.aval.size >= LARGE]
         for inner in jax.extend.core.jaxprs_in_params(step.params):
             found += constants(inner)

@@ -43,7 +43,8 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
                         "code": code,
                         "kept": kept,
                         "intact": intact and tidy,
-                        "one_line_each": _plain(said),
+                        "one_line_each": _plain(said, done=max(words) in kept),
+                        "done": max(words) in kept,
                         "identical_with_room": again == 0 and runs.outcome(workdir)["state"] == reference["state"],
                         "said": said[-3:],
                     }
@@ -51,7 +52,10 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
         except CannotMount as reason:
             return {"skipped": str(reason), "ok": None}
     good = [
-        r for r in results if r["code"] in (1, 2) and r["intact"] and r["one_line_each"] and r["identical_with_room"]
+        r
+        for r in results  # where the last save found room again, after some that did not, the training is done
+        if (r["code"] == 0) == r["done"] and r["code"] in (0, 1, 2)
+        if r["intact"] and r["one_line_each"] and r["identical_with_room"]
     ]
     return {
         "trials": trials,
@@ -97,12 +101,13 @@ def snapshot(directory: Path) -> dict[str, Any]:
     }
 
 
-def _plain(said: list[str]) -> bool:
+def _plain(said: list[str], *, done: bool) -> bool:
     """Whether each failed save cost one line, and nothing else was said about it; best/ is tried again at the end."""
     failed = [line.removeprefix("warning: ").partition(":")[0] for line in said if "not saved" in line]
     tries = {place: failed.count(place) for place in failed}
     once = all(times <= (2 if "/best/" in place else 1) for place, times in tries.items())
-    return once and said[-1].startswith("error: ") and "Traceback" not in "".join(said)
+    ended = said[-1].startswith("trained for " if done else "error: ")
+    return once and ended and (failed != [] or not done) and "Traceback" not in "".join(said)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ if DIR is no run directory.
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -94,10 +95,12 @@ def verify(directory: Path) -> Iterator[StepReport]:
 
 
 def _bytes_in(path: Path) -> int:
+    """What is removed meanwhile, or forbidden, does not count; `os.walk` passes over such folders."""
+    inside = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
     size = 0
-    for file in path.rglob("*") if path.is_dir() else [path]:
-        with contextlib.suppress(OSError):  # removed meanwhile, or forbidden
-            size += file.stat().st_size if file.is_file() else 0
+    for file in inside if path.is_dir() else [str(path)]:
+        with contextlib.suppress(OSError):
+            size += os.path.getsize(file)
     return size
 
 

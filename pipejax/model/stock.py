@@ -18,8 +18,9 @@ def picture(space: Mapping[str, object]) -> Picture:
             continue
         found[name] = _of(value)
         if isinstance(value, type) and value.__module__ == space.get("__name__"):
-            # Flax puts a subclass's view of the fields beside them.
-            own = {inner: _of(x) for inner, x in vars(value).items() if not inner.startswith(("__dataclass", "__m"))}
+            # Flax puts a subclass's view of the fields beside them; Python forgets a class's line when it is renamed.
+            no_code = "__dataclass", "__m", "__firstlineno__"
+            own = {inner: _of(x) for inner, x in vars(value).items() if not inner.startswith(no_code)}
             found |= {f"{name}.{inner}": x for inner, x in own.items()}
     return found
 
