@@ -180,9 +180,7 @@ def make(
     `row_names`: with which rows begin in training, one a property; `size`: of the vocabulary.
     """
     if tokenizer is None:
-        raise UserError(
-            "schema: the checkpoint has no tokenizer; expected one, as rows follow a schema letter by letter"
-        )
+        raise UserError("schema: the checkpoint has no tokenizer; expected one, which spells the rows")
     made, spelled, (rows, times) = Expressions(), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))
     try:

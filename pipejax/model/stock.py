@@ -19,8 +19,7 @@ def picture(space: Mapping[str, object]) -> Picture:
         found[name] = _of(value)
         if isinstance(value, type) and value.__module__ == space.get("__name__"):
             # Flax puts a subclass's view of the fields beside them; Python forgets a class's line when it is renamed.
-            no_code = "__dataclass", "__m", "__firstlineno__"
-            own = {inner: _of(x) for inner, x in vars(value).items() if not inner.startswith(no_code)}
+            own = {n: _of(x) for n, x in vars(value).items() if not n.startswith(("__dataclass", "__m", "__first"))}
             found |= {f"{name}.{inner}": x for inner, x in own.items()}
     return found
 
