@@ -53,7 +53,8 @@ struct Asking {
   int32_t offset[kAsking];                 // -128 times the sum of a query's numbers: keys are without a sign, 128 too many
   float most[kAsking], total[kAsking];     // the highest score, and the sum of the powers
   alignas(64) float scores[kTogether * kBlock];
-  alignas(64) int32_t digits[kTogether * kBlock / 4], finer[kTogether * kBlock / 4];  // of powers, in bytes; the latter have a sign
+  alignas(64) int32_t digits[kTogether * kBlock / 4];  // of powers, in bytes
+  alignas(64) int32_t finer[kTogether * kBlock / 4];   // their second digits, with a sign, in the order of packing
 
   void Set(const float* queries, int64_t stride, int64_t count, int64_t width, const Balance& balance) {
     numbers.resize(kAsking * width / 4);
@@ -179,7 +180,7 @@ class KeyBlock {
       auto first = [&](__m512i words) { return _mm512_srli_epi16(_mm512_add_epi16(words, half), 8); };
       auto second = [&](__m512i words) { return _mm512_and_si512(words, byte); };
       const Ints digits = InOrder(_mm512_packus_epi16(first(low), first(high)));
-      const Ints finer = InOrder(_mm512_packus_epi16(second(low), second(high)));
+      const Ints finer = (Ints)_mm512_packus_epi16(second(low), second(high));
       *reinterpret_cast<Ints*>(asking.digits + (c * kBlock + key) / 4) = digits;
       *reinterpret_cast<Ints*>(asking.finer + (c * kBlock + key) / 4) = finer;
       units = Dot<kInt8>(units, digits, ones);
@@ -199,8 +200,11 @@ class KeyBlock {
 
   // The second digits of a query's powers, 128 too many, to where the first ones of a query are that has been weighed.
   void Refine(Asking& asking, int c, int to) const {
-    for (int64_t group = 0; group < whole_ / 4; ++group)
-      asking.digits[to * kBlock / 4 + group] = asking.finer[c * kBlock / 4 + group] ^ 0x80808080;
+    for (int64_t group = 0; group < whole_ / 4; group += kLanes) {
+      const Ints finer = *reinterpret_cast<const Ints*>(asking.finer + c * kBlock / 4 + group);
+      const Ints whole = finer ^ static_cast<int32_t>(0x80808080);
+      *reinterpret_cast<Ints*>(asking.digits + to * kBlock / 4 + group) = InOrder((__m512i)whole);
+    }
   }
 
   template <int C>
