@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -260,11 +259,7 @@ class Generator:
         """
         made = self.make_strategy(strategy, drafts=False)
         other, method = copy.copy(self), self.method(strategy)
-        try:
-            other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
-        except UserError as error:
-            where = str(given) if isinstance(given, str | Path) else "schema"
-            raise UserError(re.sub("^schema(?=: )", lambda _: where, str(error))) from error
+        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:

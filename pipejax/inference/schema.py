@@ -46,6 +46,7 @@ class Row:
 class Schema:
     """A schema for one tokenizer, and for rows that are named in one way."""
 
+    where: str  # as messages name it: its file, or "schema"
     text: str  # its JSON
     names: tuple[str, ...]  # of the properties, in its order
     rows: tuple[Row, ...]  # in the order of the grid
@@ -55,7 +56,7 @@ class Schema:
     @property
     def given(self) -> Given:
         """The known part of the rows of an answer."""
-        return Given(tuple(row.beginning for row in self.rows), len(self.rows), "schema")
+        return Given(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
     def grammar(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
         """The grammar of a batch; `bounds`: tokens of a row at the most in each example, None: of the grid."""
@@ -70,7 +71,7 @@ class Schema:
                 b = int(short.argmax())
                 bound = f"grid.time_max={times}" if bounds[b] is None else f"{bounds[b]} tokens a row"
                 needed = int(first[b, i]) + nearest + 1 if bounds[b] is None else len(row.beginning) + nearest
-                where = f"schema: properties.{named(row.name)}"
+                where = f"{self.where}: properties.{named(row.name)}"
                 if nearest >= FAR:
                     raise UserError(f"{where}: found no text that this tokenizer can write; expected some")
                 raise UserError(f"{where}: found {bound}; expected at least {needed}, so that the row can end")
@@ -112,9 +113,10 @@ class Schemas:
         at_once: bool = False,
     ) -> Schema:
         """The compiled schema, if answers of the method can follow it; `at_once`: raises Uncompiled if it is new."""
-        check(method, config)
-        found, names = read(given), config.grid.row_names
-        key = hashlib.sha256(json.dumps(found).encode()).digest(), names, strategy
+        where = str(given) if isinstance(given, str | Path) else "schema"
+        check(method, config, where)
+        found, names = read(given, where), config.grid.row_names
+        key = hashlib.sha256(json.dumps(found).encode()).digest(), names, strategy, where
         if there := self._look_up(key):
             return there
         if at_once:
@@ -124,7 +126,7 @@ class Schemas:
                 return there
             assert config.model is not None
             try:
-                made = make(found, tokenizer, row_names=names, size=config.model.vocab_size, strategy=strategy)
+                made = make(found, where, tokenizer, row_names=names, size=config.model.vocab_size, strategy=strategy)
                 method.given(made.given)
                 made.grammar(strategy, [None])
             except UserError as error:
@@ -149,18 +151,17 @@ class Schemas:
                 del kept[next(iter(kept))]
 
 
-def check(method: Method, config: Config) -> None:
+def check(method: Method, config: Config, where: str = "schema") -> None:
     """Raises a UserError if answers of the method cannot follow any schema with these settings."""
-    method.require("rows", "schema: found a schema", "strategy pipelined")
+    method.require("rows", f"{where}: found a schema", "strategy pipelined")
     if config.decode.limit != "none":
         raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
     if config.grid.stop == "literal" and config.grid.delay:
         raise UserError("grid.stop: found literal with a schema; expected empty_row, as each property has a row")
 
 
-def read(given: Mapping[str, object] | str | Path) -> object:
+def read(given: Mapping[str, object] | str | Path, where: str) -> object:
     """The JSON of a schema: an object, or the file that holds it."""
-    where = given if isinstance(given, str | Path) else "schema"
     try:
         found = json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given
         text = json.dumps(found, ensure_ascii=False, allow_nan=False)
@@ -173,51 +174,51 @@ def read(given: Mapping[str, object] | str | Path) -> object:
 
 
 def make(
-    schema: object, tokenizer: Tokenizer | None, *, row_names: Sequence[str], size: int, strategy: Strategy
+    schema: object, where: str, tokenizer: Tokenizer | None, *, row_names: Sequence[str], size: int, strategy: Strategy
 ) -> Schema:
     """Compiles a schema; a UserError if rows cannot follow it, or this tokenizer cannot write them.
 
     `row_names`: with which rows begin in training, one a property; `size`: of the vocabulary.
     """
     if tokenizer is None:
-        raise UserError("schema: the checkpoint has no tokenizer; expected one, which spells the rows")
+        raise UserError(f"{where}: the checkpoint has no tokenizer; expected one, which spells the rows")
     made, spelled, (rows, times) = Expressions(), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))
     try:
-        found = json_schema.read_properties(schema, made, "schema", longest=longest, most=rows)
+        found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
     except (TooLarge, RecursionError) as error:
-        raise _too_large() from error
+        raise _too_large(where) from error
     learned = {name.rstrip(MARKS): (i, name) for i, name in enumerate(row_names)}
     if strange := [name for name in found if name not in learned] if learned else []:
         logger.warning(
-            f"schema: properties.{named(strange[0])}: found no such name in grid.row_names = {list(row_names)}; the "
+            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = {list(row_names)}; the "
             "model has not learned to write that row"
         )
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
     texts = [learned[name][1] if name in learned else f"{name}:" for name in known]
-    begun = [prefix_ids(tokenizer, text, "schema: properties", strategy.eos) for text in texts]
+    begun = [prefix_ids(tokenizer, text, f"{where}: properties", strategy.eos) for text in texts]
     if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
         same = [named(name) for name, ids in zip(known, begun, strict=True) if ids == twice]
         raise UserError(
-            f"schema: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
+            f"{where}: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
             "that this tokenizer tells apart"
         )
-    _warn_of_unspelled(found, spelled)
+    _warn_of_unspelled(found, spelled, where)
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
         table = Table.lift(automaton[1:], spelled, most=ENTRIES)
     except (TooLarge, RecursionError):
         table = None
     if table is None:
-        raise _too_large()
+        raise _too_large(where)
     made_rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
-    return Schema(json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
+    return Schema(where, json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
 
 
-def _too_large() -> UserError:
+def _too_large(where: str) -> UserError:
     return UserError(
-        f"schema: found a schema of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups in "
-        "too many others, or that takes too long to compile; expected shorter bounds and patterns"
+        f"{where}: found a schema of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups "
+        "in too many others, or that takes too long to compile; expected shorter bounds and patterns"
     )
 
 
@@ -226,7 +227,7 @@ def _spelled(tokenizer: Tokenizer, size: int) -> list[bytes]:
     return token_bytes(tokenizer, size)
 
 
-def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence[bytes]) -> None:
+def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence[bytes], where: str) -> None:
     """Says which values that the schema spells out the tokenizer cannot write."""
     pieces = {*spelled} - {b""}
     longest = max(map(len, pieces))
@@ -243,4 +244,4 @@ def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence
         if lost:
             more = f" and {len(lost) - 1} others" if lost[1:] else ""
             found_text = f"found {shown_value(lost[0])}{more}"
-            logger.warning(f"schema: properties.{named(name)}: {found_text}, which this tokenizer cannot write")
+            logger.warning(f"{where}: properties.{named(name)}: {found_text}, which this tokenizer cannot write")
