@@ -33,6 +33,7 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
                 command = commands.train(config, workdir, KEEP)
                 code, said = command.end(), command.said()
                 kept = runs.committed(workdir)
+                done = max(words) in kept  # the last save found room again, after some that did not
                 intact = all(runs.state_word(workdir, step) == words[step] for step in kept)
                 tidy = not runs.saves_under_way(workdir)
                 _mount("remount", disk, 64 * whole)
@@ -43,8 +44,8 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
                         "code": code,
                         "kept": kept,
                         "intact": intact and tidy,
-                        "one_line_each": _plain(said, done=max(words) in kept),
-                        "done": max(words) in kept,
+                        "one_line_each": _plain(said, done=done),
+                        "done": done,
                         "identical_with_room": again == 0 and runs.outcome(workdir)["state"] == reference["state"],
                         "said": said[-3:],
                     }
@@ -53,8 +54,8 @@ def full(commands: Commands, scratch: Path, *, trials: int) -> dict[str, Any]:
             return {"skipped": str(reason), "ok": None}
     good = [
         r
-        for r in results  # where the last save found room again, after some that did not, the training is done
-        if (r["code"] == 0) == r["done"] and r["code"] in (0, 1, 2)
+        for r in results
+        if r["code"] in ((0,) if r["done"] else (1, 2))
         if r["intact"] and r["one_line_each"] and r["identical_with_room"]
     ]
     return {
@@ -107,7 +108,7 @@ def _plain(said: list[str], *, done: bool) -> bool:
     tries = {place: failed.count(place) for place in failed}
     once = all(times <= (2 if "/best/" in place else 1) for place, times in tries.items())
     ended = said[-1].startswith("trained for " if done else "error: ")
-    return once and ended and (failed != [] or not done) and "Traceback" not in "".join(said)
+    return once and ended and bool(failed or not done) and "Traceback" not in "".join(said)
 
 
 @contextlib.contextmanager

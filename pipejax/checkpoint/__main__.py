@@ -95,7 +95,7 @@ def verify(directory: Path) -> Iterator[StepReport]:
 
 
 def _bytes_in(path: Path) -> int:
-    """What is removed meanwhile, or forbidden, does not count; `os.walk` passes over such folders."""
+    """Without files that are removed meanwhile, or forbidden; `os.walk` passes over such folders."""
     inside = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
     size = 0
     for file in inside if path.is_dir() else [str(path)]:
