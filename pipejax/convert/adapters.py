@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from pipejax.convert.tensor_files import ADAPTER, check_finite, open_tensors, re
 from pipejax.model import lora
 from pipejax.model.interface import Backbone
 from pipejax.system import Tree
+from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
@@ -76,9 +77,13 @@ def base_of(directory: Path) -> str:
 
 
 def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
-    modules = _modules(model)
-    targets = _targets(directory / CONFIG, [*modules])
     weights, tensors = open_tensors(directory, ADAPTER)
+    images = tuple(f"{PREFIX}{name}" for name in model.image_tensors)
+    if left := [name for name in tensors if name.startswith(images)]:
+        note(f"{weights}: left out {len(left)} factors of the vision tower: sources are text alone here")
+    tensors = {name: stored for name, stored in tensors.items() if not name.startswith(images)}
+    modules = _modules(model, tensors)
+    targets = _targets(directory / CONFIG, [*modules])
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
     implied = f"as {CONFIG} implies for {len(targets)} modules"
     for name, (rank, scale) in targets.items():
@@ -112,6 +117,7 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
     others = {name: own for name, own in ranks.items() if own != rank}
     kinds = {name.rpartition(".")[2] for name in ranks}
     of_kinds = {name for name in modules if name.rpartition(".")[2] in kinds}
+    by_kind = of_kinds == ranks.keys() and not model.image_tensors  # an image encoder has modules of the same kinds
     return tensors, {
         "peft_type": "LORA",
         "task_type": "SEQ_2_SEQ_LM",
@@ -120,7 +126,7 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
         "lora_alpha": rank,  # so s is 1
         "rank_pattern": others,
         "alpha_pattern": others,
-        "target_modules": sorted(kinds if of_kinds == ranks.keys() else ranks),
+        "target_modules": sorted(kinds if by_kind else ranks),
         "lora_dropout": 0.0,
         "bias": "none",
         "init_lora_weights": True,
@@ -128,10 +134,18 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
     }
 
 
-def _modules(model: Backbone) -> dict[str, str]:
-    """The names in PEFT of the modules that may have factors, and our paths of them."""
+def _modules(model: Backbone, tensors: Container[str] = ()) -> dict[str, str]:
+    """The names in PEFT of the modules that may have factors, and our paths of them.
+
+    Factors that were trained over another release of transformers may have the names of the base's files instead:
+    `tensors`, the names of an adapter's, say whether these have.
+    """
     found = {path: name for path, (name, _) in model.tensors().items() if lora.ADAPTED.fullmatch(path)}
-    return {name.removesuffix(".weight"): path.removesuffix("/kernel") for path, name in found.items()}
+    names = {path: model.module_name(name).removesuffix(".weight") for path, name in found.items()}
+    others = {path: name.removesuffix(".weight") for path, name in found.items()}
+    if any(f"{PREFIX}{name}.lora_A.weight" in tensors for path, name in others.items() if name != names[path]):
+        names = others
+    return {name: path.removesuffix("/kernel") for path, name in names.items()}
 
 
 def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:

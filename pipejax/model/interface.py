@@ -59,6 +59,7 @@ class Backbone:
     model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)  # the parameters in which tokens are looked up
     is_relative: ClassVar[bool] = True  # whether logits depend on differences of positions alone
+    image_tensors: ClassVar[tuple[str, ...]] = ()  # prefixes of names in files: of an image encoder, which is not read
     # From a parameter's path, by the first expression that matches the whole of it, to its axes.
     sharding: ClassVar[tuple[tuple[str, Axes], ...]] = (
         (r"(.*/)?(shared|embedder)/embedding", ("tensor", "fsdp")),
@@ -82,6 +83,10 @@ class Backbone:
     def tensors(self) -> dict[str, tuple[str, str]]:
         """The path of each parameter -> its name in Hugging Face's files, and its axes by letters of `sizes`."""
         raise NotImplementedError(f"{type(self).__name__}.tensors")
+
+    def module_name(self, name: str) -> str:
+        """The name that transformers' module has for the tensor of this name in files; adapters of PEFT use it."""
+        return name
 
     def sizes(self) -> dict[str, tuple[str, int]]:
         """The letter of each axis -> the key of the config, for messages, and the size."""

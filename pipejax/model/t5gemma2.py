@@ -23,7 +23,6 @@ from pipejax.system.fields import setting
 
 Array = jax.Array
 EOI = "eoi_embedding"
-VISION = ("model.encoder.vision_tower.", "model.encoder.multi_modal_projector.")  # tensors begin with
 TEXT = "text_model."  # a part of names in the module, and none in files
 
 
@@ -106,6 +105,7 @@ class T5Gemma2Config(T5GemmaConfig):
     sharding: ClassVar[Any] = ((rf"shared/{EOI}", ()), *T5GemmaConfig.sharding)
     has_one_table: ClassVar[bool] = True
     is_relative: ClassVar[bool] = False
+    image_tensors: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.multi_modal_projector.")
     side_types: ClassVar[Mapping[str, str]] = {"encoder": "t5gemma2_text", "decoder": "t5gemma2_decoder"}
     attentions: ClassVar[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
         side: (
@@ -127,6 +127,11 @@ class T5Gemma2Config(T5GemmaConfig):
         found, name = super().tensors(), f"{self.prefixes['encoder']}.embed_tokens"
         shared = {"shared/embedding": (f"{name}.weight", "Vd"), f"shared/{EOI}": (f"{name}.{EOI}", "d")}
         return shared | {path: x for path, x in found.items() if "embedder" not in path}
+
+    def module_name(self, name: str) -> str:
+        prefix = f"{self.prefixes['encoder']}."
+        is_text = name.startswith(prefix) and not name.startswith(self.image_tensors)
+        return f"{prefix}{TEXT}{name.removeprefix(prefix)}" if is_text else name
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -180,7 +185,7 @@ class T5Gemma2Config(T5GemmaConfig):
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
         for name in [name for name in tensors if name.startswith(f"{self.prefixes['encoder']}.{TEXT}")]:
             tensors[name.replace(TEXT, "", 1)] = tensors.pop(name)
-        if vision := [name for name in tensors if name.startswith(VISION)]:
+        if vision := [name for name in tensors if name.startswith(self.image_tensors)]:
             note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text alone here")
         for name in vision:
             del tensors[name]
