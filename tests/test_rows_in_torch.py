@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from pipejax.config import Config, GridConfig, T5Config
+from pipejax.config import Config, DataConfig, GridConfig, T5Config
 from pipejax.convert import description, huggingface
 from support import oracle
-from support.tiny import FEW_WORDS
+from support.tiny import FEW_WORDS, MODEL
 
 GATED = dataclasses.replace(FEW_WORDS, feed_forward="gated-gelu", tied_head=False, scale_head=False)
 # backbone and what is given to `generate`; three names of rows are drawn where there are to be some
@@ -146,6 +146,10 @@ UNKNOWN = [  # what it does not do
     {"eos_token_id": True},
     {"decoder_start_token_id": 2},
     {"decoder_input_ids": torch.tensor([[0, 3]])},
+    {"decoder_input_ids": torch.tensor([[3]])},
+    {"decoder_attention_mask": torch.tensor([[1, 1]])},
+    {"synced_gpus": True},
+    {"assistant_model": torch.nn.Linear(1, 1)},
     {"inputs_embeds": torch.zeros(1, 1, 16)},
     {"logits_processor": [len]},
     {"output_scores": True},
@@ -210,6 +214,64 @@ def test_values_that_ask_for_nothing_are_taken(written: Any) -> None:
     assert written(**same).tolist() == expected
     assert written(generation_config=NO_CONFIG(return_dict_in_generate=True)).sequences.tolist() == expected
     assert written(generation_config=NO_CONFIG(num_beams=4), num_beams=1).tolist() == expected, "the argument counts"
+
+
+def test_what_belongs_to_the_labels_of_a_batch_changes_nothing(written: Any) -> None:
+    expected = written().tolist()
+    labels = {"labels": torch.tensor([[5, 1, -100]]), "decoder_attention_mask": torch.tensor([[1, 1, 0]])}
+    for given in ({"labels": torch.tensor([[5, 1]])}, labels, {"decoder_input_ids": torch.tensor([[0]])}):
+        assert written(**given, synced_gpus=False).tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def directory(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `to-hf` writes of a run that writes rows."""
+    place = tmp_path_factory.mktemp("of a run") / "model"
+    params = oracle.random_params(MODEL, np.random.default_rng(3))
+    run = Config(model=MODEL, data=DataConfig(task="jsonl", separator=" ; "), grid=GridConfig(time_max=9, sub_max=4))
+    huggingface.write_hf(MODEL, params, place, tokenizer_files, run=run)
+    return place
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+@pytest.mark.parametrize("kind", ["collator with the model", "collator alone", "no labels", "of PEFT", "own generate"])
+def test_seq2seq_trainer_predicts_rows(
+    kind: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches, twice, with losses where there are labels; each answer is the one that its source alone gets."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = kind == "own generate"
+    model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, trust_remote_code=own)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    how: dict[str, Any] = {} if own else {"custom_generate": str(directory), "trust_remote_code": True}
+    if kind == "of PEFT":
+        peft = pytest.importorskip("peft")
+        settings = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, settings)
+    examples = [
+        dict(tokenizer(source)) | ({} if kind == "no labels" else {"labels": tokenizer(target)["input_ids"]})
+        for source, target in (("a red fish", "a ; b"), ("the", "b"), ("2024 a b c", "5 ; 5 ; a red"), ("ab", "x"))
+    ]
+    model.eval()
+    expected = [model.generate(input_ids=torch.tensor([x["input_ids"]]), **how)[0].tolist() for x in examples]
+    assert len(set(map(str, expected))) > 1
+    collate: Any = transformers.DataCollatorForSeq2Seq(tokenizer, model=None if kind == "collator alone" else model)
+    if kind == "no labels":
+        collate = transformers.DataCollatorWithPadding(tokenizer)
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        predict_with_generate=True,
+        per_device_eval_batch_size=2,
+        report_to=[],
+        dataloader_pin_memory=False,
+    )
+    trainer = transformers.Seq2SeqTrainer(model, args, data_collator=collate)
+    for _ in range(2):
+        found = trainer.predict(examples, **how)
+        for ids, answer in zip(found.predictions, expected, strict=True):
+            assert ids[: len(answer)].tolist() == answer and set(ids[len(answer) :].tolist()) <= {0, -100}
+        assert ("test_loss" in found.metrics) == (kind != "no labels")
 
 
 def test_settings_in_a_config_are_followed(written: Any) -> None:

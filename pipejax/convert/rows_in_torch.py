@@ -41,6 +41,10 @@ USED = (  # here, or by transformers to find this file
     *("inputs", "input_ids", "attention_mask", "encoder_outputs", "generation_config", "return_dict_in_generate"),
     *("custom_generate", "trust_remote_code", "revision", "code_revision", "token", "cache_dir", "force_download"),
     *("local_files_only", "proxies", "subfolder", "use_cache", "transformers_version", "_from_model_config"),
+    "labels",  # of a batch, which Seq2SeqTrainer passes on; they change no answer
+    # Of an `assistant_model`, which is not taken; Seq2SeqTrainer writes their defaults into `generation_config`.
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind"),
 )
 OWN = ("max_length", "max_new_tokens", "bos_token_id")  # may be as the model has them, for sequential decoding
 IDS = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
@@ -223,6 +227,10 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
         if key in Settings._fields:
             check_setting(key, asked[key])
             continue
+        if key == "decoder_attention_mask" and "labels" in asked:  # it is of the labels
+            continue
+        if key == "decoder_input_ids" and is_start(asked[key], ids["decoder_start_token_id"]):
+            continue
         value, neutral = only(key, asked[key]) if key in IDS else asked[key], NEUTRAL | ids
         plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
         is_nothing = value is None or (isinstance(value, list | tuple | dict) and not value)
@@ -243,6 +251,11 @@ def only(key: str, value: Any) -> Any:
     if isinstance(value, list) and len(value) != 1:
         raise ValueError(f"{key}: found {value}; expected a single id")
     return value[0] if isinstance(value, list) else value
+
+
+def is_start(tokens: Any, start: Any) -> bool:
+    """Whether tokens [B, N] are the start token alone."""
+    return torch.is_tensor(tokens) and tokens.shape[1:] == (1,) and bool((tokens == start).all())
 
 
 def check_setting(key: str, value: Any) -> None:
