@@ -123,6 +123,29 @@ def test_what_is_saved(weights, original, smaller, tmp_path):
         np.testing.assert_array_equal(tensor, wanted[path], err_msg=name)
 
 
+@pytest.mark.parametrize("weights", NARROW)
+def test_to_hf_writes_the_rounded_weights_and_one_line(weights, smaller, tmp_path, capfd):
+    capfd.readouterr()
+    assert convert(["to-hf", str(smaller[weights]), str(tmp_path / "hf")]) == 0
+    said = capfd.readouterr().err
+    assert said.splitlines() == [
+        f"{smaller[weights]}: its weights are {weights}; the same numbers are written in float32",
+        "hf: custom_generate/generate.py there writes rows in transformers; README.md says how",
+    ]
+    assert said.endswith("how\n")
+    expected = flatten_dict(checkpoint.open_run(smaller[weights]).items["params"], sep="/")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    for path, (name, _) in MODEL.tensors().items():
+        array = tensors[name].T if path.endswith("kernel") else tensors[name]
+        np.testing.assert_array_equal(array, expected[path], strict=True)
+
+
+def test_to_hf_of_float32_weights_says_nothing_of_them(original, tmp_path, capfd):
+    capfd.readouterr()
+    assert convert(["to-hf", str(original), str(tmp_path / "hf")]) == 0
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
 def test_twice_is_as_good_as_once(smaller, tmp_path):
     for weights in NARROW:
         convert(["quantize", str(smaller[weights]), str(tmp_path / weights), "--weights", weights])

@@ -196,6 +196,10 @@ def to_hf(
             out, {adapters.CONFIG: facts}, adapters.WEIGHTS, params, files, run=restored.config, origin=origin
         )
     else:
+        if narrow := {dtype for dtype, *_ in restored.arrays["params"].values()} - {"float32"}:
+            note(
+                f"{checkpoint}: its weights are {' and '.join(sorted(narrow))}; the same numbers are written in float32"
+            )
         write_hf(model, params, out, files, run=restored.config, origin=origin)
     return _size_in_words(params)
 
