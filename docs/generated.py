@@ -3,6 +3,7 @@
 It adds these directives:
 
     config-section: every key of a section, with its range, its default, and the comment beside it in the schema
+    public-names: what `import pipejax` gives, by autodoc
     command-help: what a command says of itself
     results: the table of a file in lab/benchmarks/results
     gpu-results: the tables of what lab/benchmarks/gpu.sh found, or that nobody has run it
@@ -27,6 +28,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+import pipejax
 from lab.benchmarks import gpu, gpu_tables
 from pipejax.config import schema
 
@@ -41,6 +43,16 @@ class ConfigSection(SphinxDirective):
         self.env.note_dependency(reference.__file__)
         self.env.note_dependency(schema.__file__)
         return self.parse_text_to_nodes(reference.table(self.arguments[0] if self.arguments else ""))
+
+
+class PublicNames(SphinxDirective):
+    """The public names of pipejax, each with its signature and description."""
+
+    def run(self) -> list[nodes.Node]:
+        """The descriptions."""
+        self.env.note_dependency(reference.__file__)
+        self.env.note_dependency(pipejax.__file__)
+        return self.parse_text_to_nodes(reference.public_names())
 
 
 class CommandHelp(SphinxDirective):
@@ -150,6 +162,7 @@ def execute(app: Sphinx, document: nodes.document) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("config-section", ConfigSection)
+    app.add_directive("public-names", PublicNames)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("results", Results)
     app.add_directive("gpu-results", GpuResults)

@@ -1,12 +1,41 @@
-"""The keys of the config as Markdown, from the schema: ranges, defaults, and the comment beside each field."""
+"""Markdown from the code: the keys of the config, with ranges, defaults and comments, and the public names."""
 
 import dataclasses
 import inspect
 import tokenize
 from typing import Any
 
+import pipejax
 from pipejax.config import Config
 from pipejax.system import fields
+
+# Beside a public name: the lines of its directive of autodoc, where all members would be too many or too few.
+OPTIONS = {
+    "Config": [],
+    "Generator": [":members: decode, stream_rows, warm_up, adapted, default_strategy"],
+    "Record": [":members:", ":exclude-members: __init__, __new__"],
+    "RowEvent": [":members:", ":exclude-members: __init__, __new__"],
+    "testing": [":members: check_method, check_backbone"],
+}
+
+
+def public_names() -> str:
+    """A directive of autodoc for each public name of pipejax, functions first."""
+    found = {name: getattr(pipejax, name) for name in pipejax.__all__}
+    lines = ["```{eval-rst}"]
+    for name in sorted(found, key=lambda name: (not inspect.isfunction(found[name]), name)):
+        kind, options = _kind(found[name]), OPTIONS.get(name, [":members:"])
+        lines += [f".. auto{kind}:: pipejax.{name}", *(f"   {line}" for line in options if kind != "function"), ""]
+    return "\n".join([*lines, "```"])
+
+
+def _kind(value: object) -> str:
+    """The word of autodoc for a value."""
+    if inspect.ismodule(value):
+        return "module"
+    if not isinstance(value, type):
+        return "function"
+    return "exception" if issubclass(value, BaseException) else "class"
 
 
 def table(name: str) -> str:

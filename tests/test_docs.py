@@ -9,6 +9,7 @@ import pytest
 import reference
 import rooms
 
+import pipejax
 from pipejax import config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,6 +94,24 @@ def test_the_config_reference_has_every_key(section: str) -> None:
     assert all(row.rpartition("| ")[2].strip() for row in rows.values()), "a key without a comment beside it"
     page = (ROOT / "docs" / "config-reference.md").read_text()
     assert f"```{{config-section}} {section}".rstrip() + "\n" in page
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = reference.public_names()
+    found = re.findall(r"^\.\. auto(\w+):: pipejax\.(\w+)$", text, re.MULTILINE)
+    assert sorted(name for _, name in found) == sorted(pipejax.__all__)
+    assert sorted(pipejax.__all__) == [name for name in dir(pipejax) if not name.startswith("__")]
+    kinds = {"load": "function", "Backbone": "class", "Method": "class", "UserError": "exception", "testing": "module"}
+    assert kinds.items() <= {name: kind for kind, name in found}.items()
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert "```{public-names}\n" in page
+    assert not {*re.findall(r":: pipejax\.(\w+)$", page, re.MULTILINE)} & {*pipejax.__all__}, "described twice"
+
+
+@pytest.mark.parametrize("name", reference.OPTIONS)
+def test_members_that_the_api_reference_names_exist(name: str) -> None:
+    listed = [line.removeprefix(":members:") for line in reference.OPTIONS[name] if line.startswith(":members:")]
+    assert all(hasattr(getattr(pipejax, name), member) for line in listed for member in re.findall(r"\w+", line))
 
 
 def test_a_row_of_the_config_reference() -> None:
