@@ -27,7 +27,7 @@ SOURCES = sorted(
 # The rooms of pipejax/, lowest first. A module imports from its own room and from those below; the first match counts.
 # Doors, which only start what lies in their room or in others, are above them all.
 LAYERS = (
-    ("system.errors", "system.fields", "system.files", "system.hashing"),
+    ("system.errors", "system.fields", "system.files", "system.hashing", "system.strict_json"),
     ("system", "system.[!f]*", "grid"),
     ("model", "model.*"),
     ("config", "config.*"),
@@ -241,6 +241,13 @@ def test_non_edges(pattern: str, target: str) -> None:
             if target not in LATE.get(module, ()) and any(within(name, target) for name in names[module])
         ]
         assert not through, f"{source} reaches {target}"
+
+
+def test_json_is_read_in_one_place() -> None:
+    """`strict_json` refuses a key that an object has twice."""
+    readers = {f"json.{name}" for name in ("load", "loads", "JSONDecoder", "decoder")}
+    users = {short(module) for module, names in NAMES.items() if readers & names}
+    assert users == {"system.strict_json"}
 
 
 @pytest.mark.parametrize("library", KEPT_IN)

@@ -24,6 +24,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
 from pipejax.inference.sources import check_fields, fields_of
+from pipejax.system import strict_json
 from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.files import digest_of
@@ -98,7 +99,7 @@ def _settings(work: BulkWork, generator: Generator) -> Said:
     """As they are read back from JSON; digests of whole files stand for the input."""
     settings = settings_of(generator, work.strategy or generator.default_strategy, [])
     more = {**dict(zip(KEYS, Dialect.of(generator.config.data), strict=True)), "--skip-bad": work.skip_bad}
-    return {key: json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
+    return {key: strict_json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
 
 
 class Worker:

@@ -29,7 +29,7 @@ from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.methods import tells_rows_apart
 from pipejax.metrics import exact
-from pipejax.system import cli, distributed
+from pipejax.system import cli, distributed, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
@@ -93,7 +93,7 @@ def _decode(
     rest = decoded(examples[even:], report if index == 0 else Report())
     if count == 1:
         return records, report
-    shares = [json.loads(text) for text in distributed.gather_texts(json.dumps([records, vars(report)]))]
+    shares = [strict_json.loads(text) for text in distributed.gather_texts(json.dumps([records, vars(report)]))]
     all_records = [shares[i % count][0][i // count] for i in range(even)]
     return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipejax.apps.bulk import BulkWork, Said, Worker, caught, describe
 from pipejax.data.blocks import Block
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
 
@@ -98,10 +99,10 @@ class RayPool:
             **self.needs,
         )
         for row in said.iter_rows():
-            yield json.loads(row["said"])
+            yield strict_json.loads(row["said"])
 
 
 class _Actor(Worker):
     def __call__(self, batch: Any) -> dict[str, list[str]]:  # type: ignore[override]
-        name, block = json.loads(batch["block"][0])
+        name, block = strict_json.loads(batch["block"][0])
         return {"said": [json.dumps(super().__call__(name, Block(*block)))]}

@@ -16,6 +16,7 @@ from typing import Any, Self, TypedDict
 
 from pipejax.apps.unfinished import first_difference, flattened
 from pipejax.data.blocks import Block
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
 
@@ -91,7 +92,7 @@ class Shards:
         if not path.exists():
             return None
         skipped = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else []
-        return _said(name, path.read_bytes(), [json.loads(error) for error in skipped])
+        return _said(name, path.read_bytes(), [strict_json.loads(error) for error in skipped])
 
 
 def _said(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
@@ -138,7 +139,7 @@ class Output:
             make_directories(self.shards.directory)  # not before: without a manifest it would be a stranger's
             return []
         try:
-            found = json.loads(self.manifest.read_text(encoding="utf-8"))
+            found = strict_json.loads(self.manifest.read_text(encoding="utf-8"))
             assert found["format"] == FORMAT
             then = _flat(found)
             shards = list[Shard](found["shards"])

@@ -15,7 +15,7 @@ from pipejax.config import DecodeConfig, GridConfig
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model.precision import compute_dtype
-from pipejax.system import streams
+from pipejax.system import streams, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import sync, sync_output, write_text, writing
 
@@ -48,7 +48,7 @@ class Unfinished:
         if not output.exists() or not output.stat().st_size:
             return
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = strict_json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--resume: {self.target}: found no {self.path.name} beside it: it is complete, or of other work; "
@@ -62,7 +62,7 @@ class Unfinished:
                 if not line.endswith(b"\n"):  # what a kill cut off
                     break
                 try:
-                    name = json.loads(line)["id"]
+                    name = strict_json.loads(line)["id"]
                 except (ValueError, TypeError, KeyError):
                     name = None
                 if number >= len(ids) or name != ids[number]:

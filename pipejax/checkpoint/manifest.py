@@ -20,7 +20,7 @@ from pipejax.checkpoint.fingerprint import Fingerprints, first_difference, shape
 from pipejax.config import Config
 from pipejax.data.shapes import Shapes
 from pipejax.model import parameters, quantization
-from pipejax.system import Tree, environment
+from pipejax.system import Tree, environment, strict_json
 from pipejax.system.errors import UserError
 
 FORMAT = 1
@@ -75,7 +75,7 @@ def make_manifest(
                 "arrays": dict(arrays),
                 "files": dict(files),
                 "metadata": dict(metadata),
-                "config": json.loads(config_lib.to_json(config)),
+                "config": strict_json.loads(config_lib.to_json(config)),
                 "settings": environment.settings(),
                 "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
             }

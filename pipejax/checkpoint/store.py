@@ -22,7 +22,7 @@ from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
 from pipejax.data.tokenizer import check_digests, digests
-from pipejax.system import Tree, distributed, environment
+from pipejax.system import Tree, distributed, environment, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, make_directories, read_small, writing
 
@@ -269,7 +269,7 @@ class Store:
     def _manifest(self, step: int) -> Manifest:
         place = self.place(step)
         with reading(place / "manifest"):
-            manifest = json.loads(read_small(place / "manifest" / "metadata"))
+            manifest = strict_json.loads(read_small(place / "manifest" / "metadata"))
         return manifest_lib.check_manifest(manifest, step, place)
 
     def _read(self, manifest: Manifest, name: str, template: Tree) -> Tree:

@@ -21,6 +21,7 @@ from typing import Any
 from pipejax.config.schema import Config, check
 from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.t5_config import T5Config
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import TEXTS, alternatives, parse_value, plain_value, shown_value, types_of
 from pipejax.system.files import look, read_small
@@ -155,7 +156,7 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
             "the run can be opened again"
         )
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
+        found: dict[str, Any] = strict_json.loads(json.dumps(dataclasses.asdict(value)))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{key}: found {shown_value(value)}; expected settings of JSON ({first_line(error)})"
@@ -217,7 +218,9 @@ def backbone(overrides: Overrides) -> type[Backbone] | None:
 def from_json(text: str | bytes, *, where: str) -> Config:
     """Reads what `to_json` wrote; `where` names the file in errors. Its method is made if `made` can."""
     try:
-        values = json.loads(text)
+        values = strict_json.loads(text)
+    except strict_json.DuplicateKey as error:
+        raise UserError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
     method = values.pop("method", None) if isinstance(values, dict) else None

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from pipejax.convert.tensor_files import ADAPTER, check_finite, open_tensors, read_json
 from pipejax.model import lora
 from pipejax.model.interface import Backbone
-from pipejax.system import Tree
+from pipejax.system import Tree, strict_json
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
@@ -203,7 +203,7 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
             f"{SECONDS} s; expected a simpler one"
         ) from error
     for (key, value), line in zip(expressions.items(), done.stdout.splitlines(), strict=True):
-        if isinstance(own := json.loads(line), str):
+        if isinstance(own := strict_json.loads(line), str):
             raise UserError(f"{file}: {key}: found {value!r:.60} ({own}); expected a regular expression")
         found[key] = set(own)
     return found

@@ -24,6 +24,7 @@ from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import InTorch, prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import digest_of, look
 
@@ -117,7 +118,7 @@ def write_files(
     directory: Path, name: str, config: Config, *, tokenizer: Tokenizer | None, origin: ModelOrigin = UNKNOWN
 ) -> list[str]:
     """Writes the files beside model.safetensors; returns a line for each thing to say of them."""
-    facts = json.loads(config_lib.to_json(kept(config)))
+    facts = strict_json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
     values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}

@@ -1,7 +1,6 @@
 """Opens files of named tensors (safetensors, torch's and flax's), and reads one at a time. It knows nothing of T5."""
 
 import fnmatch
-import json
 import mmap
 import os
 import reprlib
@@ -17,6 +16,7 @@ from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
 from pipejax.convert import torch_files
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import SMALL, look, read_small, require_own, stand_in
 
@@ -94,9 +94,11 @@ def read_json(file: Path) -> dict[str, object]:
     try:
         if look(file):
             require_own(file)
-        values = json.loads(read_small(file).decode("utf-8-sig"))
+        values = strict_json.loads(read_small(file).decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected a JSON object") from error
+    except strict_json.DuplicateKey as error:
+        raise UserError(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:
         if found := stand_in(file):
             raise UserError(f"{file}: found {found}; expected a JSON object") from error

@@ -21,6 +21,7 @@ from pipejax.data.shapes import Pair, Shapes, choose_pairs, deal, pad, round_up
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.interface import Backbone
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
@@ -201,7 +202,9 @@ class TrainingBatches(Sequence[Batch]):
         own = [self._encoded[i] for i in numbers[index::count]]
         known = [(e.id, len(e.source), len(e.target.inputs), *e[3:]) for e in own]  # but for the tokens
         told = self.share.tell(json.dumps(known).encode())
-        shares = [own if i == index else [_zeros_for(*e) for e in json.loads(text)] for i, text in enumerate(told)]
+        shares = [
+            own if i == index else [_zeros_for(*e) for e in strict_json.loads(text)] for i, text in enumerate(told)
+        ]
         return [shares[i % count][i // count] for i in range(len(numbers))]
 
     def _encode_missing(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,16 @@ def _parquet(path: str | Path) -> Iterator[Any]:
     library, arrow = module("pyarrow.parquet", "parquet", path), module("pyarrow", "parquet", path)
     try:
         with library.ParquetFile(open_remote(str(path), EXPECTED) if remote else path) as file:
+            _check_columns(file.schema_arrow.names, str(path))
             yield file
     except (OSError, ValueError, arrow.ArrowException) as error:
         raise UserError(f"{path}: not Parquet, or damaged ({first_line(error)})") from error
+
+
+def _check_columns(names: Sequence[object], where: str) -> None:
+    """Raises a UserError for a name of two columns: a record would hold the last of them."""
+    if twice := [str(name) for i, name in enumerate(names) if name in names[:i]]:
+        raise UserError(f'{where}: found the column "{twice[0]}" twice; expected each name once')
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
@@ -90,10 +97,12 @@ def rows_in(given: object, name: str) -> Iterator[Any]:
     """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are."""
     rows: Iterable[Any]
     if hasattr(given, "to_pylist"):  # Arrow
+        _check_columns(getattr(given, "column_names", []), name)
         rows = given.to_pylist()
     elif hasattr(given, "iter_rows"):  # Polars
         rows = given.iter_rows(named=True)
     elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # pandas
+        _check_columns(list(given.columns), name)
         rows = given.to_dict("records")
     elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise UserError(

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from pipejax.data import patterns
 from pipejax.data.expressions import Expressions
 from pipejax.data.lines import Object
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.fields import named, shown_value
 
@@ -133,9 +134,9 @@ class _SchemaReader:
             _known(schema, where)
             found = self._spelled([None] if kind == "null" else [True, False])
         elif kind == "integer":
-            found = Texts(self._integer(schema, where), json.loads)
+            found = Texts(self._integer(schema, where), strict_json.loads)
         elif kind == "number":
-            found = Texts(self._number(schema, where), json.loads)
+            found = Texts(self._number(schema, where), strict_json.loads)
         elif kind == "string":
             found = Texts(self._string(schema, where), str)
         else:

@@ -7,7 +7,6 @@ import datetime
 import decimal
 import functools
 import io
-import json
 import logging
 import math
 import numbers
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipejax.data.packed import open_file, unpacked
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,10 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
         if not text:
             continue
         try:
-            value = json.loads(text)
+            value = strict_json.loads(text)
+        except strict_json.DuplicateKey as error:
+            bad(UserError(f"{place}: {error}"))
+            continue
         except (ValueError, RecursionError) as error:
             is_list = text.startswith("[") and isinstance(error, ValueError)
             found = "found the beginning of a list" if is_list else f"not JSON ({error})"
@@ -128,12 +131,14 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:
         raise UserError(f"{where}:1: found no JSON array; expected an array of objects")
-    decoder, at, line, number, counted = json.JSONDecoder(), head.end(), 1, 0, 0
+    at, line, number, counted = head.end(), 1, 0, 0
     while text[at : at + 1] != "]":
         number, line, counted = number + 1, line + text.count("\n", counted, at), at
         place = f"{where}:{line}: record {number}"
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = strict_json.DECODER.raw_decode(text, at)
+        except strict_json.DuplicateKey as error:
+            raise UserError(f"{place}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: not JSON ({error}); expected an object") from error
         if not isinstance(value, dict):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.model.interface import Backbone
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError, described_error, first_line
 from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
 
@@ -45,6 +46,7 @@ _DATA = {"trust_remote_code": False}
 _STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
 _say_once = functools.cache(logger.warning)
+SETTINGS = 2**20  # bytes of a file of settings, at the most
 WINDOW = 16  # tokens that are decoded again to see what one more adds, at the most
 _UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
@@ -151,7 +153,7 @@ class Tokenizer:
         if self._backend is None:
             return None
         made = self._backend.decoder
-        found = json.loads(made.__getstate__()) if made is not None else {"decoders": []}
+        found = strict_json.loads(made.__getstate__()) if made is not None else {"decoders": []}
         return tuple(step["type"] for step in found.get("decoders", [found]))
 
     def other_pieces(self, other: "Tokenizer") -> list[int]:
@@ -273,6 +275,13 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         require_own(file)
         if (size := file.stat().st_size) > VOCABULARY:
             raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")
+        if file.suffix == ".json" and size <= SETTINGS:  # of a larger one, a vocabulary, its reader says so
+            try:
+                strict_json.loads(file.read_bytes())
+            except strict_json.DuplicateKey as error:
+                raise UserError(f"{file}: {error}") from error
+            except (ValueError, RecursionError):
+                pass  # below it is told
     try:
         return tokenizer_file.read_tokenizer_file(directory)
     except tokenizer_file.Unsuited as unsuited:
@@ -280,6 +289,8 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
             logger.info(
                 f"{named}: transformers is imported to read the tokenizer, which takes seconds, since {unsuited}"
             )
+    except strict_json.DuplicateKey as error:
+        raise UserError(f"{named / 'tokenizer.json'}: {error}") from error
     except Exception:  # of a damaged file: below it is told
         pass
     transformers = import_transformers()
@@ -287,7 +298,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         _check_sentencepiece(directory)
         settings = directory / "tokenizer_config.json"  # of the oldest T5 files, the model's config.json has the class
         if look(directory / "tokenizer.json") or (
-            look(settings) == "file" and "tokenizer_class" in json.loads(settings.read_text(encoding="utf-8"))
+            look(settings) == "file" and "tokenizer_class" in strict_json.loads(settings.read_text(encoding="utf-8"))
         ):
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
@@ -313,7 +324,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
 def _not_followed(directory: Path) -> list[str]:
     """The settings of a vocabulary for which T5Tokenizer takes T5's."""
     if look(file := directory / "tokenizer.json"):
-        return _NOT_T5S.findall(json.dumps(json.loads(file.read_bytes())))
+        return _NOT_T5S.findall(json.dumps(strict_json.loads(file.read_bytes())))
     from sentencepiece import sentencepiece_model_pb2 as proto
 
     model = proto.ModelProto.FromString((directory / "spiece.model").read_bytes())  # type: ignore[attr-defined]
@@ -346,7 +357,7 @@ def _damage(directory: Path) -> str:
             return f"{file.name} is {found}"
         if file.suffix == ".json":
             try:
-                json.loads(file.read_bytes())
+                strict_json.loads(file.read_bytes())
             except (OSError, ValueError, RecursionError) as error:
                 return f"{file.name} is no JSON: {first_line(error)}"
     return ""

@@ -5,12 +5,12 @@ directory is read here only if everything that may decide on ids is known to dec
 """
 
 import base64
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipejax.system import strict_json
 from pipejax.system.files import look
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def read_tokenizer_file(directory: Path) -> TokenizerFile:
     if lacking := next((name for name in (MAIN, SETTINGS) if name not in names), None):
         raise Unsuited(f"there is no {lacking}")
     files = {name: (directory / name).read_bytes() for name in names}
-    content, settings, special = (json.loads(files.get(name, b"{}")) for name in (MAIN, SETTINGS, SPECIAL))
+    content, settings, special = (strict_json.loads(files.get(name, b"{}")) for name in (MAIN, SETTINGS, SPECIAL))
     if "added_tokens_decoder" not in settings:  # else transformers leaves the map unread
         settings |= special
     named = {key: text for key, value in settings.items() if (text := _special(key, value))}

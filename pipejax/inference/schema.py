@@ -20,6 +20,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Grammar, Strategy, Table
 from pipejax.decoding.grammar import FAR
 from pipejax.methods import Given, Method, prefix_ids
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.fields import named, shown_value
 
@@ -163,10 +164,14 @@ def check(method: Method, config: Config, where: str = "schema") -> None:
 def read(given: Mapping[str, object] | str | Path, where: str) -> object:
     """The JSON of a schema: an object, or the file that holds it."""
     try:
-        found = json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given
+        found = (
+            strict_json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given
+        )
         text = json.dumps(found, ensure_ascii=False, allow_nan=False)
         text.encode()  # fails for half a surrogate pair
-        return json.loads(text)
+        return strict_json.loads(text)
+    except strict_json.DuplicateKey as error:
+        raise UserError(f"{where}: {error}") from error
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror}); expected a JSON schema") from error
     except (TypeError, ValueError, RecursionError) as error:

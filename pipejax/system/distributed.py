@@ -29,6 +29,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 
 HEARTBEAT = 60  # seconds of silence after which a process counts as dead and the others end
@@ -238,7 +239,7 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
 
 def same(value: T) -> T:
     """Process 0's value, a JSON value, in every process; every process must call this."""
-    return json.loads(gather_texts(json.dumps(value))[0]) if several() else value
+    return strict_json.loads(gather_texts(json.dumps(value))[0]) if several() else value
 
 
 _exchanges = itertools.count()

@@ -5,7 +5,6 @@ It imports the standard library only.
 
 import contextlib
 import dataclasses
-import json
 import math
 import operator
 import os
@@ -14,6 +13,7 @@ import types
 import typing
 from typing import Any
 
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
@@ -126,7 +126,7 @@ def parse_value(text: str, kind: Kind, key: str) -> object:
     """Parses a value of --set as `kind`; several texts are a list of JSON. Raises a UserError that names the key."""
     if kind == TEXTS:
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(text), list):
+            if isinstance(found := strict_json.loads(text), list):
                 return tuple(found)  # `check_settings` looks at what is in it
     if kind is str:
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text

@@ -1,10 +1,10 @@
 """Reading the log of a training, metrics.jsonl."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pipejax.metrics import HEADLINES
+from pipejax.system import strict_json
 
 Line = dict[str, Any]  # an object of the log; its "event" says which other keys it has
 
@@ -14,7 +14,7 @@ def read_log(path: Path) -> list[tuple[str, Line]]:
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            values = json.loads(line)
+            values = strict_json.loads(line)
         except ValueError:
             continue
         if isinstance(values, dict) and isinstance(values.get("step"), int) and "event" in values:

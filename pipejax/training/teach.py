@@ -28,6 +28,7 @@ from pipejax.inference.loading import DECODING_KEYS, load
 from pipejax.inference.sources import Source
 from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.model import sharding
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, make_directories, write_text
 from pipejax.system.progress import Progress
@@ -233,7 +234,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
         write_text(path, json.dumps(settings, indent=2) + "\n")
         return
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = strict_json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -26,7 +26,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.loading import override
 from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
-from pipejax.system import Tree, compile_cache
+from pipejax.system import Tree, compile_cache, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
@@ -161,7 +161,7 @@ def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summ
         unfinished.close()
     unfinished.end()
     with output.open(encoding="utf-8") as lines:
-        return summary(map(json.loads, lines))
+        return summary(map(strict_json.loads, lines))
 
 
 def probe_settings(work: ProbeWork) -> Settings:

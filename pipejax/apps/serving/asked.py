@@ -17,6 +17,7 @@ from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import MARKS, Schema
 from pipejax.inference.sources import Source, check_fields, fields_of, template_of
+from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 
 Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change nothing
@@ -81,7 +82,9 @@ class ClientRequest:
 def parse_body(body: bytes) -> dict[str, object]:
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
-        found = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        found = strict_json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except strict_json.DuplicateKey as error:
+        raise Refused(400, f"body: {error}") from error
     except (ValueError, RecursionError) as error:
         said = "a number of too many digits" if isinstance(error, ValueError) else "lists or objects in too many others"
         if isinstance(error, json.JSONDecodeError):

@@ -1,0 +1,39 @@
+"""Reads JSON. An object that has a key twice is refused, as JSON does not say which of the two values counts."""
+
+import json
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+
+class DuplicateKey(ValueError):
+    """An object has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        """The first key that is repeated."""
+        shown = f'"{key}"' if key.isprintable() and len(key) <= 60 else reprlib.repr(key)
+        super().__init__(f"found the key {shown} twice in one object; expected it once")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise DuplicateKey(next(key for i, key in enumerate(names) if key in names[:i]))
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)  # `json.loads` would make one in each call
+
+
+def loads(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Returns the value of a JSON text; the arguments are those of `json.loads`.
+
+    Raises:
+      DuplicateKey: an object has a key twice.
+      ValueError: the text is not JSON.
+      RecursionError: it is nested too deeply.
+    """
+    if parse_constant is None and isinstance(text, str) and not text.startswith("\ufeff"):
+        return DECODER.decode(text)
+    return json.loads(text, object_pairs_hook=_object, parse_constant=parse_constant)

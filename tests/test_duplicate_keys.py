@@ -1,0 +1,124 @@
+"""A key that an object has twice, wherever JSON is read: JSON does not say which of the two values counts."""
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipejax import config
+from pipejax.apps.serving.asked import parse_body
+from pipejax.apps.serving.refusals import Refused
+from pipejax.config import Config
+from pipejax.convert.tensor_files import read_json
+from pipejax.data.formats import read_records, rows_in
+from pipejax.data.lines import BadLines, read_array
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference import schema
+from pipejax.metrics.__main__ import read_documents
+from pipejax.system import strict_json
+from pipejax.system.errors import UserError
+
+
+def written(tmp_path: Path, text: str, name: str = "x.json") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def tokenizer_with(tmp_path: Path, text: str) -> Any:
+    written(tmp_path, "{}", "tokenizer.json")
+    return Tokenizer.load(str(written(tmp_path, text, "tokenizer_config.json").parent))
+
+
+CONFIG = config.to_json(Config())
+# By place: how it is read, the text of an object that has "a" twice, and the place in the message.
+READERS: dict[str, tuple[Any, str, str]] = {
+    "a data line": (lambda p, t: list(read_records(written(p, t, "x.jsonl"))), '\n{"a": 1, "a": 2}\n', "x.jsonl:2"),
+    "within a field": (
+        lambda p, t: list(read_records(written(p, t, "x.jsonl"))),
+        '{"b": [{"c": 1}, {"a": 1, "c": 2, "a": 1}]}',
+        "x.jsonl:1",
+    ),
+    "an array": (lambda p, t: list(read_array(t.encode(), "x")), '[{"b": 1},\n {"a": 1, "a": 1}]', "x:2: record 2"),
+    "the config of a run": (
+        lambda p, t: config.load(written(p, t)),
+        CONFIG.replace('"grid": {', '"grid": {"a": 1, "a": 2,'),
+        "x.json",
+    ),
+    "a schema": (
+        lambda p, t: schema.read(str(written(p, t)), "x.json"),
+        '{"properties": {"a": {"type": "string"}, "a": {"type": "null"}}}',
+        "x.json",
+    ),
+    "a request": (lambda p, t: parse_body(t.encode()), '{"a": 1, "b": {}, "a": 1}', "body"),
+    "a request with a byte-order mark": (lambda p, t: parse_body(t.encode()), '\ufeff{"a": 1, "a": 1}', "body"),
+    "a Hugging Face directory": (lambda p, t: read_json(written(p, t)), '{"a": null, "a": null}', "x.json"),
+    "the settings of a tokenizer": (tokenizer_with, '{"a": 1, "a": 2}', "tokenizer_config.json"),
+    "predictions": (
+        lambda p, t: read_documents(str(written(p, t)), "exact"),
+        '{"gold": {"a": 1, "a": 2}, "pred": []}',
+        "x.json:1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_key_that_is_given_twice_is_refused_with_its_place(name: str, tmp_path: Path) -> None:
+    read, text, place = READERS[name]
+    with pytest.raises((UserError, Refused)) as caught:
+        read(tmp_path, text)
+    line = str(caught.value)
+    assert line.endswith(f'{place}: found the key "a" twice in one object; expected it once')
+    assert len(line.splitlines()) == 1
+
+
+def test_such_lines_are_bad_lines(tmp_path: Path) -> None:
+    bad = BadLines("x.jsonl", skip=True)
+    lines = '{"source": "a"}\n{"source": "a", "source": "b"}\n{"source": "c"}\n'
+    found = list(read_records(written(tmp_path, lines, "x.jsonl"), bad=bad))
+    assert [value for _, value in found] == [{"source": "a"}, {"source": "c"}] and bad.count == 1
+
+
+def test_a_python_schema_whose_keys_have_one_spelling_is_refused() -> None:
+    with pytest.raises(UserError, match='schema: found the key "1" twice'):
+        schema.read({"properties": {1: {}, "1": {}}}, "schema")
+
+
+def test_a_column_that_a_table_has_twice_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.table([["x"], ["y"]], names=["source", "source"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    frame = types.SimpleNamespace(columns=["id", "source", "source"], to_dict=lambda orient: [{"source": "y"}])
+    for read in (
+        lambda: list(read_records(tmp_path / "x.parquet")),
+        lambda: list(rows_in(table, "train")),
+        lambda: list(rows_in(frame, "train")),
+    ):
+        with pytest.raises(UserError, match='found the column "source" twice; expected each name once'):
+            read()
+
+
+@pytest.mark.parametrize(
+    "text", ["1", '"a"', "[]", "{}", '{"a": {"a": {"a": 1}}}', '[{"a": 1}, {"a": 2}]', '{"A": 1, "a": 2, "á": NaN}']
+)
+def test_other_texts_are_read_as_the_standard_library_does(text: str) -> None:
+    for given in (text, text.encode(), text.encode("utf-16")):
+        assert repr(strict_json.loads(given)) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1,}', "\ufeff1", b"\xff\xff", '{"a": 1} x'])
+def test_other_faults_are_those_of_the_standard_library(text: str | bytes) -> None:
+    with pytest.raises(ValueError) as expected:
+        json.loads(text)
+    with pytest.raises(ValueError) as caught:
+        strict_json.loads(text)
+    assert (type(caught.value), str(caught.value)) == (type(expected.value), str(expected.value))
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a\nb", "k" * 10_000])
+def test_the_key_is_shown_in_one_short_line_of_valid_text(key: str) -> None:
+    with pytest.raises(strict_json.DuplicateKey) as caught:
+        strict_json.loads(f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 1}}")
+    assert len(str(caught.value).encode().splitlines()) == 1 and len(str(caught.value)) < 120
