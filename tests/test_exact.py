@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipejax import metrics
+from pipejax.config.row_names import split_row
 from pipejax.metrics import __main__ as command
 from pipejax.metrics.exact import fold, named_rows, number_or_text
 
@@ -129,3 +130,91 @@ def test_a_value_that_breaks_its_schema_is_text() -> None:
 def test_folding_twice_is_folding_once() -> None:
     for text in ("10²³", " ①２½ ", "ﬁ\u00a0x"):
         assert fold(fold(text)) == fold(text)
+
+
+# Names with and without a mark, and rows beside objects.
+
+
+def scored(tmp_path: Any, capsys: Any, *, metric: str = "exact", **line: Any) -> float:
+    """The F1 of a file with one line, by the command."""
+    path = tmp_path / "f.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert command.main([metric, str(path)]) == 0
+    return json.loads(capsys.readouterr().out)["em_f1"]
+
+
+@pytest.mark.parametrize("name", ["price", "price:", "price =", "price -", "price: "])
+@pytest.mark.parametrize(
+    "left, right, equal",
+    [
+        *[("price: 1.50", "price: 1.5", True), ("price:1.50", "price: 1.5", True), ("price = 1", "price= 1.0", True)],
+        *[("price: -1", "price: 1", False), ("price: -1.0", "price: -1", True), ("prices: 1.0", "prices: 1", False)],
+        *[("price: 1.50", "price: 1.51", False), ("price:", "price: ", True), ("price:: 1", "price: 1", False)],
+    ],
+)
+def test_a_name_is_the_same_with_and_without_a_mark(
+    tmp_path, capsys, name: str, left: str, right: str, equal: bool
+) -> None:
+    if "=" not in left or name == "price" or "=" in name:
+        found = scored(tmp_path, capsys, gold=[left], pred=[right], row_names=[name])
+        assert found == (100 if equal else 0)
+
+
+@pytest.mark.parametrize(
+    "name, row, expected",
+    [
+        *[("price", "price 1.50", ("price", "1.50")), ("price", "price -1", ("price", "-1")), ("a", "b: 1", None)],
+        *[
+            ("price", "price - 1", ("price", "1")),
+            ("price", "price", ("price", "")),
+            ("face", "face :)", ("face", ":)")),
+        ],
+        *[("price:", "price = 1", ("price:", "1")), ("price:", "price 1", None), ("=", "= 1", ("=", "1"))],
+        *[("价格", "价格一百", ("价格", "一百")), ("no", "not: 1", None), ("No", "No1", ("No", "1"))],
+    ],
+)
+def test_the_text_after_a_name(name: str, row: str, expected: tuple[str, str] | None) -> None:
+    assert split_row(row, [name]) == expected
+
+
+@pytest.mark.parametrize("left, right", [("Price: 1.50", "price: 1.5"), ("PRICE 1e2", "price: 100")])
+def test_names_in_other_case_are_names_where_case_says_nothing(tmp_path, capsys, left: str, right: str) -> None:
+    for metric, expected in (("exact", 0), ("exact_caseless", 100)):
+        found = scored(tmp_path, capsys, metric=metric, gold=[left], pred=[right], row_names=["Price"])
+        assert found == expected
+
+
+@pytest.mark.parametrize("name, left, right", [("unit price:", "unit\u00a0 price: 1.0", "unit price: 1")])
+def test_white_space_and_compatible_forms_do_not_hide_a_name(tmp_path, capsys, name, left, right) -> None:
+    assert scored(tmp_path, capsys, gold=[left], pred=[right], row_names=[name]) == 100
+    assert scored(tmp_path, capsys, gold=["area m²: 2.0"], pred=["area m2: 2"], row_names=["area m²:"]) == 100
+
+
+@pytest.mark.parametrize("names", [[], ["a:"], ["a"], ["a =", "b"]])
+@pytest.mark.parametrize(
+    "value, row, equal",
+    [
+        *[(1, "a: 1", True), (1.5, "a: 1.50", True), (1, "a: 2", False), ("1.50", "a: 1.50", True)],
+        *[("1.50", "a: 1.5", False), ("01", "a: 01", True), (True, "a: true", True), (True, "a: false", False)],
+        *[(None, "a: null", True), (None, "a:", True), (None, "a: 0", False), ([1, 2], "a: 1, 2.0", True)],
+        *[
+            (["x", "y"], "a: x, y", True),
+            (["x", "y"], "a: y, x", False),
+            ([], "a:", True),
+            ({"b": 1}, 'a: {"b": 1}', True),
+        ],
+        *[("x", "b: x", False), (1, "1", False), ("x: y", "a: x: y", True)],
+    ],
+)
+def test_rows_beside_an_object_are_read_by_its_keys_and_types(
+    tmp_path, capsys, names: list[str], value: object, row: str, equal: bool
+) -> None:
+    more: dict[str, Any] = {"row_names": names} if names else {}
+    for gold, predicted in (({"a": value}, [row]), ([row], {"a": value})):
+        assert scored(tmp_path, capsys, gold=gold, pred=predicted, **more) == (100 if equal else 0)
+        assert f1(gold, predicted) == (100 if equal else 0)
+
+
+def test_marks_at_the_end_of_a_key_do_not_count() -> None:
+    assert f1({"price:": 1}, {"price": 1.0}) == f1([("price =", 1)], {"price": 1}) == 100
+    assert f1({"price": 1}, {"prices": 1}) == 0

@@ -104,7 +104,9 @@ def _score(
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
     if generator.schema is not None and generator.tokenizer is not None:
         readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
-    read = partial(exact.named_rows, readers=readers) if metric.startswith("exact") else list[Any]
+    read: Callable[[Sequence[str]], Any] = list
+    if metric.startswith("exact"):
+        read = partial(exact.named_rows, readers=readers, fold_case=metric != "exact")
     gold, predicted = [read(e.targets) for e in examples], [read(texts(record)) for record in records]
     return metrics.score(metric, [e.document or e.source for e in examples], gold, predicted)
 

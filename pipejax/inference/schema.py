@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipejax.config import Config
+from pipejax.config.row_names import bare_name
 from pipejax.data import json_schema
 from pipejax.data.expressions import Expressions, TooLarge
 from pipejax.data.token_bytes import token_bytes
@@ -30,7 +31,6 @@ KEPT = 16  # schemas that stay compiled
 KEPT_REFUSALS = 256
 STATES = 1 << 15  # of the automaton of a schema, at the most
 ENTRIES = 1 << 24  # of its table, 64 MiB
-MARKS = " :=-"  # that may follow a property's name in `grid.row_names`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def make(
         found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
     except (TooLarge, RecursionError) as error:
         raise _too_large(where) from error
-    learned = {name.rstrip(MARKS): (i, name) for i, name in enumerate(row_names)}
+    learned = {bare_name(name): (i, name) for i, name in enumerate(row_names)}
     if strange := [name for name in found if name not in learned] if learned else []:
         logger.warning(
             f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = {list(row_names)}; the "

@@ -42,7 +42,7 @@ def score(
       name: one of `HEADLINES`.
       sources: the document texts; read by "keyphrases" and "keyphrases_kp20k" alone.
       gold: the rows of each document in the data, as texts; for "exact" a row may also be a (name, value), and all of
-        a document's an object of JSON: values are compared by type.
+        a document's an object of JSON: values are compared by type. Texts beside an object are read by its keys.
       predicted: the generated rows of each, in the same order.
       tick: called with the number of documents done since the last call.
 
@@ -69,9 +69,12 @@ def per_document(
         )
     headline, texts = HEADLINES.get(name), tuple[Any, Any]((gold, predicted))
     if headline == "em_f1":
-        spell = spans.distinct if name == "spans" else functools.partial(exact.spell_rows, fold_case=name != "exact")
         tick(len(gold))
-        return spans.per_document(*texts, spell)
+        if name == "spans":
+            return spans.per_document(gold, predicted, spans.distinct)
+        match = functools.partial(exact.match_object, fold_case=name != "exact")
+        golds, guesses = ([*map(match, one, other)] for one, other in ((gold, predicted), (predicted, gold)))
+        return spans.per_document(golds, guesses, functools.partial(exact.spell_rows, fold_case=name != "exact"))
     if headline == "present_f1@M":
         from pipejax.metrics import keyphrases  # nltk takes a second to import
 

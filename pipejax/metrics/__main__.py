@@ -49,7 +49,9 @@ def read_documents(path: str, metric: str) -> Documents:
         if name in seen:
             raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
         seen[name] = place
-        rows: Callable[[Object, str, str], Rows] = _typed if metric.startswith("exact") else _texts_of
+        rows: Callable[[Object, str, str], Rows] = _texts_of
+        if metric.startswith("exact"):
+            rows = functools.partial(_typed, fold_case=metric != "exact")
         documents.gold.append(rows(value, "gold", place))
         documents.predicted.append(rows(value, "pred", place))
         text = "document" if "document" in value else "source"
@@ -59,11 +61,14 @@ def read_documents(path: str, metric: str) -> Documents:
     return documents
 
 
-def _typed(value: Object, key: str, place: str) -> Rows:
+def _typed(value: Object, key: str, place: str, *, fold_case: bool) -> Rows:
     if isinstance(found := value.get(key), dict):
         return found
     names = _texts_of(value, "row_names", place) if "row_names" in value else []
-    return exact.named_rows(_texts_of(value, key, place), dict.fromkeys(names, exact.number_or_text))
+    rows = _texts_of(value, key, place)
+    if isinstance(value.get("gold"), dict) or isinstance(value.get("pred"), dict):
+        return rows  # the types of that object count
+    return exact.named_rows(rows, dict.fromkeys(names, exact.number_or_text), fold_case=fold_case)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Exact and partial match of rows that may hold numbers, units or code: all signs count, and repeated rows do.
 
-Unicode's NFKC and white space do not. Values of named rows are compared by type: 1 is 1.0, and is not the text "1".
+Unicode's NFKC and white space do not count. Values of named rows are compared by type: 1 is 1.0, and is not the text
+"1".
 """
 
 import decimal
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pipejax.config.row_names import bare_name, split_row
+from pipejax.system import strict_json
 
 Row = str | tuple[str, object]  # a text, or a name and its value
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
@@ -25,23 +30,64 @@ def fold(text: str) -> str:
 
 def spell_rows(rows: Iterable[Row] | Mapping[str, object], *, fold_case: bool) -> list[str]:
     """The texts of rows, the same for rows that are equal by this rule; none for a blank row."""
-    spelled: Callable[[str], str] = (lambda text: fold(fold(text).casefold())) if fold_case else fold
+    spelled = _fold_case if fold_case else fold
     pairs = rows.items() if isinstance(rows, Mapping) else rows
-    texts = (spelled(x) if isinstance(x, str) else f"{spelled(x[0])} {_shown(x[1], spelled)}" for x in pairs)
+    texts = (spelled(x) if isinstance(x, str) else f"{spelled(bare_name(x[0]))} {_shown(x[1], spelled)}" for x in pairs)
     return [text for text in texts if text]
 
 
-def named_rows(rows: Iterable[str], readers: Mapping[str, Callable[[str], object]]) -> list[Row]:
-    """Each row that begins with a name, as that and its value; `readers`: by name, from the text after it."""
+def _fold_case(text: str) -> str:
+    return fold(fold(text).casefold())
+
+
+def named_rows(
+    rows: Iterable[Row], readers: Mapping[str, Callable[[str], object]], *, fold_case: bool = False
+) -> list[Row]:
+    """Returns the rows, those that begin with a name as the name and the value.
+
+    Args:
+      rows: texts; a row that is a name and a value stays as it is.
+      readers: by name, a function from the text after the name to the value; for text that it cannot read it raises a
+        ValueError or a KeyError, and the value is the text.
+      fold_case: whether a name may be in other case.
+    """
     found = list[Row]()
     for row in rows:
-        name = max((name for name in readers if row.startswith(name)), key=len, default="")
-        text = row[len(name) :].strip()
+        parts = split_row(row, readers, _fold_case if fold_case else fold) if isinstance(row, str) else None
+        if parts is None:
+            found.append(row)
+            continue
+        name, text = parts
         try:
-            found.append((name, readers[name](text)) if name else row)
+            found.append((name, readers[name](text)))
         except (ValueError, KeyError):  # such data breaks its schema
-            found.append((name, text))
+            found.append(parts)
     return found
+
+
+def match_object(
+    rows: Sequence[Row] | Mapping[str, Any], other: Sequence[Row] | Mapping[str, Any], *, fold_case: bool = False
+) -> Sequence[Row] | Mapping[str, Any]:
+    """Returns the rows; if `other` is an object, those that begin with one of its keys as the key and a value."""
+    if isinstance(rows, Mapping) or not isinstance(other, Mapping):
+        return rows
+    readers = {bare_name(str(key)): _reader_like(value) for key, value in other.items()}
+    return named_rows(rows, readers, fold_case=fold_case)
+
+
+def _reader_like(value: object) -> Callable[[str], object]:
+    """The function that reads the text of a row as a value of this type; items of a list are parted by commas."""
+    if isinstance(value, str):
+        return str
+    if isinstance(value, list | tuple):
+        item = _reader_like(value[0] if value else 0)
+        return lambda text: [item(part.strip()) for part in text.split(",")] if text else []
+    if isinstance(value, Mapping):
+        return strict_json.loads
+    if isinstance(value, bool) or value is None:
+        spelled = {"true": True, "false": False, "null": None, "": None}
+        return lambda text: spelled[text] if text in spelled else number_or_text(text)
+    return number_or_text
 
 
 def number_or_text(text: str) -> object:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pipejax import methods
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config
+from pipejax.config.row_names import bare_name
 from pipejax.data.encoding import cut_source
 from pipejax.data.lines import Object, kind
 from pipejax.data.tokenizer import source_ids
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
-from pipejax.inference.schema import MARKS, Schema
+from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source, check_fields, fields_of, template_of
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
@@ -313,7 +314,7 @@ def apply_format(given: Object, generator: Generator, strategy: str, *, schemas:
         if not (names := generator.config.grid.row_names):
             expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
             raise unsuitable(field, kind, expected)
-        schema: object = {"type": "object", "properties": {name.rstrip(MARKS): {"type": "string"} for name in names}}
+        schema: object = {"type": "object", "properties": {bare_name(name): {"type": "string"} for name in names}}
     else:
         named = found.get("json_schema") if field == "response_format" else found
         schema = named.get("schema") if isinstance(named, Mapping) else None
