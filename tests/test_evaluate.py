@@ -79,7 +79,12 @@ def test_the_same_text_scores_the_same_from_either_decoder():
 
         method = partial(methods.make, config=Config(data=data))
         generator: Any = SimpleNamespace(
-            config=Config(data=data), stream=stream, default_strategy=strategy, method=method, schema=None
+            config=Config(data=data),
+            stream=stream,
+            default_strategy=strategy,
+            method=method,
+            schema=None,
+            tokenizer=None,
         )
         return evaluation.evaluate(generator, examples, batch_size=2)[0]
 
@@ -271,8 +276,75 @@ def test_values_under_a_schema_are_compared_by_its_types():
     names = {1: "version:", 2: "pages:"}
     kinds = ((1, str), (2, json.loads))
     schema = SimpleNamespace(rows=[SimpleNamespace(beginning=(i,), value=kind) for i, kind in kinds])
-    tokenizer = SimpleNamespace(decode=lambda ids: names[ids[0]])
+    tokenizer = SimpleNamespace(decode=lambda ids: names[ids[0]], change=lambda text: None)
     config = Config(grid=GridConfig(row_names=("version:",)), data=DataConfig(task="jsonl"))
     generator = Canned(config, ["version: 1.1", "pages: 3.0"], schema=schema, tokenizer=tokenizer)
     assert evaluated(generator, Example("a", "x", ("version: 1.10", "pages: 3")))["em_f1"] == 50
     assert evaluated(generator, Example("a", "x", ("version: 1.1", "pages: three")))["em_f1"] == 50
+
+
+# Rows that no answer can be.
+
+
+class CannedText(Canned):
+    """A generator whose answers are one text, of which the separator makes rows."""
+
+    default_strategy = "sequential"
+
+    def stream(self, sources, *, report, **rest):
+        for record in super().stream(sources, report=report, **rest):
+            text, rows = self.method("sequential").read([self.config.data.separator.join(record["rows"])], " ; ")
+            yield {**record, "text": text, "rows": rows}
+
+
+@pytest.mark.parametrize(
+    "kind, separator, rows, said_so, score",
+    [
+        (CannedText, " ; ", ("baker ; clerk", "river"), "'baker ; clerk' comes back as 'baker'", 40),
+        (CannedText, " ; ", ("baker", "clerk", "; river"), "'; river' comes back as 'river'", 200 / 3),
+        (CannedText, " ; ", ("baker ;", "clerk"), "'baker ;' comes back as 'baker'", 50),
+        (CannedText, " ; ", ("baker", "clerk;river"), "", 100),
+        (Canned, " ; ", ("baker ; clerk", "river"), "", 100),  # on the grid a row is a row
+    ],
+)
+def test_rows_that_hold_the_separator_are_told_where_a_perfect_answer_is_scored(
+    kind: Any, separator: str, rows: tuple[str, ...], said_so: str, score: float, tmp_path: Path, said: list[str]
+) -> None:
+    evaluation._warn_once.cache_clear()
+    config = Config(data=DataConfig(task="jsonl", separator=separator))
+    generator = kind(config, rows, tokenizer=schemas.tokenizer())
+    example = Example("a", "the baker", rows, "x.jsonl:1")
+    result, records = evaluation.evaluate(generator, [example])
+    assert result["em_f1"] == pytest.approx(score)
+    begin = "warning: 1 of 1 examples have rows that hold data.separator, so that an answer parts into other ones: "
+    assert said == ([f"{begin}{said_so} (x.jsonl:1)"] if said_so else [])
+    evaluation.evaluate(generator, [example])
+    assert len(said) == bool(said_so)  # once
+    said.clear()
+    (tmp_path / "kept.jsonl").write_text(evaluation._predictions(generator, [example], records))
+    command.main(["exact", str(tmp_path / "kept.jsonl")])
+    told = [line for line in said if "1 of 1 documents have gold rows that hold the separator" in line]
+    assert len(told) == bool(said_so) and all(line.endswith("kept.jsonl:1") for line in told)
+
+
+def test_a_target_that_the_tokenizer_loses_is_told_where_it_is_scored(said: list[str]) -> None:
+    evaluation._warn_once.cache_clear()
+    config = Config(data=DataConfig(task="jsonl"))
+    generator: Any = Canned(config, ["baker"], tokenizer=schemas.tokenizer())
+    evaluation.evaluate(generator, [Example("a", "the ~ baker", ("baker 猫",), "x.jsonl:1")])
+    assert [line for line in said if "1 of 1 examples have targets that the tokenizer does not give back" in line]
+    assert not [line for line in said if "sources" in line]  # which cost no score
+
+
+def test_predictions_of_others_are_told_by_their_separator(tmp_path: Path, said: list[str]) -> None:
+    lines = [
+        {"gold": ["a", "b"], "pred": [], "separator": ", "},
+        {"gold": ["a, b"], "pred": [], "separator": ", "},
+        {"gold": ["a ; b"], "pred": [], "separator": " "},
+        {"gold": {"x": "a, b"}, "pred": {}, "separator": ", "},
+        {"gold": ["a, b"], "pred": []},
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command.main(["exact", str(tmp_path / "x.jsonl")])
+    (line,) = said
+    assert "1 of 5 documents" in line and line.endswith("the first is at " + str(tmp_path / "x.jsonl:2"))

@@ -7,7 +7,9 @@ holds the scores, steps, what was cut, examples a second (generate and detokenis
 out), peak memory, and score, steps and seconds by the number of rows in the data.
 """
 
+import functools
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +22,7 @@ from pipejax import metrics
 from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
+from pipejax.data.round_trip import JOINED, TARGETS, describe_changes
 from pipejax.data.text import sentences
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator
@@ -32,6 +35,8 @@ from pipejax.metrics import exact
 from pipejax.system import cli, distributed, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
+
+_warn_once = functools.lru_cache(maxsize=64)(logging.getLogger(__name__).warning)  # a run evaluates again and again
 
 
 def evaluate(
@@ -51,8 +56,12 @@ def evaluate(
     size is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
     """
     name = strategy or generator.default_strategy
+    data, method = generator.config.data, generator.method(name)
+    if generator.tokenizer is not None:  # such rows cost a perfect answer its score
+        separator = data.separator if method.parts_text else ""
+        for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
+            _warn_once(line)
     records, report = _decode(generator, examples, name, batch_size, tick)
-    data = generator.config.data
     metric = metric or data.metric or make_task(data).metric
     if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(data.separator):
         # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
@@ -64,7 +73,7 @@ def evaluate(
         "examples": len(examples),
         "metric": metric,
         **scores,
-        **report.summary(generator.method(name)),
+        **report.summary(method),
     }
     return result, records
 
@@ -213,7 +222,8 @@ def main(argv: Sequence[str]) -> int:
     }
     try:
         if flags.predictions:
-            cli.write_output("--predictions", flags.predictions, _predictions(generator, examples, records))
+            kept = _predictions(generator, examples, records, strategy)
+            cli.write_output("--predictions", flags.predictions, kept)
     finally:  # one that cannot be written does not cost the other
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
         if flags.json:
@@ -225,11 +235,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _predictions(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> str:
-    lines = []
+def _predictions(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], strategy: str | None = None
+) -> str:
+    lines, parts_text = [], generator.method(strategy or generator.default_strategy).parts_text
+    separator = generator.config.data.separator if parts_text else ""
     for example, record in zip(examples, records, strict=True):
         line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": texts(record)}
-        about = {"document": example.document, "row_names": generator.config.grid.row_names}
+        about = {"document": example.document, "row_names": generator.config.grid.row_names, "separator": separator}
         more = {key: record[key] for key in ("text", "row_ids", "steps", "calls", "truncated")}
         lines.append(json.dumps({**line, **{k: v for k, v in about.items() if v}, **more}, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -4,20 +4,25 @@
 
 Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`; `document`, or else `source`, is read by
 keyphrases alone, and `id` may be left out. For exact, gold and pred may be objects, and `row_names` the beginnings of
-rows with values. Prints one JSON object of scores in percent, not rounded, and nothing else on standard output.
+rows with values. `separator` is the text that joined the rows of a sequential answer. Prints one JSON object of scores
+in percent, not rounded, and nothing else on standard output.
 """
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipejax import metrics
 from pipejax.data.lines import Object, id_of, read_file, text_of, texts_of
+from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.metrics import HEADLINES, Rows, exact
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 _texts_of = functools.partial(texts_of, blank=True)
 
@@ -43,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read_documents(path: str, metric: str) -> Documents:
     """Raises a UserError naming file and line for anything that cannot be scored, a repeated id or an empty file."""
-    documents, seen = Documents([], [], []), dict[str, str]()
+    documents, seen, joined = Documents([], [], []), dict[str, str](), list[str]()
     for place, value in read_file(path):
         name = str(id_of(value, place))
         if name in seen:
@@ -53,12 +58,27 @@ def read_documents(path: str, metric: str) -> Documents:
         if metric.startswith("exact"):
             rows = functools.partial(_typed, fold_case=metric != "exact")
         documents.gold.append(rows(value, "gold", place))
+        separator = text_of(value, "separator", place, blank=True) if "separator" in value else ""
+        texts = [] if isinstance(value["gold"], dict) else _texts_of(value, "gold", place)
+        if _parts_otherwise(texts, separator):
+            joined.append(place)
         documents.predicted.append(rows(value, "pred", place))
         text = "document" if "document" in value else "source"
         documents.sources.append(text_of(value, text, place, blank=True) if metric.startswith("keyphrases") else "")
+    if joined:
+        found = f"{len(joined)} of {len(seen)} documents have gold rows that hold the separator of the answers"
+        logger.warning(f"{path}: {found}, so that no answer can be them; the first is at {joined[0]}")
     if not documents.gold:
         raise UserError(f"{path}: found no lines; expected at least one document")
     return documents
+
+
+def _parts_otherwise(rows: Sequence[str], separator: str) -> bool:
+    """Whether the text that joins these rows parts into others."""
+    if not tells_rows_apart(separator):
+        return False
+    parts = split_rows(separator.join(row for row in rows if row.strip()), separator)
+    return [" ".join(part.split()) for part in parts] != [" ".join(row.split()) for row in rows if row.strip()]
 
 
 def _typed(value: Object, key: str, place: str, *, fold_case: bool) -> Rows:

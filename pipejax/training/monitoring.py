@@ -12,10 +12,9 @@ import numpy as np
 from pipejax import methods
 from pipejax.config import Config
 from pipejax.data.batches import Batch
-from pipejax.data.encoding import place_of_example
 from pipejax.data.examples import Example
+from pipejax.data.round_trip import describe_changes
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.methods import joined_change, shown
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.costs import peak
@@ -26,11 +25,6 @@ FEW = 0.05  # of the examples: with more the user had better know
 ENOUGH = 1000  # examples tell how many of all are concerned
 MANY = 20_000  # examples take a while to be encoded
 CHARACTERS = 2_000_000  # of sources, too
-CHANGED = {
-    "targets that the tokenizer does not give back": "so that no answer can be them",
-    "sources that the tokenizer does not give back": "so that the model reads other ones",
-    "rows that hold data.separator": "so that an answer parts into other ones",
-}
 logger = logging.getLogger(__name__)
 
 
@@ -170,24 +164,19 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
             f"train.batch_size: found {size}, more than the {total} training examples; each update sees them "
             f"{size / total:.1f} times, so fewer do"
         )
-    looked, characters = 0, 0
     separator = config.data.separator if methods.trained(config).parts_text else ""
-    changed, first = dict.fromkeys(CHANGED, 0), dict[str, str]()
-    for i in np.random.default_rng(0).permutation(total)[:ENOUGH]:
-        example = examples[int(i)]
-        targets = (change for row in example.targets if (change := tokenizer.change(row)))
-        joined = joined_change(example.targets, tokenizer, separator)
-        for which, change in zip(CHANGED, (next(targets, None), tokenizer.change(example.source), joined), strict=True):
-            if change:
-                changed[which] += 1
-                first.setdefault(which, f"{shown(change)} ({place_of_example(example)})")
-        looked, characters = looked + 1, characters + len(example.source)
-        if characters > CHARACTERS:
-            break
-    for which, count in changed.items():
-        if count:
-            of = f"{count} of {looked} examples" + (f" that were looked at, of {total}," if looked < total else "")
-            logger.warning(f"{of} have {which}, {CHANGED[which]}: {first[which]}")
+
+    def enough() -> Iterator[Example]:
+        characters = 0
+        for i in np.random.default_rng(0).permutation(total)[:ENOUGH]:
+            example = examples[int(i)]
+            yield example
+            characters += len(example.source)
+            if characters > CHARACTERS:
+                return
+
+    for line in describe_changes(enough(), tokenizer, separator, of=total):
+        logger.warning(line)
 
 
 def few(ids: list[str]) -> str:

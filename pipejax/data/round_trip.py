@@ -1,0 +1,48 @@
+"""Texts of examples that do not come back from token ids, or from a sequential answer."""
+
+from collections.abc import Iterable, Mapping
+
+from pipejax.data.encoding import place_of_example
+from pipejax.data.examples import Example
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.methods import joined_change, shown
+
+SOURCES, TARGETS, JOINED = "sources", "targets", "joined"
+CHANGED: Mapping[str, tuple[str, str]] = {
+    TARGETS: ("targets that the tokenizer does not give back", "so that no answer can be them"),
+    SOURCES: ("sources that the tokenizer does not give back", "so that the model reads other ones"),
+    JOINED: ("rows that hold data.separator", "so that an answer parts into other ones"),
+}
+
+
+def describe_changes(
+    examples: Iterable[Example], tokenizer: Tokenizer, separator: str, *, kinds: Iterable[str] = CHANGED, of: int = 0
+) -> list[str]:
+    """Returns a line for each kind of text that does not come back: how many examples have it, and the first of them.
+
+    Args:
+      examples: those to look at.
+      tokenizer: of the model.
+      separator: `data.separator`, if the method joins rows with it; "" if it does not.
+      kinds: keys of CHANGED.
+      of: the number of all examples, if these are a part of them.
+    """
+    looked, counts, first = 0, dict.fromkeys(kinds, 0), dict[str, str]()
+    for example in examples:
+        looked += 1
+        for kind in counts:
+            if kind == JOINED:
+                change = joined_change(example.targets, tokenizer, separator) if separator else None
+            elif kind == SOURCES:
+                change = tokenizer.change(example.source)
+            else:
+                change = next(filter(None, map(tokenizer.change, example.targets)), None)
+            if change:
+                counts[kind] += 1
+                first.setdefault(kind, f"{shown(change)} ({place_of_example(example)})")
+    part = f" that were looked at, of {of}," if looked < of else ""
+    return [
+        f"{count} of {looked} examples{part} have {', '.join(CHANGED[kind])}: {first[kind]}"
+        for kind, count in counts.items()
+        if count
+    ]
