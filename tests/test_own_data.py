@@ -1,9 +1,11 @@
 """Files of one's own: templates for the source, rules for the rows, and the text that tasks make of them."""
 
 import bz2
+import csv
 import datetime
 import decimal
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -381,6 +383,70 @@ def test_cells_of_several_lines_with_delimiters_are_told(tmp_path, said):
     settings = {"rows": "delimiter", "targets": "source"}
     assert len(read(tmp_path, 'source\na\n"b\nc"\nd\n', "one.csv", **settings)) == 3
     assert said[-1].endswith("one.csv:3: found a cell that holds ends of lines in lines 3 to 4")
+
+
+MANY_LINES = {
+    "an address": "12 Main St,Springfield\n45 Oak Ave,Shelbyville",
+    "code": "def f(a,b):\n    g(a,b)\n    return h(a,b)",
+    "SQL": "SELECT a,b\nFROM t,u\nWHERE a=1,b=2",
+    "a verse": "Roses are red,\nviolets are blue,\nsugar is sweet,\nand so are you,",
+    "a dialogue": "Ann:hi,Bob\nBob:hi,Ann\nok",
+    "a table": "Items\n" + "\n".join(f"k{i},v{i}" for i in range(60)),
+    "quotes": 'say "a,b"\nthen "c,d"',
+    "ends of old lines": "a,b\r\nc,d\r\ne",
+}
+
+
+@pytest.mark.parametrize("between", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", MANY_LINES)
+def test_a_cell_of_two_columns_whose_lines_look_like_rows_is_read(name, first, between, tmp_path, said):
+    """As the csv library writes it: in the first column or the last, once or often, with bad lines skipped or not."""
+    cell = MANY_LINES[name].replace(",", between)
+    for cells in ([cell], [cell, "plain", cell, cell]):
+        file = io.StringIO(newline="")
+        table = csv.writer(file, delimiter=between)
+        table.writerow(["source", "targets"] if first else ["targets", "source"])
+        for number, text in enumerate(cells):
+            table.writerow([text, f"x{number}"] if first else [f"x{number}", text])
+        for skip in (False, True):
+            found = read(tmp_path, file.getvalue(), "a.csv", skip_bad=skip, csv_delimiter=between, **TARGETS)
+            assert [(e.source, e.targets) for e in found] == [(text, (f"x{i}",)) for i, text in enumerate(cells)]
+    assert any("a.csv:2: found a cell that holds ends of lines" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["code", "a table", "quotes"])
+def test_a_cell_of_three_columns_is_read_beside_cells_that_are_quoted_as_they_need(name, tmp_path):
+    cell = MANY_LINES[name].replace(",", ",,").replace("\n", ",,\n")
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["id", "source", "targets"], ["1", "a, b", "x"], ["2", cell, "y"]])
+    assert [e.source for e in read(tmp_path, file.getvalue(), "a.csv", **TARGETS)] == ["a, b", cell]
+    table = 'id,source,targets\n1,{},x\n2,"q\nr,s,t\nu,v",w\n'
+    assert len(read(tmp_path, table.format('"a, b"'), "b.csv", **TARGETS)) == 2
+    table = 'id,source,targets\n1,{},x\n2,p,"q\nr,s,t\nu,v,w"\n'
+    assert len(read(tmp_path, table.format('"a ""b"""'), "c.csv", **TARGETS)) == 2
+    assert "in lines 3 to 5" in refusal(tmp_path, table.format("a"), "d.csv", **TARGETS)
+
+
+@pytest.mark.parametrize("other", ['a 12" b', 'say "no" to it', '"a" b'])
+@pytest.mark.parametrize("before", [True, False])
+def test_two_columns_are_rows_beside_quotes_that_no_writer_of_csv_leaves(other, before, tmp_path, said):
+    """Wherever they are in the file, bad lines skipped or not; text of such quotes alone is no reason to refuse."""
+    rows = ['s1,"x', "s2,x", 's3,x"']
+    stray = f"{other},y"
+    content = "\n".join(["source,targets", *([stray] if before else []), *rows, "t,z", *([] if before else [stray])])
+    first = 3 if before else 2
+    for skip in (False, True):
+        if other.startswith('"') and before and not skip:
+            assert "a.csv:2: not CSV" in refusal(tmp_path, content, "a.csv", **TARGETS)
+            continue
+        message = refusal(tmp_path, content, "a.csv", skip_bad=skip, **TARGETS)
+        assert (
+            f"a.csv:{first}: found a quote that encloses what look like rows in lines {first} to {first + 2}" in message
+        )
+    found = read(tmp_path, "\n".join(["source,targets", *rows, "t,z"]), "b.csv", **TARGETS)
+    assert [e.source for e in found] == ["s1", "t"]
+    assert any("b.csv:2: found a cell" in line and "data.csv_quotes = letters would" in line for line in said)
 
 
 def test_quotes_that_a_tsv_means_are_told(tmp_path, said):

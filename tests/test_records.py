@@ -640,7 +640,7 @@ def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
 def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     """Also for labels; a CSV whose rows are lost in a quote is refused, and nothing of it is answered."""
     lines = [f"r{i}\tthe baker {i}" for i in range(40)]
-    lines[3], lines[30] = 'r3\t"the baker', 'r30\tsang"'
+    lines[3], lines[30], lines[35] = 'r3\t"the baker', 'r30\tsang"', 'r35\tthe 12" baker'
     (tmp_path / "in.tsv").write_text("\n".join(["id\tsource", *lines]))
     generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
     checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)

@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 from pipejax.data.formats import is_parquet, read_parquet
 from pipejax.data.lines import Placed, Refusal, bounded_lines, read_objects, refuse_line
 from pipejax.data.packed import open_file, unpacked
-from pipejax.data.tables import FOUND, Dialect, TextTable, is_table, lines_of
+from pipejax.data.tables import FOUND, Dialect, LostRows, TextTable, is_table, lines_of
 from pipejax.system.errors import UserError
 
 EXPECTED = "JSON lines, CSV or Parquet"
@@ -56,7 +56,14 @@ def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Ite
     table = TextTable(lines(), path, dialect)
     names = taken()
     offset = sum(map(len, names))
-    yield from _blocks(path, (taken() for _ in table.rest), size, 1 + len(names), offset, [*names, table.key])
+
+    def rows() -> Iterator[list[bytes]]:
+        for _, _, cells in table.rest:
+            if isinstance(cells, LostRows):  # a block alone does not show it
+                raise cells
+            yield taken()
+
+    yield from _blocks(path, rows(), size, 1 + len(names), offset, [*names, table.key])
 
 
 def _blocks(

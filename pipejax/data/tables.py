@@ -36,7 +36,60 @@ FOUND = Dialect()  # by the name of the file, and by its first line
 
 
 class _Lost(UserError):
-    """A quote that is never closed, or closed rows later: rows are lost in its cell, so no bad one can be skipped."""
+    """A quote that is never closed, or closed rows later: rows would be lost in its cell, so it cannot be skipped."""
+
+
+class LostRows(_Lost):
+    """A quote that is closed rows later, as the quotes of the whole table show."""
+
+
+class _Quoting:
+    """Decides whether a cell of several lines is one cell, or rows between two stray quotes, which are text.
+
+    A stray quote at the beginning of a cell goes on to the next quote. If that ends a cell, both readings are CSV, and
+    the quotes of the other rows decide: a writer that leaves stray quotes leaves quotes within cells, too, and does not
+    enclose the cells that need it.
+    """
+
+    def __init__(self, delimiter: str, *, is_spaced: bool) -> None:
+        """`is_spaced`: whether rows have a space after a delimiter."""
+        self.delimiter, self.is_spaced = delimiter, is_spaced
+        between = re.escape(delimiter)
+        self._cell = re.compile(rf'(?:^|(?<={between}))"([^"]*(?:""[^"]*)*)"(?={between}|[\r\n]*$)')
+        self._needed = re.compile(rf'{between}|["\r\n]')
+        self._is_kept = False  # a cell stands in quotes because it holds a delimiter, a quote or a line break
+        self._is_broken = False  # a quote stands within a cell that is not enclosed
+        self.doubtful: tuple[int, int] | None = None  # the first cell that could be rows: its first line, and the end
+
+    def lost(
+        self, lines: Sequence[str], first: int, columns: int, cells: Sequence[str] | None
+    ) -> tuple[int, int] | None:
+        """Takes the next row, and returns the span of lines in which rows are lost; None: in none.
+
+        `cells`: None if its lines are no CSV.
+        """
+        span, looks_like_rows = (first, first + len(lines)), len(lines) > 1 and self._look_like_rows(lines, columns)
+        if looks_like_rows and cells is None:
+            return span
+        if looks_like_rows and all(line.count(self.delimiter) == columns - 1 for line in (lines[0], lines[-1])):
+            self.doubtful = self.doubtful or span
+            if columns > 2 and not self._is_kept:
+                return span  # prose, code and the like have so many delimiters in each line by no chance
+        elif not self._is_broken:
+            self._read("".join(lines), cells)
+        return self.doubtful if self._is_broken else None
+
+    def _look_like_rows(self, lines: Sequence[str], columns: int) -> bool:
+        """Whether nearly all of several lines have a row's delimiters, with no space after them, as prose has."""
+        parts, most, prose = [x for x in lines if x.strip()], columns - 1, f"{self.delimiter} "
+        alike = sum(x.count(self.delimiter) == most and (self.is_spaced or prose not in x) for x in parts)
+        return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
+
+    def _read(self, row: str, cells: Sequence[str] | None) -> None:
+        if cells is None or any('"' in cell for cell in cells):  # else all quotes of the row enclose cells
+            self._is_broken = '"' in self._cell.sub("", row)
+        if cells is not None and not self._is_kept and not self._is_broken:
+            self._is_kept = any(map(self._needed.search, cells))
 
 
 def suffix_of(path: str | Path) -> str:
@@ -62,6 +115,7 @@ class TextTable:
     """A table whose first row has been read: it has the names of the columns."""
 
     def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
+        """`tell`: whether quotes are judged and doubts are told, as for a table that is read as a whole."""
         self.where, self.tell, self.quotes = where, tell, dialect.quotes
         first, is_tsv = next(lines, b""), suffix_of(where) == ".tsv"
         self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)
@@ -100,8 +154,10 @@ class TextTable:
                     own.append(line.decode("utf-8", "replace"))  # the row goes on
                 yield own[-1]
 
-        quoting: Literal[0, 3] = csv.QUOTE_NONE if self.letters else csv.QUOTE_MINIMAL
-        reader = csv.reader(texts(), delimiter=self.delimiter, strict=True, quoting=quoting)
+        kind: Literal[0, 3] = csv.QUOTE_NONE if self.letters else csv.QUOTE_MINIMAL
+        reader = csv.reader(texts(), delimiter=self.delimiter, strict=True, quoting=kind)
+        quoting = _Quoting(self.delimiter, is_spaced=self._spaced)
+        is_judged = self.tell and self.quotes == "auto" and not self.letters
         told, long, longest = set[str](), 0, (0, 0)
         while True:
             broken.clear()
@@ -118,18 +174,20 @@ class TextTable:
                 else:
                     cells = UserError(f"{self.where}:{begun}: not CSV ({error}){_span(begun, reader.line_num + first)}")
             count = first + reader.line_num - begun
-            if count > 1 and self.quotes == "auto" and not isinstance(cells, _Lost) and self._are_rows(own):
-                cells = _Lost(
-                    f"{self.where}:{begun}: found a quote that encloses what look like rows"
-                    f"{_span(begun, begun + count)}; expected it closed in its own (data.csv_quotes = letters takes "
-                    "quotes as text, quote takes such cells)"
+            lost = None
+            if is_judged and not isinstance(cells, _Lost):
+                lost = quoting.lost(own, begun, len(self.names), cells if isinstance(cells, list) else None)
+            if lost:
+                cells = LostRows(
+                    f"{self.where}:{lost[0]}: found a quote that encloses what look like rows{_span(*lost)}; expected "
+                    "it closed in its own (data.csv_quotes = letters takes quotes as text, quote takes such cells)"
                 )
             elif broken and not isinstance(cells, _Lost):  # after that quote nothing is a row any more
                 cells = UserError(f"{broken[0]}{_span(begun, begun + count)}")
             elif self.tell and isinstance(cells, list):
                 is_long = count > 1 and any(_ENDS.search(x) and (self.delimiter in x or len(cells) < 2) for x in cells)
                 long, longest = long + is_long, max(longest, (is_long * count, begun))
-                for doubt in self._doubts(cells, is_long):
+                for doubt in self._doubts(cells, is_long, quoting.doubtful == (begun, begun + count)):
                     if doubt not in told:
                         told.add(doubt)
                         _say_once(f"{self.where}:{begun}: found {doubt}{_span(begun, begun + count)}")
@@ -137,19 +195,14 @@ class TextTable:
         if long > 1:
             _say_once(f"{self.where}: {long} rows have such a cell, the longest{_span(longest[1], sum(longest))}")
 
-    def _doubts(self, cells: Sequence[str], is_long: bool) -> Iterator[str]:
+    def _doubts(self, cells: Sequence[str], is_long: bool, is_doubtful: bool) -> Iterator[str]:
         if is_long:
-            yield f"a cell that holds ends of lines{f' and {self.delimiter!r}' * (len(cells) > 1)}"
+            also = " (data.csv_quotes = letters would make rows of them)" if is_doubtful else ""
+            yield f"a cell that holds ends of lines{f' and {self.delimiter!r}' * (len(cells) > 1)}{also}"
         if self.letters and self.quotes == "auto" and any(map(_QUOTED.fullmatch, cells)):
             yield "a cell in quotes, which are text here, unless data.csv_quotes = quote"
         if "id" in self.names and _WHOLE.fullmatch(dict(zip(self.names, cells, strict=False)).get("id", "")):
             yield "an id that ends in .0, as whole numbers do in a column with a gap; it stays so"
-
-    def _are_rows(self, lines: Sequence[str]) -> bool:
-        """Whether nearly all of several lines have a row's delimiters, with no space after them, as prose has."""
-        parts, most, prose = [x for x in lines if x.strip()], len(self.names) - 1, f"{self.delimiter} "
-        alike = sum(x.count(self.delimiter) == most and (self._spaced or prose not in x) for x in parts)
-        return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
 
     def records(
         self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse_line
