@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pipejax.inference import kernels
+from support import quantised
 
 SUPPORT = Path(__file__).parent / "support" / "vnni"
 FLAGS = "-O1 -ffp-contract=off -fno-gnu-unique -std=c++17 -shared -fPIC -w -Wno-psabi"
@@ -119,6 +120,98 @@ def test_small_powers_count_with_their_own_values(
 ) -> None:
     head = by_level(*levels)
     np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.015 * np.abs(head[2]).max())
+
+
+ROUNDING = 1 / 46  # of powers and values, by a channel's largest value, as blocks.h derives it
+PEAKED = {
+    f"{count} {depth} below, {values}": [(1, 10, 20 * at), (count, 10 - depth, 20), (*far, -20 if flat else 20)]
+    for depth in (2.0, 5.0, 5.6, 6.2, 7.0, 8.8, 10.0, 11.0, 11.7)
+    for values, at, flat in (("beside a zero", 0, True), ("against the peak", -1, False), ("as the peak", 1, True))
+    for count, far in ((255, (255, -40)), (300, (300, -8)))
+}
+
+
+@pytest.mark.parametrize("levels", [pytest.param(levels, id=name) for name, levels in PEAKED.items()])
+def test_tails_of_a_peak_are_within_the_stated_error(
+    attend: Callable[..., np.ndarray], levels: list[tuple[int, float, float]]
+) -> None:
+    """Their numbers are the same in int8, so no more than powers and values are rounded."""
+    head = by_level(*levels, width=16)
+    off = np.abs(attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0)
+    assert off.max() < ROUNDING
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8, 12, 40, 100])
+def test_first_digits_alone_miss_no_more_than_stated(attend: Callable[..., np.ndarray], steps: int) -> None:
+    """Powers are so many steps of 1/256 from whole numbers, up with one value and down with the other."""
+    up, down = below(1 + steps / 256), below(1 - steps / 256)
+    head = by_level((1, 10, 0), (255, up, 1), (255, down, -1))
+    off = np.abs(attend(*head) - softmax(*head)) / np.abs(head[2]).max(axis=0)
+    assert off.max() < 1 / 128 + 2e-4
+
+
+@pytest.mark.parametrize("highest", [3e3, 5e4, 3e5, 1e6, 1e7, 1e9, 1e30])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_any_size_have_their_differences(
+    attend: Callable[..., np.ndarray], highest: float, sign: int
+) -> None:
+    queries, keys, values, bias = random(100, 32)
+    head = queries / 100, keys, values, np.round(bias) * max(2, 2e-6 * highest) + sign * np.float32(highest)
+    off = np.abs(attend(*head) - softmax(*(np.float32(x).astype(float) for x in head)))
+    assert off.max() < 0.03 * np.abs(values).max()
+
+
+def balanced(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The queries and keys that become int8: without the keys' mean, and both as large in a channel on average."""
+    keys = keys - keys.mean(axis=0)
+    of_queries, of_keys = (np.sqrt(np.abs(x).mean(axis=0)) for x in (queries, keys))
+    return queries * of_keys / of_queries, keys * of_queries / of_keys
+
+
+def largest_error_of_scores(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """[N, 1] of balanced queries and keys in int8, as blocks.h states it."""
+    of_query, of_key = (np.abs(x).max(axis=1, keepdims=True) / 127 for x in (queries, keys))
+    sizes = np.abs(queries).sum(axis=1, keepdims=True) * of_key.T + of_query * np.abs(keys).sum(axis=1)
+    both = of_query * of_key.T * queries.shape[1] / 2
+    return ((sizes + both) / 2).max(axis=1, keepdims=True) + 1e-4 + 1e-6 * np.abs(queries @ keys.T).max()
+
+
+def error_of_ties(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """[N, 1], by which scores may be off because float32 and float64 round a number to another one of two steps."""
+
+    def steps(x: np.ndarray) -> np.ndarray:
+        step = np.abs(x).max(axis=1, keepdims=True) / 127
+        return np.where(np.abs(x / step % 1 - 0.5) < 1e-4, step, 0)
+
+    scores = steps(queries) @ np.abs(keys).T + np.abs(queries) @ steps(keys).T
+    return scores.max(axis=1, keepdims=True)
+
+
+def drawn(rng: np.random.Generator) -> Head:
+    """A head of any length and width, flat or peaked; the values of half of them depend on the scores."""
+    n, width = int(np.exp(rng.uniform(np.log(2), np.log(600)))), int(rng.choice([16, 32, 48]))
+    queries, keys, values = rng.standard_normal((3, n, width)) * np.exp(rng.uniform(-2, 2, (3, 1, width)))
+    queries, bias = queries * rng.uniform(0, 1), rng.standard_normal(2 * n - 1) * rng.uniform(0, 8)
+    if rng.random() < 0.5:  # few peaks, a tail of so much less, and of every second key nothing, whose value is another
+        queries, bias = queries / 50, bias / 80 - rng.uniform(4, 12)
+        bias[::2] -= 30
+        bias[rng.choice(2 * n - 1, 4)] = 0
+        values = np.abs(values) ** rng.uniform(0, 1)
+        values[::2] *= rng.choice([-1, 0])
+    return queries, keys, values, bias
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_random_heads_are_within_the_stated_error(attend: Callable[..., np.ndarray], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        queries, keys, values, bias = head = drawn(rng)
+        found, largest, near = attend(*head), np.abs(values).max(axis=0), balanced(queries, keys)
+        error = 2 * np.tanh(largest_error_of_scores(*near) / 2)
+        assert (np.abs(found - softmax(*head)) <= (error + ROUNDING) * largest).all()
+        rounded = softmax(*(quantised.narrow(x, 1) for x in near), values, bias)
+        error = 2 * np.tanh(error_of_ties(*near) / 2)
+        assert (np.abs(found - rounded) <= (error + ROUNDING) * largest).all()
 
 
 def test_queries_side_by_side_keep_digits_of_their_own(attend: Callable[..., np.ndarray]) -> None:

@@ -87,8 +87,8 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
     """`oracle.attend` by blocks of keys, in int8: a scale for each query, each key and each output of a block's values.
 
     Before that keys lose their mean, and both are made as large in a channel on average. The powers of a query in a
-    block have steps of 1 / 256, 255 the largest. What is left over whole numbers weighs the mean of the block's values;
-    where that is more than a 24th of the powers it weighs their own.
+    block have steps of 1 / 256, 255 the largest. What is left over whole numbers weighs the mean of the block's values
+    where a bound of the error of that is at most 1 / 128 of a channel's largest value, else each value by itself.
     """
 
     def attend(
@@ -115,7 +115,12 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
             most = scores[:, :, keys].max(axis=2, keepdims=True)
             powers, values = np.round(256 * 255 * np.exp(scores[:, :, keys] - most)) / 256, value[:, keys]
             rest = powers - np.floor(powers + 1 / 2)
-            fine = np.abs(rest).sum(axis=2, keepdims=True) > powers.sum(axis=2, keepdims=True) / 24
+            largest = np.abs(values).max(axis=1, keepdims=True)
+            apart = (values - values.mean(axis=1, keepdims=True)) / np.where(largest == 0, 1, largest)
+            farthest, spread = np.abs(apart).max(axis=(1, 2)), np.linalg.norm(apart, axis=1).max(axis=1)
+            sizes = np.minimum(np.abs(rest), 127 / 256)
+            bounds = sizes.sum(axis=2).T * farthest, np.linalg.norm(sizes, axis=2).T * spread
+            fine = np.minimum(*bounds).T[:, :, None] > powers.sum(axis=2, keepdims=True) / 130
             digits = np.where(fine, powers, powers - rest)
             lost = np.where(fine, 0, rest.sum(axis=2, keepdims=True)) * values.mean(axis=1, keepdims=True)
             found += np.exp(most - highest) * (digits @ narrow(values, 1) + lost)

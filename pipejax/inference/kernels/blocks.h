@@ -1,15 +1,28 @@
 // Attention of a source to itself in int8, by blocks of keys, where the processor multiplies int8 but has no tiles.
 //
-// Scores of a few queries with a block stay in the processor's first cache. The softmax goes along: of each query the highest
-// score up to now, the sum of the powers, and the values that these weigh. (Milakov and Gimelshein, arXiv 1805.02867; Dao
-// et al., arXiv 2205.14135.)
+// Scores of a few queries with a block stay in the processor's first cache. The softmax is computed along the way: each query
+// keeps the highest score so far, the sum of the powers, and the values that these weigh. (Milakov and Gimelshein,
+// arXiv 1805.02867; Dao et al., arXiv 2205.14135.)
 //
 // Each query, each key and each output of a block's values has a scale of its own. A channel that is large in keys and small
-// in queries would make all others coarse, so before that both are balanced, which changes no product.
+// in queries would make all others coarse, so both are balanced before that, which changes no product.
 //
-// The powers of a query in a block are digits, 255 the largest, and what is left over them in steps of 1/256. That weighs the
-// mean of the block's values. Where it is more than a 24th of the powers it is a second digit, lest many small powers of one
-// kind count as the mean of all.
+// The powers of a query in a block are rounded to 16 bits, 65,280 the largest. The upper byte, rounded, is the first digit, and
+// the rest is the second one. The values are multiplied with first digits. Second digits weigh the mean of the block's values
+// where an upper bound of the error of that is at most kCoarse, else they are multiplied as well.
+//
+// The largest error of an output, as a multiple of the largest size A of its channel's values, in the order of the steps:
+//
+//  - Scores: 2 tanh(d / 2), where d is the largest error of a score. With steps s = (largest number) / 127 of the balanced
+//    query q and key k, int8 changes their score by at most sum(|q| s_k + |k| s_q + s_q s_k / 2) / 2. To that come 1e-4 for
+//    the exponential function, and rounding to float32. A shift of scores by up to d changes a softmax by at most tanh(d / 2) in
+//    total variation, and values lie up to 2 A apart.
+//  - Powers: 1/127. A power is rounded by up to half a step of 65,280, so 512 of them by 256 steps, of a sum of at least 65,280.
+//  - Second digits that weigh the mean: kCoarse, 1/128. With first digits alone the values v of a channel, whose mean is m, lack
+//    sum(r (v - m)) for second digits r, which is at most sum|r| max|v - m| and at most sqrt(sum r^2 sum (v - m)^2).
+//  - Values: 1/168. int8 changes them by up to A / 254, and first digits sum up to at most 1.51 times the powers.
+//
+// The last three are at most 1/46 together: 2.2 % of A.
 #pragma once
 
 #include "attention.h"
@@ -21,7 +34,7 @@ namespace pipejax {
 constexpr int64_t kBlock = 512;  // keys of a block
 constexpr int kAsking = 24;      // queries that a block meets while the cache holds it
 constexpr int kTogether = 6;     // of them at a time: with four panels 24 of 32 registers hold sums
-constexpr float kTaken = 1.0f / 24;   // of a query's powers in a block that rounding may take
+constexpr float kCoarse = 1.0f / 130;  // error that first digits alone may cause: 1 / 128, less 1 / 127 of it (see Raise)
 constexpr int32_t kSteps = 256;  // of a second digit in a step of the first
 
 // GCC keeps sums in memory between loops that it leaves as they are, and products are as short as a head is wide.
@@ -94,6 +107,7 @@ class KeyBlock {
       for (int64_t g = 0; g < whole_ / 4; ++g) numbers = Dot<kInt8>(numbers, Ints{} + 0x01010101, groups[g]);
       *reinterpret_cast<Ints*>(sums_.data() + k) = numbers;
     }
+    SetSpread(values, stride);
   }
 
   // Adds what C queries from the first on find. `bias`: of the first with the block's first key.
@@ -110,7 +124,7 @@ class KeyBlock {
       const float highest = Most(high[c]), now = std::max(most, highest), fade = std::exp(most - now);
       const Raised raised = Raise(asking, c, highest);
       const float weight = std::exp(highest - now);
-      const bool fine = raised.taken > raised.sum * kTaken;
+      const bool fine = std::min(raised.sizes * farthest_, std::sqrt(raised.squares) * spread_) > raised.sum * kCoarse;
       shares[c] = {found + c * found_stride, weight, fine ? 0.0f : raised.rest * weight};
       if (fine) finer[count] = {shares[c].found, weight / kSteps, 0.0f}, of[count++] = c;
       most = now, total = total * fade + raised.sum * weight;
@@ -153,21 +167,39 @@ class KeyBlock {
     }
   }
 
-  // Of powers the sum; what is left over their digits, and the sizes of that.
+  // Sets how far values are from their channel's mean, as a multiple of its largest value; of all channels the most.
+  void SetSpread(const float* values, int64_t stride) {
+    farthest_ = spread_ = 0.0f;
+    for (int64_t k = 0; k < width_; k += kLanes) {
+      const Lanes mean = Load(means_.data() + k), largest = Load(value_scales_.data() + k) * 127.0f;
+      const Lanes by = largest < kLeast ? Lanes{} : 1.0f / largest;
+      Lanes farthest = {}, squares = {};
+      for (int64_t l = 0; l < length_; ++l) {
+        const Lanes apart = Size(Load(values + l * stride + k) - mean) * by;
+        farthest = apart > farthest ? apart : farthest, squares = Fma(apart, apart, squares);
+      }
+      for (int lane = 0; lane < kLanes; ++lane) {  // std::max passes over what is not a number
+        farthest_ = std::max(farthest_, farthest[lane]), spread_ = std::max(spread_, std::sqrt(squares[lane]));
+      }
+    }
+  }
+
+  // The sum of a query's powers and of their second digits, in steps of the first digit; of second digits also the sum of
+  // their sizes and that of their squares.
   struct Raised {
-    float sum, rest, taken;
+    float sum, rest, sizes, squares;
   };
 
-  // 255 e^(a query's scores - the highest), to 1e-4 of it, in two digits.
+  // 255 e^(a query's scores - the highest), to 1e-4 of it, in two digits. In sizes and squares a digit of -128 counts as 127.
   Raised Raise(Asking& asking, int c, float highest) const {
     constexpr float kLog2E = 1.44269504f, kLog2OfMost = 15.99435344f;  // of 255 kSteps
-    const Lanes offset = Lanes{} + (kLog2OfMost - highest * kLog2E);
+    const Lanes offset = Lanes{} + kLog2OfMost;
     const Ints ones = Ints{} + 0x01010101;
-    Ints units = {}, rest = {}, taken = {}, bad = {};
+    Ints units = {}, rest = {}, sizes = {}, squares = {}, bad = {};
     for (int64_t key = 0; key < whole_; key += 4 * kPanel) {
       Ints powers[4];
       UNROLLED for (int p = 0; p < 4; ++p) {
-        const Lanes exponent = Fma(Load(asking.scores + c * kBlock + key + p * kPanel), kLog2E, offset);
+        const Lanes exponent = Fma(Load(asking.scores + c * kBlock + key + p * kPanel) - highest, kLog2E, offset);
         const Lanes part = (Lanes)_mm512_reduce_ps((__m512)exponent, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         Lanes root = Lanes{} + 7.8024521e-2f;
         for (float factor : {2.2606716e-1f, 6.9583356e-1f, 9.9992522e-1f}) root = Fma(root, part, Lanes{} + factor);
@@ -185,11 +217,13 @@ class KeyBlock {
       *reinterpret_cast<Ints*>(asking.finer + (c * kBlock + key) / 4) = finer;
       units = Dot<kInt8>(units, digits, ones);
       rest = Dot<kInt8>(rest, ones, finer);
-      taken = Dot<kInt8>(taken, (Ints)_mm512_abs_epi8((__m512i)finer), ones);
+      const Ints size = (Ints)_mm512_min_epu8(_mm512_abs_epi8((__m512i)finer), _mm512_set1_epi8(127));
+      sizes = Dot<kInt8>(sizes, size, ones), squares = Dot<kInt8>(squares, size, size);
     }
-    const float all = static_cast<float>(Sum(rest)) / kSteps;
+    constexpr float kStep = 1.0f / kSteps;
+    const float all = Sum(rest) * kStep;
     const bool broken = _mm512_movepi32_mask((__m512i)bad);
-    return {broken ? NAN : static_cast<float>(Sum(units)) + all, all, static_cast<float>(Sum(taken)) / kSteps};
+    return {broken ? NAN : Sum(units) + all, all, Sum(sizes) * kStep, Sum(squares) * kStep * kStep};
   }
 
   // Bytes of four vectors as packing leaves them, four of each vector in turn: one vector after the other.
@@ -245,6 +279,7 @@ class KeyBlock {
   int64_t length_, whole_, width_;
   Ints32 keys_, values_, sums_;  // the latter of an output's whole numbers
   Floats32 key_scales_, value_scales_, means_;
+  float farthest_, spread_;  // of a value from its channel's mean, and the root of the sum of its squares, by the largest value
 };
 
 #endif

@@ -23,7 +23,7 @@ inline To InEach(From from) {  // from(lane), of 16
 }
 
 inline __m512 _mm512_set1_ps(float x) { return __m512{} + x; }
-inline __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) { return x * y + z; }
+inline __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) { return InEach<__m512>([&](int i) { return __builtin_fmaf(x[i], y[i], z[i]); }); }
 inline __m512 _mm512_sqrt_ps(__m512 x) { return InEach<__m512>([&](int i) { return std::sqrt(x[i]); }); }
 inline __m512 Floor(__m512 x) {  // of numbers of a moderate size
   const __m512 whole = __builtin_convertvector(__builtin_convertvector(x, IntsOf512), __m512);
@@ -64,6 +64,18 @@ inline __m512i _mm512_abs_epi8(__m512i x) {
   for (int8_t& byte : bytes) byte = std::abs(byte);
   std::memcpy(&x, bytes, 64);
   return x;
+}
+inline __m512i _mm512_min_epu8(__m512i x, __m512i y) {
+  uint8_t bytes[2][64];
+  std::memcpy(bytes[0], &x, 64), std::memcpy(bytes[1], &y, 64);
+  for (int i = 0; i < 64; ++i) bytes[0][i] = bytes[1][i] < bytes[0][i] ? bytes[1][i] : bytes[0][i];
+  std::memcpy(&x, bytes[0], 64);
+  return x;
+}
+inline __m512i _mm512_set1_epi8(int8_t x) {
+  __m512i all;
+  std::memset(&all, x, 64);
+  return all;
 }
 inline __m512i _mm512_cvtps_epi32(__m512 x) {  // what is no such number becomes the least one
   return (__m512i)InEach<IntsOf512>([&](int i) { return std::fabs(x[i]) < 0x1p31f ? (int32_t)std::nearbyint(x[i]) : INT32_MIN; });
