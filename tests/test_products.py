@@ -124,7 +124,8 @@ def test_answers_by_bounds_are_those_by_all_products(name, kernel, monkeypatch):
     monkeypatch.setattr(products, "FEW", 12)
     monkeypatch.setattr(products, "_peaks", lambda *given, **more: asked.append(given) or peaks(*given, **more))
     found = decoded(BACKBONES[name], params, Products("auto", kernel))
-    assert asked and (found.tokens == plain.tokens).all() and (found.steps == plain.steps).all()
+    assert (found.tokens == plain.tokens).all() and (found.steps == plain.steps).all()
+    assert {by.outputs for _, by, _ in asked} == {50}  # no other product than the head's
     if name == "t5gemma":
         return
     asked.clear()

@@ -67,6 +67,7 @@ def take_apart(
     head an int8 copy as well.
     """
     found: dict[tuple[str, ...], str] = {}
+    heads: set[tuple[str, ...]] = set()
 
     def run(params: Tree) -> object:
         own = flatten_dict(params)
@@ -77,6 +78,7 @@ def take_apart(
                 # A subclass or a transformation of Flax's may have made something else of the parameter.
                 is_own = getattr(module, name, module.get_variable("params", name)) is own.get((*path, name))
                 found[path] = found.get(path, name) if is_own else ""
+                heads.update([path] if _is_head(name, module) else [])
             return call(*given, **more)
 
         with nn.intercept_methods(look):
@@ -89,7 +91,7 @@ def take_apart(
         inputs, outputs = part[name].shape if name == "kernel" else part[name].shape[::-1]
         if inputs % kernels.PANEL == 0:  # what the kernel reads at once
             held = Panels(compute(matrix, part, weights=weights), outputs)
-            if rough and held.matrix.rows.dtype == jnp.float32 and outputs >= MANY:
+            if rough and path in heads and held.matrix.rows.dtype == jnp.float32 and outputs >= MANY:
                 held = dataclasses.replace(held, rough=compute(roughen, part))
             matrices["/".join(path)] = held
     with multiplying(matrices, kernels.LEVELS[-1]):
@@ -126,10 +128,9 @@ def multiplying(matrices: dict[str, Panels], level: kernels.Level, cap: float | 
         by = matrices.get("/".join(context.module.path)) if name else None
         if by is None:
             return call(*given, **more)
-        is_head = name == "embedding" or isinstance(context.module, Head)
         if cap is not None and by.rough and given[0].size <= FEW * given[0].shape[-1]:
             return _peaks(given[0], by, by.rough, cap=cap, level=level)
-        return _multiply(given[0], by, level=level, finer=is_head)
+        return _multiply(given[0], by, level=level, finer=_is_head(name, context.module))
 
     return nn.intercept_methods(replace)
 
@@ -138,6 +139,10 @@ def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
     """The parameter that a call multiplies with, if nothing but that is its work."""
     name: str | None = getattr(getattr(type(context.module), context.method_name, None), "multiplies_with", None)
     return None if name is None or context.module.has_variable("params", lora.A) else name
+
+
+def _is_head(name: str | None, module: nn.Module) -> bool:
+    return name == "embedding" or isinstance(module, Head)
 
 
 def _multiply(columns: Array, by: Panels, *, level: kernels.Level, finer: bool) -> Array:
