@@ -115,6 +115,94 @@ def test_the_highest_of_a_heads_products_is_found_by_bounds(kind, cap, kernel):
             assert 0 < (found == whole).mean() < 0.5
 
 
+SIZES = {  # what rows and hidden states of random numbers are multiplied with; and how every third row is
+    "tiny rows": (1e-18, 1.0, None),
+    "tiny rows and hidden states": (1e-12, 1e-13, None),
+    "denormal rows": (1e-40, 1.0, None),
+    "denormal rows, huge hidden states": (1e-40, 1e20, None),
+    "huge rows": (1e30, 1.0, None),
+    "products overflow": (1e25, 1e15, None),
+    "tiny hidden states": (1.0, 1e-30, None),
+    "denormal hidden states": (1.0, 1e-41, None),
+    "huge hidden states": (0.01, 1e37, None),
+    "huge hidden states, zero rows": (0.01, 1e37, 0.0),
+    "zero rows": (1.0, 1.0, 0.0),
+    "zero rows among tiny rows": (1e-20, 1.0, 0.0),
+    "denormal rows among others": (1.0, 1.0, 1e-41),
+    "tiny rows among others": (1.0, 1.0, 1e-18),
+    "huge rows among others": (1.0, 1e-5, 1e30),
+    "rows that are no numbers": (1.0, 1.0, np.nan),
+    "infinite rows": (1.0, 1.0, np.inf),
+    "infinite rows, zero hidden states": (1.0, 0.0, np.inf),
+    "hidden states that are no numbers": (1.0, np.nan, None),
+    "infinite hidden states": (1.0, np.inf, 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def by_bounds_and_by_products(kernel):
+    """Of a table [V, D] and columns [N, D] the highest row by bounds and by all products; and both [N, V]."""
+
+    @jax.jit
+    def compute(rows, x):
+        by = products.Panels(matrix({"embedding": rows}, weights="auto"), len(rows))
+        rough = products.roughen({"embedding": rows})
+        both = products._peaks(x, by, rough, cap=0.0, level=kernel), products._multiply(x, by, level=kernel, finer=True)
+        return [first_argmax(each.T) for each in both], both
+
+    return lambda rows, x: jax.device_get(compute(rows, x))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", SIZES)
+@np.errstate(all="ignore")
+def test_bounds_hold_for_numbers_of_any_size(name, sign, by_bounds_and_by_products):
+    of_rows, of_columns, third = SIZES[name]
+    rng = np.random.default_rng(5)
+    rows, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((1003, 64), (4, 64)))
+    rows, x = sign * np.abs(rows) * np.float32(of_rows), np.abs(x) * np.float32(of_columns)
+    rows[500:600] = rows[100:200]
+    if third is not None:
+        rows[::3] *= np.float32(third)
+    (found, wanted), (bounds, whole) = by_bounds_and_by_products(rows, x)
+    np.testing.assert_array_equal(found, wanted)
+    assert (np.isnan(whole) | (bounds >= whole)).all()
+    exact = x.astype(np.float64) @ rows.T.astype(np.float64)
+    if np.isfinite(whole).all() and "denormal" not in name:  # where a processor may take them for zeros
+        most, chosen = exact.max(axis=1), np.take_along_axis(exact, found[:, None], 1)[:, 0]
+        assert (chosen >= most - 1e-5 * np.abs(most) - 1e-36).all()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_bounds_hold_for_tables_of_rows_of_all_sizes(seed, by_bounds_and_by_products):
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        rows, x = (rng.standard_normal(shape) for shape in ((1003, 64), (4, 64)))
+        rows *= 10 ** rng.uniform(*sorted(rng.uniform(-46, 38, 2)), (1003, 1))
+        x *= 10 ** rng.uniform(-46, 37, (4, 1))
+        rows[rng.choice(1003, 50)] = rows[rng.choice(1003, 50)]  # the lowest number of equals
+        with np.errstate(all="ignore"):
+            given = rows.astype(np.float32), x.astype(np.float32)
+        (found, wanted), (bounds, whole) = by_bounds_and_by_products(*given)
+        np.testing.assert_array_equal(found, wanted)
+        assert (np.isnan(whole) | (bounds >= whole)).all()
+
+
+def test_bounds_leave_room_for_rounding_and_no_more(by_bounds_and_by_products):
+    """The sums of a row, and of the same row in int8, are rounded apart as far as can be, each number in its direction.
+
+    The row is exact in int8, 127 and many ones with a scale a little above 1. In the sum of whole numbers each small
+    number is a little less than half of the last place, and is lost. In the other sum it is a little more.
+    """
+    rows, x = np.ones((64, 256), np.float32), np.full(256, 2.0**-17 * (1 - 2.0**-18), np.float32)
+    rows[:, 0], x[0] = 127, 130 / 127
+    rows *= np.float32(1 + 2.0**-16)
+    rows[40] *= 2  # in another panel: the bounds of the other rows are not products, then
+    _, (bounds, whole) = by_bounds_and_by_products(rows, x[None])
+    rough = np.float32(127) * x[0] * np.float32(1 + 2.0**-16)
+    assert whole[0, 0] <= bounds[0, 0] and whole[0, 0] > rough + 0.9 * (bounds[0, 0] - rough)
+
+
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in GEMMAS])
 def test_answers_by_bounds_are_those_by_all_products(name, kernel, monkeypatch):
     params, asked = varied(BACKBONES[name], 2, centered=True), []

@@ -31,6 +31,7 @@ from pipejax.system import Tree
 
 Array = jax.Array
 MANY, FEW = 2**15, 8  # outputs of a head, and columns: with more, arithmetic takes longer than reading
+SMALL, LARGE = 2.0**-40, 2.0**60  # between them products of bounded rows and columns neither underflow nor overflow
 
 
 @flax.struct.dataclass
@@ -47,7 +48,7 @@ class Rough:
     """The same matrix in int8."""
 
     matrix: Matrix
-    apart: Array  # f32 [O], how far its products with x are at the most from those of the whole matrix, by |x|
+    apart: Array  # f32 [O], the largest difference of its product with x from that of the whole matrix, by |x|
 
 
 @flax.struct.dataclass
@@ -106,12 +107,22 @@ def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
 
 
 def roughen(part: Tree) -> Rough:
-    """A table or projection in int8; by |x| apart are the lengths of the rows' differences, and room for sums."""
+    """A table or projection in int8, and how far a product with a column x is from that of the whole matrix, by |x|.
+
+    Each row w of the matrix becomes v. The difference of the computed products is at most |w - v| |x| in length, and
+    what rounding adds: in both products each of the I sums, and a few operations more, rounds by 2^-24 of |w| |x| or
+    |v| |x| at most. That holds while no number overflows or underflows. Rows that could are never bounded (inf).
+    """
     rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
+    largest = jnp.abs(rows).max(axis=1, keepdims=True)
+    bounded = (largest >= SMALL) & (largest <= LARGE)
+    by = jnp.where(bounded, largest, 1)  # squares of small numbers would be 0
     whole = held.rows * held.scale[:, None]
-    lengths = jnp.linalg.norm(rows, axis=1) + jnp.linalg.norm(whole, axis=1)
-    of_sums = 4 * rows.shape[1] * 2.0**-23
-    apart = jnp.linalg.norm(rows - whole, axis=1) * 1.001 + of_sums * lengths
+    length, of_whole, difference = (jnp.linalg.norm(x / by, axis=1) for x in (rows, whole, rows - whole))
+    of_rounding = (rows.shape[1] + 8) * 2.0**-24 * (length + of_whole)
+    apart = (difference + of_rounding) * by[:, 0] * 1.001
+    # A row of zeros is exact. Where the processor takes the smallest numbers for zeros they add up to less than this.
+    apart = jnp.where(largest[:, 0] == 0, 2.0**-100, jnp.where(bounded[:, 0], apart, jnp.inf))
     more = -len(apart) % kernels.PANEL
     in_panels = matrix({"embedding": held.rows, SCALE: held.scale}, weights="int8")
     return Rough(in_panels, jnp.pad(apart, (0, more), constant_values=jnp.inf))

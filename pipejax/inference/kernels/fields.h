@@ -97,4 +97,4 @@
 #define PEAKS_FIELDS(ARRAY, MATRIX, PANELS)                                                       \
   PRODUCT_FIELDS(ARRAY, MATRIX, PANELS) /* float32 */                                             \
   MATRIX(rough, O, I)                   /* the same in int8 */                                    \
-  ARRAY(apart, f32, O) /* how far their products are at the most, by the column's length; inf: no output */
+  ARRAY(apart, f32, O) /* how far their products are at the most, by the column's length; inf: unknown, or no output */

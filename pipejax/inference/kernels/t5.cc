@@ -373,7 +373,8 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBu
 }
 
 // f32 [N, O]: a column's products that may be the highest, and bounds of all others that lie lower than it by `margin`. A
-// quarter of the bytes is read for that. Where the highest is farther from 0 than `limit`, all are products.
+// quarter of the bytes is read for that. All are products where the highest is farther from 0 than `limit`, or where the
+// column is so small or large that bounds might underflow or overflow.
 ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuffer<ffi::F32> result,
                  ffi::Span<const int64_t> attribute, float margin, float limit) {
   if (attribute.size() != ProductNumbers::kCount) return Wrong("peaks: numbers of another table");
@@ -386,11 +387,14 @@ ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuff
   if (fields.matrix.kind != kFloat32 || fields.rough.kind != kInt8) return Wrong("peaks: matrices of other kinds");
   const float *columns = fields.columns, *apart = fields.apart;
   float* found = result->typed_data();
+  constexpr double kSmall = 0x1p-40, kLarge = 0x1p60;
   std::vector<float> lengths(count), floors(count, -INFINITY);
   for (int64_t c = 0; c < count; ++c) {
     double squares = 0;
     for (int64_t k = 0; k < inputs; ++k) squares += static_cast<double>(columns[c * inputs + k]) * columns[c * inputs + k];
-    lengths[c] = static_cast<float>(std::sqrt(squares) * (1 + 1e-6));
+    const double length = std::sqrt(squares) * (1 + 1e-6);
+    const bool bounded = length >= kSmall && length <= kLarge;  // as products.py has them; not if a number is none
+    lengths[c] = bounded ? static_cast<float>(length) : INFINITY;
   }
   constexpr int64_t kTask = 8;  // panels
   const int64_t panels = fields.rough.panels, tasks = (panels + kTask - 1) / kTask;
