@@ -1,12 +1,9 @@
 """The bytes of text that each token of a vocabulary writes, whatever stands before it."""
 
-import re
-
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import BYTE, Tokenizer
 from pipejax.system.errors import UserError
 
 SPACE = "▁"  # stands for a space in the pieces of SentencePiece
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
@@ -24,7 +21,7 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
         raise UserError(f"tokenizer: found one of {kinds or 'an unknown kind'}; expected one of pieces or of bytes")
     found = [piece.replace(SPACE, " ").encode() for piece in pieces]
     if "ByteFallback" in kinds:
-        bytes_apart = ((i, _BYTE.fullmatch(tokenizer.piece(i))) for i in range(size))
+        bytes_apart = ((i, BYTE.fullmatch(tokenizer.piece(i))) for i in range(size))
         for i, byte in bytes_apart:
             found[i] = bytes([int(byte[1], 16)]) if byte else found[i]
     return found

@@ -48,6 +48,9 @@ _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a nam
 _say_once = functools.cache(logger.warning)
 SETTINGS = 2**20  # bytes of a file of settings, at the most
 WINDOW = 16  # tokens that are decoded again to see what one more adds, at the most
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of a byte, for the decoder ByteFallback
+# Steps of decoding that change each piece by itself, or join the pieces.
+TOKENWISE = ("ByteLevel", "WordPiece", "BPEDecoder", "Metaspace", "Replace", "Strip", "Fuse")
 _UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
 
@@ -150,11 +153,41 @@ class Tokenizer:
 
     def decoders(self) -> tuple[str, ...] | None:
         """The steps by which the library tokenizers makes text; (): spaces part pieces; None: of another library."""
+        return None if self._backend is None else tuple(step["type"] for step in self._decoding_steps)
+
+    def settles(self, token: int) -> bool:
+        """Whether the text of ids that end with this token begins the text of longer ids, half a character apart.
+
+        The decoder ByteFallback decodes neighbouring bytes together: if some are invalid UTF-8, none of them becomes
+        the character that it would be alone.
+        """
+        if self._growth != "runs of bytes":
+            return self._growth == "tokens"
+        return BYTE.fullmatch(self.piece(token)) is None and self.decode_known([token]) != ""
+
+    @functools.cached_property
+    def _growth(self) -> str:
+        """The parts that become text independently of what follows: "tokens", "runs of bytes", or "rows"."""
         if self._backend is None:
-            return None
+            return "tokens" if type(self._inner).__name__ == "ByT5Tokenizer" else "rows"
+        fused, found = False, "tokens"
+        for step in self._decoding_steps:
+            kind = step["type"]
+            is_wide = kind == "Strip" and step["stop"] > 0
+            is_wide |= kind == "Replace" and len(step["pattern"].get("String", "  ")) > 1  # may span two pieces
+            if kind == "ByteFallback" and not fused:
+                found = "runs of bytes"
+            elif kind not in TOKENWISE or (fused and is_wide):
+                return "rows"
+            fused |= kind == "Fuse"
+        return found
+
+    @functools.cached_property
+    def _decoding_steps(self) -> list[dict[str, Any]]:
         made = self._backend.decoder
         found = strict_json.loads(made.__getstate__()) if made is not None else {"decoders": []}
-        return tuple(step["type"] for step in found.get("decoders", [found]))
+        steps: list[dict[str, Any]] = found.get("decoders", [found])
+        return steps
 
     def other_pieces(self, other: "Tokenizer") -> list[int]:
         here, there = ({i: piece for piece, i in each._inner.get_vocab().items()} for each in (self, other))
@@ -170,33 +203,36 @@ class Tokenizer:
 
 
 class Growing:
-    """The text of a row of tokens while it grows: the pieces are the row's text when it is complete.
+    """The text of a row of tokens while it grows: the pieces, joined, are the text that `Tokenizer.decode` gives it.
 
-    Only the last tokens are decoded with each new one: all of them would take a time that grows with the row.
+    A piece is given out once no later token can change it. Only the last tokens are decoded with each new one: to
+    decode all of them would take a time that grows with the row.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last ones
-        self._said = ""  # of their text, what was given out
+        self._given = ""  # of their text, what was given out
 
     def add(self, token: int) -> str:
         if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
             return ""
         self._ids.append(token)
-        text = self._tokenizer.decode_known(self._ids)
-        if text.endswith("\ufffd") or not text.startswith(self._said):
+        if not self._tokenizer.settles(token):
             return ""
-        added, self._said = text[len(self._said) :], text
+        text = self._tokenizer.decode_known(self._ids)
+        if text.endswith("\ufffd"):  # perhaps the beginning of a character
+            return ""
+        added, self._given = text[len(self._given) :], text
         if len(self._ids) >= WINDOW:
             later = self._tokenizer.decode_known(self._ids[WINDOW // 2 :])
             if later and text.endswith(later):
-                self._ids, self._said = self._ids[WINDOW // 2 :], later
+                self._ids, self._given = self._ids[WINDOW // 2 :], later
         return added
 
     def rest(self) -> str:
         text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
-        added, self._said = text[len(self._said) :], text
+        added, self._given = text[len(self._given) :], text
         return added
 
 

@@ -19,7 +19,7 @@ class RowEvent(NamedTuple):
 
     row: int
     token: int
-    text: str | None  # of the row so far, without half a character; None without a tokenizer
+    text: str | None  # of the row so far, as far as no later token changes it; None without a tokenizer
     done: bool  # whether the row has ended; then the token is its eos
 
 
@@ -43,7 +43,7 @@ def _all_events(
 ) -> Iterator[RowEvent | Decoded]:
     rows, place = len(batch.starts), add()
     known, ended, over = np.zeros(rows, np.int64), np.zeros(rows, bool), False
-    growing, said = defaultdict[int, Growing](lambda: Growing(tokenizer)), defaultdict[int, str](str)  # by row
+    growing, text = defaultdict[int, Growing](lambda: Growing(tokenizer)), defaultdict[int, str](str)  # by row
     try:
         while not over:
             decoded, done = batch.advance()
@@ -56,9 +56,14 @@ def _all_events(
             written = decoded.tokens[place].tolist()
             found = [(step, False, row, written[row][j]) for step, row, j in news]
             found += [(int(batch.starts[row] + known[row]), True, row, batch.strategy.eos) for row in closed]
-            for _, is_end, row, token in sorted(found):  # the same order however many steps were taken at once
-                said[row] += growing[row].rest() if is_end else growing[row].add(token)
-                yield RowEvent(row, token, said[row] if tokenizer else None, is_end)
+            found.sort()  # the same order however many steps were taken at once
+            cut = {row for row in range(rows) if not ended[row] and (over or known[row] == decoded.tokens.shape[2])}
+            last = {row: i for i, (*_, row, _) in enumerate(found) if row in cut}  # the last events of cut rows
+            for i, (_, is_end, row, token) in enumerate(found):
+                text[row] += growing[row].rest() if is_end else growing[row].add(token)
+                if last.get(row) == i:
+                    text[row] += growing[row].rest()
+                yield RowEvent(row, token, text[row] if tokenizer else None, is_end)
     finally:
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)

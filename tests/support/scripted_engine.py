@@ -53,7 +53,7 @@ class ScriptedEngine:
         texts = None if tokenizer is None else [tokenizer.decode(row) for row in rows]
         return {
             "id": 0,
-            "text": None if texts is None else self.generator.config.data.separator.join(texts),
+            "text": None if texts is None else self.generator.config.data.separator.join(filter(None, texts)),
             "rows": texts,
             "row_ids": [list(row) for row in rows],
             "steps": 9,

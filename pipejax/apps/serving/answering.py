@@ -110,7 +110,8 @@ class Completion:
                 choice.record = item
                 pieces += choice.writing.end()
                 choice.tokens = sum(map(len, item["row_ids"]))  # without those of rows that were left out
-                self._end(choice, "length" if item["truncated"] else "stop")
+                is_cut = item["truncated"] and not choice.writing.stopped
+                self._end(choice, "length" if is_cut else "stop")
             for i, pieces in added.items():
                 self.choices[i].pieces += pieces
             yield [(self.choices[i], pieces) for i, pieces in added.items()]
