@@ -253,7 +253,6 @@ OTHER_KINDS: dict[str, tuple[dict[str, object], str, str]] = {
     "no prefix": ({"add_dummy_prefix": False}, "the quick fox", "add_dummy_prefix: false"),
     "spaces are kept": ({"remove_extra_whitespaces": False}, "  the  fox ", "remove_extra_whitespaces: false"),
     "spaces behind": ({"treat_whitespace_as_suffix": True}, "the quick fox", "treat_whitespace_as_suffix: true"),
-    "unknown is 0": ({"unk_id": 0, "pad_id": 3}, "the é fox", "unk_id: 0"),
     "words": ({"model_type": "word", "vocab_size": 22}, "The Fox", "model_type: WORD"),
     "symbols": ({"user_defined_symbols": ["<sep>"]}, "the <sep> fox", 'user_defined_symbols: "<sep>"'),
 }

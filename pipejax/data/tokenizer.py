@@ -38,7 +38,7 @@ _READ = (
 # The settings of a spiece.model or a tokenizer.json that T5Tokenizer does not ask for.
 _NOT_T5S = re.compile(
     r'byte_fallback"?: true|treat_whitespace_as_suffix: true|add_dummy_prefix: false|remove_extra_whitespaces: false'
-    r'|model_type: (?:BPE|WORD|CHAR)|unk_id: (?!2\b)\d+|user_defined_symbols: "(?!.*<extra_id)[^"]*"'
+    r'|model_type: (?:BPE|WORD|CHAR)|user_defined_symbols: "(?!.*<extra_id)[^"]*"'
     r'|"prepend_scheme": "never"'
 )
 # For every call that reads files: never run code from the directory, and do not ask the user whether to.
@@ -145,6 +145,13 @@ class Tokenizer:
         with self._lock:
             return list(self._inner("", verbose=False)["input_ids"])
 
+    def unknown_is(self, number: int) -> bool:
+        """Whether a character that no vocabulary has becomes this id."""
+        try:
+            return number in self.encode(_UNKNOWN)
+        except Exception:  # tokenizers raises it where a vocabulary has no id for such characters
+            return False
+
     def is_word(self, number: int) -> bool:
         """Whether an id stands for text: it is no special token by the files, and has no brackets as <s> and [PAD]."""
         piece, added = self.piece(number), self._inner.added_tokens_decoder.get(number)
@@ -246,8 +253,18 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
         )
     if tokenizer.is_word(eos):
         raise UserError(f"{found}; expected an id that stands for no text, as it ends sources and rows")
-    if tokenizer.unknown == eos and eos in tokenizer.encode(_UNKNOWN):
-        raise UserError(f"{found}, and stands for all that it lacks; expected an id that ends a text and means no more")
+    if tokenizer.unknown_is(eos):
+        if tokenizer.unknown == eos:
+            raise UserError(
+                f"{found}, and stands for all that it lacks; expected an id that ends a text and means no more"
+            )
+        unknown = (
+            "none" if tokenizer.unknown is None else f"{tokenizer.piece(tokenizer.unknown)!r} = {tokenizer.unknown}"
+        )
+        logger.warning(
+            f"{found}, and by its vocabulary also stands for unknown characters, although unk_token is {unknown}; "
+            "followed: an unknown character ends a source, and is left out of rows"
+        )
 
 
 def source_ids(text: str, tokenizer: Tokenizer, model: Backbone) -> list[int]:
@@ -349,22 +366,52 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     if needed and not any(look(directory / name) == "file" for name in needed):
         found = f"{there}, which its {type(inner).__name__} does not read" if there else "no vocabulary"
         raise UserError(f"{named}: found {found}; expected {' or '.join(needed)}")
+    _follow(inner, directory, str(named))
+    return inner
+
+
+def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> None:
+    """Lets a tokenizer of transformers follow its files where the class does not, or logs what it does not follow."""
+    _keep_unknown(inner, directory)
     if type(inner).__name__.startswith("T5") and (lost := _not_followed(directory)):
         _say_once(
-            f"{named}: not followed, as T5Tokenizer of transformers 5 does not: {', '.join(lost)}; ids may be others "
+            f"{name}: not followed, as T5Tokenizer of transformers 5 does not: {', '.join(lost)}; ids may be others "
             "than in training. A tokenizer.json with the class PreTrainedTokenizerFast is followed"
         )
-    return inner
+
+
+def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
+    """Gives unknown characters the id that the vocabulary's file says, where transformers takes one by the class.
+
+    T5Tokenizer takes 2. What other classes take is right if it is the id of unk_token.
+    """
+    if not inner.is_fast or type(inner.backend_tokenizer.model).__name__ != "Unigram":
+        return
+    backend, is_t5 = inner.backend_tokenizer, type(inner).__name__.startswith("T5")
+    if look(file := directory / "tokenizer.json"):
+        own = json.loads(file.read_bytes())["model"].get("unk_id")
+    else:  # classes other than T5's number the pieces of a spiece.model anew
+        own = _read_proto(directory).trainer_spec.unk_id if is_t5 else None
+    content = json.loads(backend.to_str())
+    taken = content["model"]["unk_id"]
+    if own in (None, taken) or not (is_t5 or taken is None or backend.id_to_token(taken) != inner.unk_token):
+        return
+    content["model"]["unk_id"] = own
+    inner._tokenizer = type(backend).from_str(json.dumps(content))
 
 
 def _not_followed(directory: Path) -> list[str]:
     """The settings of a vocabulary for which T5Tokenizer takes T5's."""
     if look(file := directory / "tokenizer.json"):
         return _NOT_T5S.findall(json.dumps(strict_json.loads(file.read_bytes())))
+    model = _read_proto(directory)
+    return _NOT_T5S.findall(f"{model.trainer_spec}{model.normalizer_spec}")
+
+
+def _read_proto(directory: Path) -> Any:
     from sentencepiece import sentencepiece_model_pb2 as proto
 
-    model = proto.ModelProto.FromString((directory / "spiece.model").read_bytes())  # type: ignore[attr-defined]
-    return _NOT_T5S.findall(f"{model.trainer_spec}{model.normalizer_spec}")
+    return proto.ModelProto.FromString((directory / "spiece.model").read_bytes())  # type: ignore[attr-defined]
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "PreTrainedTokenizerBase":
@@ -400,22 +447,25 @@ def _damage(directory: Path) -> str:
 
 
 def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTokenizerBase":
+    import huggingface_hub
+
     transformers, at = import_transformers(), _DATA | revision
     try:
-        return transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)  # if downloaded before
+        inner = transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)  # if downloaded before
     except Exception:
-        pass
-    try:
-        import huggingface_hub
-
-        # Asked first, because without a network transformers would try for a minute.
-        huggingface_hub.model_info(of_hub, timeout=_HUB_TIMEOUT, **revision)
-        return transformers.AutoTokenizer.from_pretrained(of_hub, **at)
-    except Exception as error:
-        raise UserError(
-            f"{name}: found neither a directory nor a reachable hub id ({hub.reason(error)}); "
-            f"expected a directory of tokenizer files or a hub id"
-        ) from error
+        try:
+            # Asked first, because without a network transformers would try for a minute.
+            huggingface_hub.model_info(of_hub, timeout=_HUB_TIMEOUT, **revision)
+            inner = transformers.AutoTokenizer.from_pretrained(of_hub, **at)
+        except Exception as error:
+            raise UserError(
+                f"{name}: found neither a directory nor a reachable hub id ({hub.reason(error)}); "
+                f"expected a directory of tokenizer files or a hub id"
+            ) from error
+    files = (huggingface_hub.try_to_load_from_cache(of_hub, file, **revision) for file in FILES[:2])
+    if file := next((file for file in files if isinstance(file, str)), ""):
+        _follow(inner, Path(file).parent, name)
+    return inner
 
 
 def import_transformers() -> types.ModuleType:

@@ -134,7 +134,7 @@ def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str
     from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
     model, given = content["model"], content.get("normalizer") or {}
-    if model["type"] != "Unigram" or model["unk_id"] != 2 or model.get("byte_fallback"):
+    if model["type"] != "Unigram" or model["unk_id"] is None or model.get("byte_fallback"):
         raise Unsuited(f"{MAIN} has another model than T5's")
     if "never" in str(content.get("pre_tokenizer")):
         raise Unsuited(f"{MAIN} puts no space before a text")
