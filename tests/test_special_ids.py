@@ -244,22 +244,6 @@ def test_a_start_that_stands_for_text_is_followed_and_said(
     assert pipejax.load(tmp_path / "out").architecture.decoder_start_token_id == begin and not said  # said once
 
 
-def test_what_else_a_tokenizer_puts_around_a_text_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers would feed `<s>` before each source; T5's own puts eos behind it, as is done here."""
-    files = word_level(tmp_path / "tokenizer", ["<pad>", "<s>", "</s>", "<unk>", *WORDS], bos_token="<s>", **EOS)
-    inner = tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    inner.save(str(files / "tokenizer.json"))
-    model = dataclasses.replace(MODEL, eos_token_id=2)
-    huggingface.from_hf(hugging_face(tmp_path / "hf", files, model), tmp_path / "out")
-    assert "adds ids [1, 2] to a text in transformers; pipejax adds [2], at the end" in capsys.readouterr().err
-    demo.build_tokenizer(tmp_path / "demo")
-    huggingface.from_hf(hugging_face(tmp_path / "hf2", tmp_path / "demo", MODEL), tmp_path / "out2")
-    assert "adds ids" not in capsys.readouterr().err
-
-
 def test_a_run_that_was_trained_with_two_ends_still_opens(
     directories: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:

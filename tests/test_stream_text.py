@@ -174,8 +174,8 @@ def events(reply: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", ["xé漢x 🙂", "漢漢漢漢", "é é é", "plain", "x�x"])
 @pytest.mark.parametrize("stop", [[], ["漢"], ["x"]])
 def test_streams_of_each_route_say_what_the_whole_answer_says(client: TestClient, text: str, stop: list[str]) -> None:
-    asked = {"stop": stop} if stop else {}
-    body = {"prompt": text, **asked}
+    asked: dict[str, Any] = {"stop": stop} if stop else {}
+    body: dict[str, Any] = {"prompt": text, **asked}
     whole = client.post("/v1/completions", json=body).json()["choices"][0]
     parts = [chunk["choices"][0] for chunk in events(client.post("/v1/completions", json=body | {"stream": True}))]
     assert "".join(part["text"] for part in parts) == whole["text"]
@@ -229,7 +229,8 @@ def test_the_last_event_of_a_row_has_its_text_in_the_record(strategy: str, uniqu
     rng, cut = np.random.default_rng(1), 0
     for seed in range(12):
         ids = [*rng.integers(2, 12, 8).tolist(), 1]
-        *found, record = made.stream_rows(ids, strategy=strategy, seed=seed)
+        streamed: list[Any] = [*made.stream_rows(ids, strategy=strategy, seed=seed)]
+        *found, record = streamed
         texts = {event.row: event.text for event in found}
         said = [texts[row] for row in sorted(texts)]
         assert said == [tokenizer.decode(row) for row in record["row_ids"] if row]

@@ -23,7 +23,7 @@ from pipejax.convert import description
 from pipejax.convert.huggingface import from_hf, to_hf, write_hf
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
-from pipejax.data.tokenizer import Tokenizer, source_ids
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
@@ -336,37 +336,37 @@ def tokenizer_that_adds(added: str, place: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "added, ids",
+    "added, former",
     [
         ("<bos> $A", [2, 4, 5, 4]),
         ("<bos> $A <eos>", [2, 4, 5, 4, 1]),
         ("$A <eos>", [4, 5, 4, 1]),
-        ("$A", [4, 5, 4, 1]),  # of ours an eos
-        ("<eos> $A <eos>", [4, 5, 4, 1]),  # its own start is not the model's
+        ("$A", [4, 5, 4, 1]),  # the model's eos
+        ("<eos> $A <eos>", [4, 5, 4, 1]),  # it does not begin with the model's start
     ],
 )
-def test_a_source_begins_with_bos_where_its_tokenizer_has_it_so(added, ids, tmp_path):
+def test_sources_get_what_their_tokenizer_adds(added, former, tmp_path):
+    """And with data.special_tokens=eos what former versions added."""
     theirs, tokenizer = tokenizer_that_adds(added, tmp_path), Tokenizer.load(tmp_path)
-    if added[0] != "$" and "<eos> $" not in added:
-        assert theirs("a b a").input_ids == ids
-    found = encode_example(
-        Example("1", "a b a", ("c",)), tokenizer, Config(model=TINY, data=DataConfig(max_source=9)), TINY
-    )
-    assert found.source.tolist() == source_ids("a b a", tokenizer, TINY) == ids
+
+    def ids(model, **data):
+        config = Config(model=model, data=DataConfig(max_source=9, **data))
+        return encode_example(Example("1", "a b a", ("c",)), tokenizer, config, model).source.tolist()
+
     started_by_eos = dataclasses.replace(TINY, decoder_start_token_id=TINY.eos_token_id)
-    assert source_ids("a b a", tokenizer, started_by_eos) == [4, 5, 4, 1]
+    assert ids(TINY) == ids(started_by_eos) == theirs("a b a").input_ids
+    assert ids(TINY, special_tokens="eos") == former
+    assert ids(started_by_eos, special_tokens="eos") == [4, 5, 4, 1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("added, line", [("<bos> $A", False), ("<eos> $A <eos>", True)])
-def test_decoding_gives_the_encoder_what_transformers_would(added, line, tmp_path, capsys):
-    """And conversion says so where it does not."""
+@pytest.mark.parametrize("added", ["<bos> $A", "<eos> $A <eos>"])
+def test_decoding_gives_the_encoder_what_transformers_would(added, tmp_path):
     model = dataclasses.replace(TINY, vocab_size=8)
     write_hf(model, varied(model, 6, centered=True), tmp_path / "there", None)
     theirs = tokenizer_that_adds(added, tmp_path / "there")
     from_hf(tmp_path / "there", tmp_path / "run")
-    assert (f"adds ids {theirs('').input_ids} to a text" in capsys.readouterr().err) == line
     generator = pipejax.load(tmp_path / "run", overrides={"decode.max_length": 6})
     texts = ["a b a", "b c", "c"]
-    ids = [theirs(text).input_ids if not line else theirs(text).input_ids[1:] for text in texts]
+    ids = [theirs(text).input_ids for text in texts]
     assert [x["row_ids"] for x in generator.decode(texts)] == [x["row_ids"] for x in generator.decode(ids)]

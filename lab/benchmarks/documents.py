@@ -37,7 +37,6 @@ from lab.benchmarks.systems import (
     use_threads,
     write,
 )
-from pipejax.data.encoding import cut_source
 from pipejax.data.lines import read_objects, text_of
 from pipejax.data.shapes import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
@@ -150,7 +149,7 @@ def answers(file: str) -> Iterator[tuple[str, list[str]]]:
 
 def tokens_of(tokenizer: Tokenizer, most: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Sources i32 [B, L], padded to a bucket, and their lengths i32 [B]."""
-    ids = [cut_source([*tokenizer.encode(text), 1], most) for text in texts]
+    ids = [tokenizer.affixes.around(tokenizer.encode(text), most) for text in texts]
     lengths = np.asarray([len(x) for x in ids], np.int32)
     return pad([np.asarray(x, np.int32) for x in ids], bucket(int(lengths.max()))), lengths
 

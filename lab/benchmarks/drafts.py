@@ -31,7 +31,6 @@ from lab.benchmarks.documents import answers
 from lab.benchmarks.systems import SIZES, machine, names_of, random_params, save, settle, use_threads, write
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.data.encoding import cut_source
 from pipejax.data.shapes import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafted, Pipelined, Sequential, SourceIds, Step, Strategy, drafters
@@ -268,7 +267,7 @@ def read(file: str, tokenizer: Tokenizer, *, count: int, most: int) -> list[Docu
         rows = [ids for target in targets if (ids := tokenizer.encode(target))]
         line = tokenizer.encode(SEPARATOR.join(targets))
         ends = max((start(i, 1) + len(row) + 1 for i, row in enumerate(rows)), default=0)
-        source = cut_source([*tokenizer.encode(text), EOS], most)
+        source = tokenizer.affixes.around(tokenizer.encode(text), most)
         if rows and len(rows) < GRID.sub_max and ends < GRID.time_max and len(line) < WIDTH:
             fitting.append(Document(np.asarray(source, np.int32), rows, line))
     if not fitting:

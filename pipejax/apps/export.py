@@ -26,6 +26,7 @@ from pipejax import config as config_lib
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
+from pipejax.data.tokenizer import Tokenizer, source_affixes
 from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
@@ -116,7 +117,7 @@ def export(
         # NumPy's files know no bfloat16: they get the same bits in another dtype.
         bits = {name: x.view(np.uint16) if x.dtype == jax.numpy.bfloat16 else x for name, x in stored.items()}
         np.savez(partial_out / WEIGHTS, allow_pickle=False, **bits)
-        facts = _description(config, restored, model, batch, length) | {"programs": described}
+        facts = _description(config, restored, model, batch, length, spells) | {"programs": described}
         (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         if tokenizer:
             shutil.copytree(tokenizer, partial_out / "tokenizer")
@@ -193,8 +194,11 @@ def _decode(
     return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
 
 
-def _description(config: Config, restored: Restored, model: Module, batch: int, length: int) -> dict[str, object]:
+def _description(
+    config: Config, restored: Restored, model: Module, batch: int, length: int, tokenizer: Tokenizer | None
+) -> dict[str, object]:
     architecture, template = model.config, template_of(config)
+    affixes = source_affixes(tokenizer, architecture, config.data.special_tokens)
     return {
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
@@ -206,6 +210,7 @@ def _description(config: Config, restored: Restored, model: Module, batch: int, 
         "truncated": TRUNCATIONS,
         "bos": architecture.decoder_start_token_id,
         "eos": architecture.eos_token_id,
+        "source": {"prefix": affixes.prefix, "suffix": affixes.suffix},
         "template": template.text,
         "fields": [*dict.fromkeys(template.fields)],
         "separator": config.data.separator,

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from pipejax import config as config_lib
 from pipejax.config import DecodeConfig, GridConfig
+from pipejax.data.tokenizer import source_affixes
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model.precision import compute_dtype
@@ -150,6 +151,10 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     own: Settings = {"method": config_lib.described(config.method)} if config.method is not None else {}
     if sources and (schema := sources[0].schema) is not None:  # the same for all
         own["--schema"] = schema.text
+    known, rules = (generator.tokenizer, generator.architecture), (config.data.special_tokens, "eos")
+    affixes, former = (source_affixes(*known, rule) for rule in rules)
+    if affixes != former:  # work that a former version has begun lacks the key
+        own["special tokens of sources"] = str(affixes)
     return {
         "input": digest.hexdigest(),
         "weights": generator.origin.get("params_fp"),

@@ -107,7 +107,7 @@ def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
 
 
 def config_of(manifest: Manifest, place: Path) -> Config:
-    return config_lib.from_json(json.dumps(manifest["config"]), where=f"{place} (manifest)")
+    return config_lib.from_saved(manifest["config"], where=f"{place} (manifest)")
 
 
 def _check_arrays(where: str, arrays: object) -> None:

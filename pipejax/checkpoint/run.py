@@ -1,6 +1,7 @@
 """Opens run directories to use their weights, and writes run directories that hold weights alone."""
 
 import dataclasses
+import logging
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from pipejax import config as config_lib
 from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
-from pipejax.data.tokenizer import Tokenizer, check_special_ids
+from pipejax.data.tokenizer import Tokenizer, check_special_ids, source_affixes
 from pipejax.model import lora, quantization
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, new_directory, write_text
+
+logger = logging.getLogger(__name__)
 
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
@@ -64,11 +67,16 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     """The tokenizer of an opened run; None if it has none."""
     if (files := restored.tokenizer_files()) is None:
         return None
-    tokenizer = Tokenizer.load(files)
-    if restored.config.model is not None:
-        place = f"{restored.path.parents[1]}: model.eos_token_id"
-        trained = restored.config.train.objective != "none"
-        check_special_ids(tokenizer, restored.config.model, place, str(files), trained=trained)
+    tokenizer, model, place = Tokenizer.load(files), restored.config.model, restored.path.parents[1]
+    if model is None:
+        return tokenizer
+    trained = restored.config.train.objective != "none"
+    check_special_ids(tokenizer, model, f"{place}: model.eos_token_id", str(files), trained=trained)
+    if restored.is_former and (former := source_affixes(tokenizer, model, "eos")) != tokenizer.affixes:
+        now, why = tokenizer.affixes, f"as in transformers; a former version added {former}"
+        if trained:
+            now, why = former, f"as in its training; transformers adds {tokenizer.affixes}"
+        logger.warning(f"{place}: sources get {now}, {why}")
     return tokenizer
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from pipejax import config as config_lib
 from pipejax.checkpoint import arrays as arrays_lib
 from pipejax.checkpoint import manifest as manifest_lib
 from pipejax.checkpoint.arrays import Saving, Writes, wait_for
@@ -44,6 +45,7 @@ class Restored:
     metadata: Metadata
     arrays: dict[str, Fingerprints]  # by item
     path: Path  # the step's directory
+    is_former: bool = False  # whether a version saved it that knew no `data.special_tokens`
 
     def tokenizer_files(self) -> Path | None:
         """The directory of the run's tokenizer; None if the run has none.
@@ -170,7 +172,7 @@ class Store:
         for name, tree in items.items():
             if problem := first_difference(fingerprints(tree), arrays[name]):
                 raise Damaged(f"{name}: {problem}")
-        return Restored(step, items, config, manifest["metadata"], arrays, place)
+        return self._restored(manifest, items, config, place)
 
     def verify(self, step: int) -> dict[str, int]:
         """Reads and verifies all items of a step, one at a time; returns the number of arrays of each item."""
@@ -184,9 +186,12 @@ class Store:
 
     def describe(self, step: int) -> Restored:
         manifest, place = self._manifest(step), self.place(step)
-        return Restored(
-            step, {}, manifest_lib.config_of(manifest, place), manifest["metadata"], manifest["arrays"], place
-        )
+        return self._restored(manifest, {}, manifest_lib.config_of(manifest, place), place)
+
+    @staticmethod
+    def _restored(manifest: Manifest, items: dict[str, Tree], config: Config, place: Path) -> Restored:
+        is_former = config_lib.lacks_special_tokens(manifest["config"])
+        return Restored(manifest["step"], items, config, manifest["metadata"], manifest["arrays"], place, is_former)
 
     def newest(self, expect: Expect | None, *, set_aside: bool = False) -> Restored | None:
         """The newest step that verifies, or None. Skips damaged steps; `set_aside` renames them to corrupt-STEP."""

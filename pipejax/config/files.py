@@ -235,6 +235,24 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     return config
 
 
+def from_saved(values: object, *, where: str) -> Config:
+    """Reads the config that is saved with weights, as JSON gives it.
+
+    What a former version saved lacks `data.special_tokens`. Weights that were trained then keep the ids of their
+    sources; converted ones get those of transformers.
+    """
+    config = from_json(json.dumps(values), where=where)
+    if config.train.objective != "none" and lacks_special_tokens(values):
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, special_tokens="eos"))
+    return config
+
+
+def lacks_special_tokens(values: object) -> bool:
+    """Whether a former version saved the config, which knew no `data.special_tokens`."""
+    data = values.get("data") if isinstance(values, dict) else None
+    return not isinstance(data, dict) or "special_tokens" not in data
+
+
 def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
     """All leaves by dotted key, in order, as JSON has them."""
     leaves: dict[str, object] = {}

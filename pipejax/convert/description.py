@@ -21,7 +21,7 @@ from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import OWN_FILES, PAPERS, make_task
 from pipejax.data.text import Template
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
 from pipejax.methods import InTorch, prefix_ids, separator_ids, tells_rows_apart
 from pipejax.model.interface import Backbone
 from pipejax.system import strict_json
@@ -33,7 +33,7 @@ GENERATE = "custom_generate/generate.py"  # where transformers looks for it
 FORMAT = 1
 DATA = (  # the keys of `data` that say how texts are made and parted, and how long they may be
     *("task", "source_template", "targets", "rows", "delimiter", "metric"),
-    *("max_source", "max_target", "separator"),
+    *("special_tokens", "max_source", "max_target", "separator"),
 )
 CARD_TEXT = """\
 ---
@@ -58,12 +58,12 @@ A line of `sources.jsonl` is `{line}`.{made}
 {limit}
 
 ```python
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+{imports}from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")  # this directory
 model = AutoModelForSeq2SeqLM.from_pretrained("DIRECTORY")
 source = {source}
-ids = tokenizer(source, truncation=True, max_length={max_source}, return_tensors="pt")
+{ids}
 {rows}
 ```
 {scores}"""
@@ -73,6 +73,11 @@ transformers reads them"""
 ADAPTER_FILES = """\
 `pipejax convert to-hf --adapter` wrote this directory: low-rank factors (LoRA) beside the weights of {base}.
 `adapter_config.json` and the factors are as peft reads them; where it is installed, transformers loads both"""
+AS_IT_ADDS = """\
+ids = tokenizer(source, truncation=True, max_length={most}, return_token_type_ids=False, return_tensors="pt")"""
+AS_IT_LEARNED = """\
+text_ids = tokenizer(source, add_special_tokens=False, truncation=True, max_length={most})["input_ids"]
+ids = {{"input_ids": torch.tensor([[*{prefix}, *text_ids, *{suffix}]])}}  # not what the tokenizer adds by itself"""
 WHOLE = """\
 text = tokenizer.decode(model.generate(**ids{settings})[0], skip_special_tokens=True)
 rows = {rows}"""
@@ -124,9 +129,14 @@ def write_files(
     values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     is_adapter = adapters.is_adapter(directory)
-    text = card(name, config, tokenizer=tokenizer is not None, origin=origin, is_adapter=is_adapter)
+    affixes, lines = None, list[str]()
+    if tokenizer is not None and config.model is not None:
+        learned = source_affixes(tokenizer, config.model, config.data.special_tokens)
+        if learned != tokenizer.affixes:
+            affixes = learned
+            lines.append(f"transformers adds {tokenizer.affixes}, the run learned {learned}; {CARD} there adds these")
+    text = card(name, config, tokenizer=tokenizer is not None, origin=origin, is_adapter=is_adapter, affixes=affixes)
     (directory / CARD).write_text(text, encoding="utf-8")
-    lines = []
     if (program := custom_generate(config, tokenizer)) is not None:
         (directory / GENERATE).parent.mkdir()
         (directory / GENERATE).write_text(program, encoding="utf-8")
@@ -189,7 +199,7 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
             f"{file}: format: found {values.get('format')!r:.40}; expected {FORMAT}: another version of pipejax wrote "
             "it (without this file the weights alone are converted)"
         )
-    saved = config_lib.from_json(json.dumps(values.get("config")), where=f"{file}: config")
+    saved = config_lib.from_saved(values.get("config"), where=f"{file}: config")
     config = dataclasses.replace(kept(saved), model=model)
     config_lib.check(config, where=f"{file}: config")
     lines = [
@@ -204,7 +214,16 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
     return config, lines
 
 
-def card(name: str, config: Config, *, tokenizer: bool, origin: ModelOrigin = UNKNOWN, is_adapter: bool = False) -> str:
+def card(
+    name: str,
+    config: Config,
+    *,
+    tokenizer: bool,
+    origin: ModelOrigin = UNKNOWN,
+    is_adapter: bool = False,
+    affixes: Affixes | None = None,
+) -> str:
+    """The text of README.md; `affixes`: what a source gets instead of what the tokenizer adds by itself."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data
@@ -250,7 +269,14 @@ def card(name: str, config: Config, *, tokenizer: bool, origin: ModelOrigin = UN
         limit=BY_CUSTOM_GENERATE if in_torch else method.generated,
         named=named,
         source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
-        max_source=data.max_source,
+        imports="import torch\n" if affixes else "",
+        ids=AS_IT_ADDS.format(most=data.max_source)
+        if affixes is None
+        else AS_IT_LEARNED.format(
+            most=data.max_source - len(affixes.prefix) - len(affixes.suffix),
+            prefix=[*affixes.prefix],
+            suffix=[*affixes.suffix],
+        ),
         rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows, settings=settings),
         scores=_told(origin.scores, found),
     )

@@ -24,7 +24,7 @@ from pipejax.convert import adapters, description, generation
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
-from pipejax.data.tokenizer import Tokenizer, check_special_ids, source_ids, warn_of_start
+from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
@@ -246,7 +246,7 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
 
 def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
     """Compares the tokenizer with the model; `files` say its special ids."""
-    size, most, eos = tokenizer.size, model.vocab_size, model.eos_token_id
+    size, most = tokenizer.size, model.vocab_size
     if size > most:
         raise UserError(
             f"{directory}: found a tokenizer of {size} ids; expected at most {most}, config.json's vocab_size"
@@ -256,11 +256,6 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
     warn_of_start(tokenizer, model, f"{files['decoder_start_token_id']}: decoder_start_token_id", name)
     if size < most * 0.9:
         note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}: what else is written is no text")
-    if (added := tokenizer.added) != source_ids("", tokenizer, model):
-        note(
-            f"{directory}: its tokenizer adds ids {added} to a text in transformers; pipejax adds {[eos]}, at the end, "
-            "so answers may be others"
-        )
 
 
 def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Any, dict[str, Path]]:

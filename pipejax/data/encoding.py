@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipejax import grid, methods
-from pipejax.config import Config
+from pipejax.config import Config, DataConfig
 from pipejax.data.examples import Example
-from pipejax.data.tokenizer import Tokenizer, source_ids
+from pipejax.data.tokenizer import Tokenizer, source_affixes
 from pipejax.methods import Ids
 from pipejax.model.interface import Backbone
 from pipejax.system.errors import UserError
@@ -22,15 +22,35 @@ logger = logging.getLogger(__name__)
 
 class Encoded(NamedTuple):
     id: str
-    source: np.ndarray  # i32 [L], eos included
+    source: np.ndarray  # i32 [L], special ids included
     target: grid.Flat
     source_was_cut: bool
     target_was_cut: bool
 
 
-def cut_source(ids: Sequence[int], most: int) -> Sequence[int]:
-    """The first `most - 1` ids and the last one, which is eos as a rule; all ids if there are at most `most`."""
-    return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
+class SourceIds(NamedTuple):
+    """A source as the encoder takes it."""
+
+    ids: Sequence[int]  # at most `data.max_source`
+    left_out: int  # the number of ids that were too many
+
+
+def encode_source(
+    content: str | Sequence[int] | np.ndarray, data: DataConfig, tokenizer: Tokenizer | None, model: Backbone
+) -> SourceIds:
+    """Encodes the text of a source, with the special ids around it, and cuts it; token ids are cut alone.
+
+    A text without a token that gets no special ids becomes an eos, since an encoder needs a token.
+    """
+    affixes = source_affixes(tokenizer, model, data.special_tokens)
+    if isinstance(content, str):
+        assert tokenizer is not None, "the caller checks it"
+        text = tokenizer.encode(content)
+        ids, kept = affixes.around(text), affixes.around(text, data.max_source) or [model.eos_token_id]
+        return SourceIds(kept, max(len(ids) - len(kept), 0))
+    ids = [int(i) for i in content]
+    found = affixes.cut(ids, data.max_source)
+    return SourceIds(found, len(ids) - len(found))
 
 
 def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str) -> Sequence[Example]:
@@ -65,10 +85,9 @@ def encode_example(example: Example, tokenizer: Tokenizer, config: Config, model
     the model does not learn to stop there. If the first row alone is too long, that row is cut.
     """
     ids = Ids.of(model)
-    full = source_ids(example.source, tokenizer, model)
-    source = cut_source(full, config.data.max_source)
+    source = encode_source(example.source, config.data, tokenizer, model)
     most, where = config.data.max_target, place_of_example(example)
     method = methods.trained(config)
     target = method.target(example.targets, tokenizer, ids, most=most, where=where)
     methods.check_target(target, method, vocabulary=model.vocab_size, most=most, where=where)
-    return Encoded(example.id, np.asarray(source, np.int32), target.flat, len(source) < len(full), target.was_cut)
+    return Encoded(example.id, np.asarray(source.ids, np.int32), target.flat, source.left_out > 0, target.was_cut)

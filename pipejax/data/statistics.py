@@ -65,7 +65,10 @@ def measure_split(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> Statistics:
-    """The statistics of a split; those in tokens need a tokenizer, and count eos in `source` and in the steps only."""
+    """The statistics of a split; those in tokens need a tokenizer.
+
+    They count special ids in `source` only, and eos in the steps.
+    """
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
         kept = _count(example, tokenizer, data, bounds, lengths) if tokenizer is not None else example.targets
@@ -106,7 +109,8 @@ def _count(
         if change:
             lengths.changed[name] += 1
             lengths.first.setdefault(name, f"{place_of_example(example)}: {shown(change)}")
-    source, rows = len(ids) + 1, [len(row) for row in spelled if row]
+    source = len(tokenizer.affixes.around(ids)) if data.special_tokens != "eos" else len(ids) + 1
+    rows = [len(row) for row in spelled if row]
     lengths.of["source"].append(source)
     lengths.of["row"] += rows
     separator = tells_rows_apart(data.separator)

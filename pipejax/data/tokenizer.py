@@ -4,6 +4,7 @@ import fnmatch
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -11,9 +12,10 @@ import re
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
@@ -54,6 +56,34 @@ TOKENWISE = ("ByteLevel", "WordPiece", "BPEDecoder", "Metaspace", "Replace", "St
 _UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
 
+class Affixes(NamedTuple):
+    """The special ids that are added around the ids of a text to make a source of it."""
+
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    once: bool = False  # the suffix is not added to a text that ends with it, as by ByT5's tokenizer
+
+    def around(self, ids: Sequence[int], most: int | None = None) -> list[int]:
+        """A source of at most `most` ids (None: of any number): of a text the first ids stay, as in transformers."""
+        if most is not None:
+            ids = ids[: max(most - len(self.prefix) - len(self.suffix), 0)]
+        suffix = () if self.once and self._ends(ids) else self.suffix
+        return [*self.prefix, *ids, *suffix][:most]
+
+    def cut(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        """The first `most` ids of a source; if it has the suffix, that stays."""
+        if len(ids) <= most:
+            return ids
+        suffix = self.suffix if self._ends(ids) else ()
+        return [*ids[: max(most - len(suffix), 0)], *suffix][:most]
+
+    def __str__(self) -> str:
+        return f"{[*self.prefix]} before and {[*self.suffix]} behind a text"
+
+    def _ends(self, ids: Sequence[int]) -> bool:
+        return (*ids[max(len(ids) - len(self.suffix), 0) :],) == self.suffix
+
+
 class Tokenizer:
     """Encodes without adding special tokens and decodes without showing them; threads may share one."""
 
@@ -63,7 +93,7 @@ class Tokenizer:
 
     def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
         self._inner: Any = inner
-        self._backend = inner.backend_tokenizer if inner.is_fast else None
+        self._backend: Any = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
             # Set once: transformers would set these at each call, which fails while another thread encodes.
             self._backend.no_truncation()
@@ -138,12 +168,29 @@ class Tokenizer:
             return self._inner.convert_ids_to_tokens(int(number)) or ""
 
     @functools.cached_property
-    def added(self) -> list[int]:
-        """The ids that transformers adds to a text by itself: an eos for T5."""
+    def affixes(self) -> Affixes:
+        """The ids that transformers adds around a text, by the tokenizer's template: for T5 an eos behind it."""
         if self._backend is not None:
-            return list(self._backend.encode("", add_special_tokens=True).ids)
-        with self._lock:
-            return list(self._inner("", verbose=False)["input_ids"])
+            return self._affixes_of_template()
+        build, text = self._inner.build_inputs_with_special_tokens, -1  # -1 is no id
+        with self._lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ByT5's tokenizer warns of texts that end with an eos
+            ids = build([text])
+            place = ids.index(text)
+            prefix, suffix = (*ids[:place],), (*ids[place + 1 :],)
+            return Affixes(prefix, suffix, bool(suffix) and build([text, *suffix]) == ids)
+
+    def _affixes_of_template(self) -> Affixes:
+        known = (piece for i in range(self.size) if (piece := self.piece(i)) and self.is_word(i))
+        for text in itertools.chain("a0.", known):
+            try:
+                found = self._backend.encode(text, add_special_tokens=True)
+            except Exception:  # tokenizers raises it for unknown characters, where a vocabulary has no id for them
+                continue
+            own = [i for i, is_added in enumerate(found.special_tokens_mask) if not is_added]
+            if own:
+                return Affixes((*found.ids[: own[0]],), (*found.ids[own[-1] + 1 :],))
+        return Affixes(suffix=(*self._backend.encode("", add_special_tokens=True).ids,))
 
     def unknown_is(self, number: int) -> bool:
         """Whether a character that no vocabulary has becomes this id."""
@@ -267,15 +314,21 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
         )
 
 
-def source_ids(text: str, tokenizer: Tokenizer, model: Backbone) -> list[int]:
-    """The ids of a source: as transformers has them where its tokenizer puts the model's start before, as Gemma's do.
+def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens: str) -> Affixes:
+    """The ids around the text of a source: those of transformers, unless `data.special_tokens` is "eos".
 
-    Elsewhere an eos ends them, and nothing else is added.
+    That is an eos alone, the rule of former versions, by which Gemma's tokenizers kept their own. Without a tokenizer,
+    sources are ids that an eos ends.
     """
-    ids, added, eos = tokenizer.encode(text), tokenizer.added, model.eos_token_id
-    if added and added[0] == model.decoder_start_token_id != eos:
-        return [added[0], *ids, *added[1:]]
-    return [*ids, eos]
+    eos = Affixes(suffix=(model.eos_token_id,))
+    if tokenizer is None:
+        return eos
+    own = tokenizer.affixes
+    if special_tokens != "eos" or own._replace(once=False) == eos:
+        return own
+    added = own.prefix + own.suffix
+    starts = added[:1] == (model.decoder_start_token_id,) != eos.suffix
+    return Affixes(added[:1], added[1:]) if starts else eos
 
 
 def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) -> None:

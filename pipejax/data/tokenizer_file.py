@@ -23,7 +23,7 @@ T5 = ("T5Tokenizer", "T5TokenizerFast")  # take its vocabulary, its normalisatio
 # Settings that decide on no id, or that `read_tokenizer_file` looks at, as at special tokens.
 KNOWN = {
     *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "extra_ids"),
-    *("add_bos_token", "add_eos_token", "split_special_tokens", "clean_up_tokenization_spaces", "legacy"),
+    *("split_special_tokens", "clean_up_tokenization_spaces", "legacy"),
     *("sp_model_kwargs", "add_prefix_space", "special_tokens_map_file", "name_or_path", "backend", "is_local"),
     *("local_files_only", "processor_class", "chat_template", "model_input_names", "model_max_length", "max_length"),
     *("padding_side", "truncation_side", "stride", "truncation_strategy", "unk_id"),

@@ -13,9 +13,9 @@ import jax
 
 from pipejax import methods
 from pipejax.config import Config
-from pipejax.data.encoding import cut_source
+from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
-from pipejax.data.tokenizer import Tokenizer, source_ids
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, Drafter, Strategy, Wishes
 from pipejax.inference import programs, small, sources, streaming, wishes
 from pipejax.inference import schema as schema_lib
@@ -126,13 +126,14 @@ class Generator:
         schema: Mapping[str, object] | str | Path | None = None,
         **settings: Any,
     ) -> list[Record]:
-        """Decodes texts, lists of token ids (eos included) or records as the command reads them; gives a record each.
+        """Decodes texts, lists of token ids or records as the command reads them; gives a record each.
 
         Records are `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated"}`; the id is the position, unless
         one is given. docs/decoding.md says what each field holds.
 
         Args:
-          given: the sources: a list, a data frame or another table whose rows are records.
+          given: the sources: a list, a data frame or another table whose rows are records. Token ids hold the
+            special ones, such as the eos.
           strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           batch_size: on each device; None: `decode.batch_size`.
           drafter: one of your own instead of `decode.draft` (docs/drafting.md).
@@ -367,16 +368,10 @@ class Generator:
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
-        given = source.content
-        if isinstance(given, str):
-            assert self.tokenizer is not None  # `check` saw to it
-            content = source_ids(given, self.tokenizer, self.architecture)
-        else:
-            content = [int(i) for i in given]
-        cut = cut_source(content, self.config.data.max_source)
+        found = encode_source(source.content, self.config.data, self.tokenizer, self.architecture)
         if report:
-            report.cut_sources += len(cut) < len(content)
-        return cut
+            report.cut_sources += found.left_out > 0
+        return found.ids
 
 
 def _kind(given: Any) -> str:

@@ -53,7 +53,7 @@ class Backbone:
     num_layers: int  # of the encoder
     num_decoder_layers: int
     pad_token_id: int
-    eos_token_id: int  # ends sources and rows
+    eos_token_id: int  # ends rows, and sources as the tokenizer says
     decoder_start_token_id: int  # the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads

@@ -63,7 +63,7 @@ class T5Config(Backbone):
     tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
     scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
     pad_token_id: int = setting(0, least=0)  # fills up batches
-    eos_token_id: int = setting(1, least=0)  # ends sources and rows
+    eos_token_id: int = setting(1, least=0)  # ends rows, and sources as the tokenizer says
     decoder_start_token_id: int = setting(0, least=0)  # bos: the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")

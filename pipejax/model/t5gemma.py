@@ -398,7 +398,7 @@ class T5GemmaConfig(Backbone):
     dropout_rate: float = setting(0.0, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
     tied_head: bool = setting(True)  # the head is the decoder's table; False: lm_head/kernel
     pad_token_id: int = setting(0, least=0)  # fills up batches
-    eos_token_id: int = setting(1, least=0)  # ends sources and rows
+    eos_token_id: int = setting(1, least=0)  # ends rows, and sources as the tokenizer says
     decoder_start_token_id: int = setting(2, least=0)  # bos: the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)

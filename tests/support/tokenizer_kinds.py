@@ -39,12 +39,12 @@ def numbered(*pieces: str) -> dict[str, int]:
 def roberta(directory: Path, kind: str = "RobertaTokenizer") -> Path:
     """CodeT5's kind: bytes with merges, `<s> ... </s>` around a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = numbered("<s>", "<pad>", "</s>", "<unk>", *alphabet, "Ġt", "he", "Ġthe", "ox", "<mask>")
+    vocabulary = numbered("<pad>", "<s>", "</s>", "<unk>", *alphabet, "Ġt", "he", "Ġthe", "ox", "<mask>")
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("o", "x")]
     inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    inner.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1), add_prefix_space=False)
     names = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
     return save(directory, inner, kind, pad_token="<pad>", unk_token="<unk>", **names)
 

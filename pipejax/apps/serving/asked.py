@@ -5,15 +5,14 @@ import dataclasses
 import difflib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from pipejax import methods
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config
 from pipejax.config.row_names import bare_name
-from pipejax.data.encoding import cut_source
+from pipejax.data.encoding import encode_source
 from pipejax.data.lines import Object, kind
-from pipejax.data.tokenizer import source_ids
 from pipejax.decoding import Sampling
 from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Schema
@@ -219,18 +218,16 @@ def _sources(
                 if isinstance(prompt, dict) and prompt.get(name):
                     raise UserError(f'{place}: found "{name}"; expected none, as it is for `pipejax decode` and Python')
             source = generator.source(prompt, place, i)
-            ids: Sequence[int]
-            if isinstance(source.content, str):
-                assert generator.tokenizer is not None  # `source` saw to it
-                ids = source_ids(source.content, generator.tokenizer, generator.architecture)
-            else:
-                ids = [int(token) for token in source.content]
-            if len(ids) > longest and not truncate:
+            ids, left_out = encode_source(
+                source.content, generator.config.data, generator.tokenizer, generator.architecture
+            )
+            if left_out and not truncate:
                 expected = f"at most {longest}, or truncate: true to have the rest cut off"
-                raise unsuitable(place, Shown(f"{len(ids)} tokens"), expected, code="context_length_exceeded")
-            kept = cut_source(ids, longest)
-            cut += len(ids) - len(kept)
-            sources.append(source._replace(content=kept))
+                raise unsuitable(
+                    place, Shown(f"{len(ids) + left_out} tokens"), expected, code="context_length_exceeded"
+                )
+            cut += left_out
+            sources.append(source._replace(content=ids))
     except UserError as error:
         raise Refused(400, str(error), field=field) from error
     return tuple(sources), cut

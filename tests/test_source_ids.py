@@ -1,0 +1,331 @@
+"""The ids of sources are those of transformers' tokenizers, cut and uncut, wherever a source is encoded."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import processors
+
+import pipejax
+from pipejax import checkpoint
+from pipejax import config as config_lib
+from pipejax.apps.export import export
+from pipejax.apps.unfinished import first_difference, flattened, settings_of
+from pipejax.config import Config, DataConfig, GridConfig, TrainConfig
+from pipejax.convert import description, huggingface
+from pipejax.data.encoding import encode_example, encode_source
+from pipejax.data.examples import Example
+from pipejax.data.statistics import measure_split
+from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
+from pipejax.inference.generator import Generator
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
+from pipejax.training import start
+from support import oracle, tiny
+from support.manifests import seal
+from support.scripted_engine import ScriptedEngine
+from support.served import connect, service
+from support.tokenizer_kinds import KINDS, WORDS, rename, save, unigram
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+MODEL = dataclasses.replace(tiny.FEW_WORDS, vocab_size=400)
+PARAMS = oracle.random_params(MODEL, np.random.default_rng(3), scale=0.8)
+TEXTS = [
+    *("the fox", "the foxes jump over a lazy dog and the fox", "x", "é漢 the 🙂 fox", "", " \n "),
+    *("the </s> fox", "the fox</s>", "</s>", "<s> the <pad>", "[CLS] the fox [SEP]", "the [SEP]", "<bos>the<eos>"),
+    *("<2en> the <unk> [UNK] <mask>", "<|endoftext|>", "a </s></s>", "</s> the </s> fox jumps"),
+]
+ADDED = {"roberta": 2, "bert": 2, "gemma": 1, "t5": 1, "byt5": 1, "gpt2": 0, "words": 3}  # special ids of a source
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tokenizer's directory of each kind."""
+    root = tmp_path_factory.mktemp("kinds")
+    return {name: make(root / str(i)) for i, (name, make) in enumerate(KINDS.items())}
+
+
+def transformers_ids(directory: Path, text: str, most: int | None) -> list[int]:
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ByT5's warns of texts that end with an eos
+        found: list[int] = theirs(text, truncation=most is not None, max_length=most, verbose=False).input_ids
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_transformers(kind: str, made: dict[str, Path]) -> None:
+    """The special ids stay where a text is cut, and special tokens that a text spells out count as text."""
+    tokenizer, added = Tokenizer.load(made[kind]), ADDED[kind.partition(" ")[0]]
+    for text in TEXTS:
+        for most in (None, *range(max(added, 2), 12), 30):
+            data = DataConfig(max_source=most or 2048)
+            expected = transformers_ids(made[kind], text, most)
+            found = encode_source(text, data, tokenizer, MODEL)
+            assert found.ids == (expected or [MODEL.eos_token_id]), (text, most)
+            whole = encode_source(text, DataConfig(), tokenizer, MODEL).ids
+            assert found.left_out == len(whole) - len(found.ids)
+            assert found.left_out == 0 or most
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bert", "gemma", "byt5", "gpt2", "words"])
+def test_each_place_that_encodes_a_source_gives_the_same_ids(kind: str, made: dict[str, Path]) -> None:
+    """Training, decoding, a server, and the statistics of data."""
+    text, most = "the foxes jump over a dog", 7
+    config = Config(model=MODEL, data=DataConfig(max_source=most), train=TrainConfig(objective="pipelined"))
+    generator = Generator(config, PARAMS, Tokenizer.load(made[kind]))
+    expected = transformers_ids(made[kind], text, most)
+    assert len(expected) == most
+    example, report = Example("0", text, ("the",)), Report()
+    assert generator.tokenizer is not None
+    encoded = encode_example(example, generator.tokenizer, config, MODEL)
+    assert encoded.source.tolist() == expected and encoded.source_was_cut
+    assert list(generator.ids_of(Source("0", text), report)) == expected and report.cut_sources == 1
+    engine = ScriptedEngine(generator)
+    body = {"prompt": text, "truncate": True}
+    usage = connect(service(engine)).post("/v1/completions", json=body).json()["usage"]
+    whole = len(transformers_ids(made[kind], text, None))
+    assert list(engine.requests[0].source.content) == expected
+    assert (usage["prompt_tokens"], usage["cut_tokens"]) == (most, whole - most)
+    refused = connect(service(engine)).post("/v1/completions", json={"prompt": text}).json()["error"]["message"]
+    assert refused.startswith(f"prompt: found {whole} tokens; expected at most {most}")
+    found = measure_split([example], generator.tokenizer, config.data, GridConfig())
+    assert found["tokens"]["source"]["most"] == whole and found["cut_percent"]["max_source"] == 100
+
+
+@pytest.mark.parametrize(
+    "affixes, ids, most, expected",
+    [
+        (Affixes(), [5, 6, 7, 8], 3, [5, 6, 7]),
+        (Affixes((2,)), [2, 5, 6, 7], 3, [2, 5, 6]),
+        (Affixes((), (1,)), [5, 6, 7, 1], 3, [5, 6, 1]),
+        (Affixes((), (1,)), [5, 6, 7, 8], 3, [5, 6, 7]),  # token ids that are given without an eos
+        (Affixes((0,), (2,)), [0, 5, 6, 7, 2], 2, [0, 2]),
+        (Affixes((3,), (1, 3)), [3, 5, 6, 7, 1, 3], 4, [3, 5, 1, 3]),
+        (Affixes((3,), (1, 4)), [3, 5, 6, 7, 1, 4], 2, [1, 4]),
+        (Affixes((), (1,)), [5, 1, 6, 7, 1], 3, [5, 1, 1]),
+        (Affixes((), (1,)), [5, 1], 3, [5, 1]),
+    ],
+)
+def test_cut_ids(affixes: Affixes, ids: list[int], most: int, expected: list[int]) -> None:
+    assert affixes.cut(ids, most) == expected
+
+
+def test_token_ids_are_cut_alone(made: dict[str, Path]) -> None:
+    tokenizer, data = Tokenizer.load(made["gemma"]), DataConfig(max_source=3)
+    assert encode_source([2, 9, 9, 9, 1], data, tokenizer, MODEL) == ([2, 9, 9], 2)
+    assert encode_source([9, 9, 9, 9], data, None, MODEL) == ([9, 9, 9], 1)
+    assert encode_source(np.asarray([9, 9, 9, 1]), data, None, MODEL) == ([9, 9, 1], 1)
+
+
+@pytest.mark.parametrize("settings", [{"add_eos_token": True}, {"add_bos_token": True, "add_eos_token": False}])
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "T5Tokenizer"])
+def test_settings_that_put_another_template_in_the_place_of_the_files(
+    kind: str, settings: dict[str, bool], tmp_path: Path
+) -> None:
+    inner = unigram(["<pad>", "</s>", "<unk>", "<s>", *WORDS], 2)
+    inner.post_processor = processors.TemplateProcessing(single="$A </s> </s>", special_tokens=[("</s>", 1)])
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    directory = rename(save(tmp_path / "it", inner, **named), kind, extra_ids=0, **settings)
+    for text in ("the fox", ""):
+        expected = transformers_ids(directory, text, None)
+        found = encode_source(text, DataConfig(), Tokenizer.load(directory), MODEL).ids
+        assert found == (expected or [MODEL.eos_token_id])
+
+
+def test_a_template_is_found_whatever_the_vocabulary_lacks(tmp_path: Path) -> None:
+    """Here letters, digits and an id for unknown characters."""
+    inner = unigram(["<s>", "</s>", "漢"], 0)
+    inner.model = type(inner.model)([("<s>", 0.0), ("</s>", 0.0), ("漢", -1.0)], None)
+    inner.pre_tokenizer = None
+    around: Any = [("<s>", 0), ("</s>", 1)]
+    inner.post_processor = processors.TemplateProcessing(single="<s> <s> $A </s>", special_tokens=around)
+    tokenizer = Tokenizer.load(save(tmp_path / "it", inner, bos_token="<s>", eos_token="</s>"))
+    assert tokenizer.affixes == Affixes((0, 0), (1,))
+
+
+# Answers of a model in transformers.
+
+
+def written(directory: Path, tokenizer: Path, model: Any = MODEL, **data: Any) -> tuple[Path, Generator]:
+    """A pipelined run, and what `to-hf` writes of it."""
+    config = Config(
+        model=model,
+        data=DataConfig(task="none", **data),
+        grid=GridConfig(delay=1, time_max=9, sub_max=3),
+        train=TrainConfig(objective="pipelined"),
+    )
+    checkpoint.save_params(directory / "run", config, PARAMS, tokenizer_source=tokenizer)
+    huggingface.to_hf(directory / "run", directory / "hf")
+    return directory / "hf", pipejax.load(directory / "run")
+
+
+@pytest.mark.parametrize("kind, eos", [("roberta", 2), ("bert", 1), pytest.param("gpt2", 0, marks=pytest.mark.slow)])
+def test_answers_are_those_of_transformers(kind: str, eos: int, made: dict[str, Path], tmp_path: Path) -> None:
+    """One row by `generate`, several by `custom_generate`; and a conversion of what was written gives them, too."""
+    model = dataclasses.replace(MODEL, eos_token_id=eos)
+    directory, ours = written(tmp_path, made[kind], model, max_source=8)
+    huggingface.from_hf(directory, tmp_path / "again")
+    again = pipejax.load(tmp_path / "again")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory)
+    texts, card = ["the fox", "the foxes jump over", "x"], (directory / description.CARD).read_text()
+    rows, lines = ours.decode(texts), ours.decode(texts, strategy="sequential", max_length=7)
+    assert again.decode(texts) == rows
+    for text, row, line in zip(texts, rows, lines, strict=True):
+        (encode,) = [line for line in card.splitlines() if line.startswith("ids = ")]
+        exec(encode, names := {"tokenizer": tokenizer, "source": text})
+        ids = names["ids"]
+        assert ids["input_ids"][0].tolist() == list(ours.ids_of(Source("", text)))
+        how = {"custom_generate": str(directory), "trust_remote_code": True, "return_dict_in_generate": True}
+        assert theirs.generate(**ids, **how).rows[0] == row["row_ids"]
+        found = theirs.generate(**ids, max_new_tokens=7, do_sample=False)[0, 1:].tolist()
+        assert [token for token in found if token not in (eos, 0)] == [i for i in line["row_ids"][0] if i]
+    assert len({str(row["row_ids"]) for row in rows}) > 1
+
+
+def test_an_export_names_the_ids_around_a_source(made: dict[str, Path], tmp_path: Path) -> None:
+    model = dataclasses.replace(MODEL, eos_token_id=2)
+    _, ours = written(tmp_path, made["roberta"], model)
+    export(tmp_path / "run", tmp_path / "out", platforms=["cpu"], batch=1, length=8)
+    facts = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert facts["source"] == {"prefix": [1], "suffix": [2]} and facts["eos"] == 2
+    assert list(ours.ids_of(Source("", "x")))[:1] == [1]
+
+
+# Runs and conversions of former versions, which knew no `data.special_tokens` and added an eos alone.
+
+
+def as_of_former_version(run: Path) -> Path:
+    """The run without the key, in its manifests and its config.json."""
+    for file in (*run.glob("*/*/manifest/metadata"), run / "config.json"):
+        content = json.loads(file.read_text())
+        data = content["config"]["data"] if "seal" in content else content["data"]
+        del data["special_tokens"]
+        file.write_text(json.dumps(seal(content) if "seal" in content else content))
+    return run
+
+
+def run_of(directory: Path, tokenizer: Path, objective: str, **data: Any) -> Path:
+    eos = Tokenizer.load(tokenizer).eos
+    model = dataclasses.replace(MODEL, eos_token_id=1 if eos is None else eos)
+    config = Config(model=model, data=DataConfig(task="none", **data), train=TrainConfig(objective=objective))
+    checkpoint.save_params(directory, config, PARAMS, tokenizer_source=tokenizer)
+    return directory
+
+
+@pytest.mark.parametrize("kind, eos", [("roberta", 2), ("bert", 1), ("gpt2", 0)])
+def test_a_trained_run_keeps_its_source_ids_and_a_conversion_is_corrected(
+    kind: str, eos: int, made: dict[str, Path], tmp_path: Path, said: list[str]
+) -> None:
+    text = "the fox"
+    trained = pipejax.load(as_of_former_version(run_of(tmp_path / "run", made[kind], "pipelined")))
+    own = Tokenizer.load(made[kind]).encode(text)
+    assert list(trained.ids_of(Source("", text))) == [*own, eos]
+    [line] = said
+    assert line.startswith(f"warning: {tmp_path / 'run'}: sources get [] before and [{eos}] behind a text, as in its")
+    said.clear()
+    converted = pipejax.load(as_of_former_version(run_of(tmp_path / "converted", made[kind], "none")))
+    assert list(converted.ids_of(Source("", text))) == transformers_ids(made[kind], text, None)
+    [line] = said
+    assert f"as in transformers; a former version added [] before and [{eos}] behind a text" in line
+    said.clear()
+    new = [pipejax.load(run_of(tmp_path / name, made[kind], name)) for name in ("pipelined", "none")]
+    assert [list(x.ids_of(Source("", text))) for x in new] == [transformers_ids(made[kind], text, None)] * 2
+    assert not said
+
+
+@pytest.mark.parametrize("kind", ["t5", "byt5", "gemma"])
+@pytest.mark.parametrize("objective", ["pipelined", "none"])
+def test_of_other_former_runs_nothing_is_reported(
+    kind: str, objective: str, made: dict[str, Path], tmp_path: Path, said: list[str]
+) -> None:
+    """A former version added what transformers adds. Gemma's bos begins rows, too."""
+    run = run_of(tmp_path / "run", made[kind], objective)
+    config = checkpoint.open_run(run).config
+    model: Any = config.model
+    if kind == "gemma":
+        model = dataclasses.replace(model, decoder_start_token_id=2)
+        checkpoint.save_params(
+            tmp_path / "other", dataclasses.replace(config, model=model), PARAMS, tokenizer_source=made[kind]
+        )
+        run = tmp_path / "other"
+    opened = pipejax.load(as_of_former_version(run))
+    for text in ("the fox", "the </s>"):
+        assert list(opened.ids_of(Source("", text))) == transformers_ids(made[kind], text, None)
+    assert not said
+
+
+def test_training_goes_on_with_the_ids_that_were_learned(
+    made: dict[str, Path], tmp_path: Path, said: list[str]
+) -> None:
+    """In the same run, and in one that starts from it; another rule than the run's is refused on resume."""
+    former = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "pipelined"))
+    saved = checkpoint.open_run(former).config
+    wanted = dataclasses.replace(saved, data=dataclasses.replace(saved.data, special_tokens="auto"))
+    assert start._as_begun(wanted, saved, former).data.special_tokens == "eos"
+    other = dataclasses.replace(saved, data=dataclasses.replace(saved.data, special_tokens="template"))
+    with pytest.raises(Exception, match=r"data\.special_tokens: 'eos' -> 'template'; expected no change on resume"):
+        start._as_begun(other, saved, former)
+
+    def begun(init: Path, **data: Any) -> str:
+        config = Config(data=DataConfig(task="jsonl", **data), train=TrainConfig(init_from=str(init)))
+        return start._prepare_trainer(config)[0].config.data.special_tokens
+
+    converted = run_of(tmp_path / "converted", made["roberta"], "none")
+    assert begun(former) == "eos" and begun(former, special_tokens="template") == "template"
+    assert begun(converted) == "template" and begun(converted, special_tokens="eos") == "eos"
+    fresh = Config(model=MODEL, data=DataConfig(task="jsonl", tokenizer=str(made["roberta"])))
+    fresh = dataclasses.replace(fresh, model=dataclasses.replace(MODEL, eos_token_id=2))
+    assert start._prepare_trainer(fresh)[0].config.data.special_tokens == "template"
+
+
+def test_a_directory_for_transformers_keeps_the_ids_that_were_learned(
+    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """README.md there encodes as the run does, and pipejax.json brings the setting back."""
+    run = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "sequential", max_source=6))
+    huggingface.to_hf(run, tmp_path / "hf")
+    line = "transformers adds [1] before and [2] behind a text, the run learned [] before and [2] behind a text"
+    assert line in capsys.readouterr().err
+    huggingface.from_hf(tmp_path / "hf", tmp_path / "again")
+    text = "the foxes jump over"
+    expected = list(pipejax.load(run).ids_of(Source("", text)))
+    assert list(pipejax.load(tmp_path / "again").ids_of(Source("", text))) == expected and len(expected) == 6
+    card = (tmp_path / "hf" / description.CARD).read_text()
+    lines = [line for line in card.splitlines() if line.startswith(("text_ids =", "ids ="))]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    found: dict[str, Any] = {"tokenizer": tokenizer, "torch": torch, "source": text}
+    exec("\n".join(lines), found)
+    assert found["ids"]["input_ids"].tolist() == [expected] and "\nimport torch\n" in card
+    file = tmp_path / "hf" / description.FILE  # as a former version wrote it
+    content = json.loads(file.read_text())
+    del content["config"]["data"]["special_tokens"]
+    file.write_text(json.dumps(content))
+    huggingface.from_hf(tmp_path / "hf", tmp_path / "former")
+    assert list(pipejax.load(tmp_path / "former").ids_of(Source("", text))) == expected
+
+
+def test_unfinished_work_of_a_former_version_is_not_mixed(made: dict[str, Path]) -> None:
+    """Only where its sources had other ids."""
+    for kind, differs in (("roberta", True), ("bert", True), ("t5", False), ("byt5", False)):
+        tokenizer = Tokenizer.load(made[kind])
+        model = dataclasses.replace(MODEL, eos_token_id=tokenizer.eos or 1)
+        settings = settings_of(Generator(Config(model=model), PARAMS, tokenizer), "pipelined", [])
+        former = {key: x for key, x in settings.items() if "special" not in key}
+        assert bool(first_difference(flattened(settings), flattened(former))) == differs
+        assert not first_difference(flattened(settings), flattened(settings))
+
+
+def test_a_config_that_is_no_runs_has_the_default() -> None:
+    assert config_lib.from_json("{}", where="x").data.special_tokens == "auto"
+    assert config_lib.from_saved({}, where="x").data.special_tokens == "eos"
+    assert config_lib.from_saved({"train": {"objective": "none"}}, where="x").data.special_tokens == "auto"
+    assert source_affixes(None, MODEL, "template") == Affixes(suffix=(MODEL.eos_token_id,))
