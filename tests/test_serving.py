@@ -631,6 +631,34 @@ def test_a_full_queue(client: TestClient, engine: ScriptedEngine) -> None:
 
     threads = [threading.Thread(target=post) for _ in range(3)]
     for thread in threads:
+@pytest.mark.parametrize(
+    "content, keys",
+    [
+        (b"\xef\xbb\xbfsecret\r\n", ["secret"]),
+        (b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n", ["one", "two"]),  # two files put together
+        (b"\xef\xbb\xbf\n  three \n", ["three"]),
+        ("schlüssel\n".encode(), ["schlüssel"]),
+        ("secret".encode("utf-16"), None),
+        (b"\xef\xbb\xbf", None),
+        (b"a\x00b\n", None),
+        ("a\u200bb\n".encode(), None),
+    ],
+)
+def test_byte_order_mark_is_no_part_of_a_key(tmp_path: Path, content: bytes, keys: list[str] | None) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    if keys is not None:
+        assert command.read_keys(str(file)) == keys
+        return
+    with pytest.raises(UserError, match=r"keys: (cannot be read|found no key|line 1: found a character)"):
+        command.read_keys(str(file))
+
+
+def test_byte_order_mark_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(command.KEY, "\ufeffsecret")
+    assert command.read_keys(None) == ["secret"]
+
+
         thread.start()
     wait_until(lambda: engine.under_way == 3)
     reply = client.post(PATH, json={"prompt": ["a", "b"]})  # room for one of them, so for none

@@ -41,6 +41,12 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax serve", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
+CONNECTIONS = 4096  # open at the same time, by default and at the most
+FILES = 160  # that the server may open beside its connections
+GRACE = 1.0  # seconds at the end, in which requests on open connections are refused and not cut off
+OTHERS = "uvicorn", "asyncio", "py.warnings"  # loggers of libraries, whose lines are written as the server's own
+NAME = re.compile("[A-Za-z0-9._-]+")  # of a host, international ones as browsers send them
+MARK = "\ufeff"  # of the byte order, at the beginning of a file
     parser.add_number("--port", "0: a free one (default: %(default)s)", least=0, most=65535, default=8000)
     parser.add_argument("--name", help="of the model, for clients (default: the name of DIR)")
     parser.add_argument(
@@ -170,14 +176,16 @@ def read_keys(path: str | None) -> list[str]:
     if path is not None:
         place = f"--api-key-file {path}"
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
             raise UserError(f"{place}: cannot be read ({reason})") from error
     if text is None:
         return []
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
-    if not keys:
+    lines = [line.strip().removeprefix(MARK) for line in text.splitlines()]  # files put together have several marks
+    if strange := next((i for i, line in enumerate(lines, 1) if not line.isprintable()), None):
+        raise UserError(f"{place}: line {strange}: found a character that cannot be seen; expected a key")
+    if not any(lines):
         raise UserError(f"{place}: found no key; expected one a line")
     return keys
 
