@@ -30,6 +30,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import Source
 from pipejax.inference.wishes import seed_of
+from pipejax.system import cli
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.scripted_engine import ScriptedEngine
@@ -53,6 +54,17 @@ def generator(tokenizer: Any, params: Any) -> Generator:
 @pytest.fixture
 def engine(generator: Generator) -> ScriptedEngine:
     return ScriptedEngine(generator)
+
+
+@pytest.fixture
+def lines_on_stderr() -> Iterator[None]:
+    """Writes the lines of the log as a command does."""
+    logger = logging.getLogger("pipejax")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    with cli.adopted("pipejax"):
+        yield
+    logger.setLevel(before)
 
 
 @pytest.fixture
@@ -619,18 +631,6 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         command.read_keys(None)
 
 
-# Load and faults.
-
-
-def test_a_full_queue(client: TestClient, engine: ScriptedEngine) -> None:
-    engine.go_on.clear()
-    replies: list[Any] = []
-
-    def post() -> None:
-        replies.append(client.post(PATH, json={"prompt": TEXT}))
-
-    threads = [threading.Thread(target=post) for _ in range(3)]
-    for thread in threads:
 @pytest.mark.parametrize(
     "content, keys",
     [
@@ -659,6 +659,18 @@ def test_byte_order_mark_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert command.read_keys(None) == ["secret"]
 
 
+# Load and faults.
+
+
+def test_a_full_queue(client: TestClient, engine: ScriptedEngine) -> None:
+    engine.go_on.clear()
+    replies: list[Any] = []
+
+    def post() -> None:
+        replies.append(client.post(PATH, json={"prompt": TEXT}))
+
+    threads = [threading.Thread(target=post) for _ in range(3)]
+    for thread in threads:
         thread.start()
     wait_until(lambda: engine.under_way == 3)
     reply = client.post(PATH, json={"prompt": ["a", "b"]})  # room for one of them, so for none
@@ -685,6 +697,7 @@ def test_time_is_limited(engine: ScriptedEngine, stream: bool) -> None:
     assert engine.under_way == 0 and len(engine.cancelled) == 1
 
 
+@pytest.mark.usefixtures("lines_on_stderr")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "raised, status, code",
@@ -804,6 +817,7 @@ def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
     assert 'name="truncate"' in reply.text  # as the refusal of a long prompt advises
 
 
+@pytest.mark.usefixtures("lines_on_stderr")
 @pytest.mark.parametrize("flags, said", [(["*"], 1), ([SITE], 0), ([], 0)])
 def test_a_server_for_all_pages_without_a_key(
     engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], flags: list[str], said: int
@@ -814,6 +828,7 @@ def test_a_server_for_all_pages_without_a_key(
     assert capsys.readouterr().err.count("warning: --allow-origin * and no API key") == said
 
 
+@pytest.mark.usefixtures("lines_on_stderr")
 def test_a_start_with_drafts_says_that_there_are_none(
     params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -825,6 +840,7 @@ def test_a_start_with_drafts_says_that_there_are_none(
         assert [line.rpartition(":")[0] for line in capsys.readouterr().err.splitlines()] == said
 
 
+@pytest.mark.usefixtures("lines_on_stderr")
 def test_a_start_compiles_for_all_prompts_unless_told_less(
     params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -832,7 +848,7 @@ def test_a_start_compiles_for_all_prompts_unless_told_less(
     checkpoint.save_params(tmp_path / "run", tiny.RUN, params)
     lengths, kept = list[int](), list[tuple[int, int]]()
 
-    def run(service: Any, listener: socket.socket, *, keep_alive: int, drain: int, shown: bool) -> None:
+    def run(service: Any, listener: socket.socket, *, keep_alive: int, drain: int, **more: Any) -> None:
         kept.append((keep_alive, drain))
         listener.close()
 
@@ -926,8 +942,6 @@ def test_an_access_log_has_a_line_a_request_and_no_text(engine: ScriptedEngine, 
 
 
 def test_lines_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from pipejax.system import cli
-
     monkeypatch.setattr(cli._lines, "as_json", False)
     cli.note("plain")
     cli.write_json()
@@ -962,6 +976,7 @@ def test_the_states_that_probes_ask_for(client: TestClient, engine: ScriptedEngi
     assert states() == [200, 503, 503] and client.get("/readyz").json()["status"] == "draining"
 
 
+@pytest.mark.usefixtures("lines_on_stderr")
 def test_who_is_not_answered_in_time_at_the_end_is_told_so(engine: ScriptedEngine, capsys: Any) -> None:
     own, listener = service(engine), command.listen("127.0.0.1", 0)
     listener.listen()
@@ -1102,6 +1117,7 @@ def test_models_say_the_step_of_their_checkpoint(generator: Generator) -> None:
     assert connect(service(ScriptedEngine(generator))).get("/v1/models/tiny").json()["step"] is None
 
 
+@pytest.mark.usefixtures("lines_on_stderr")
 def test_a_start_that_is_told_to_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, command.told_to_end():

@@ -74,7 +74,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "nltk": ("metrics.*",),
     "rouge_score": ("metrics.rouge",),
     "starlette": ("apps.serving.*",),
-    "uvicorn": ("apps.serving.command",),
+    "uvicorn": ("apps.serving.command", "apps.serving.connections"),
     "prometheus_client": ("apps.serving.*",),
     "tensorflow": (),
     "torch": ("convert.rows_in_torch",),  # which nothing here imports: it is written for transformers

@@ -150,11 +150,32 @@ class _Lines(logging.Handler):
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = record.getMessage() if self.as_json else line_of(record)
-        note(line, record.levelname.lower(), **getattr(record, "fields", {}))
+        line, fields = record.getMessage() if self.as_json else line_of(record), getattr(record, "fields", {})
+        trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+        if self.as_json and trace:
+            fields = {**fields, "traceback": trace}
+        note(line, record.levelname.lower(), **fields)
+        if trace and not self.as_json:
+            say(trace.rstrip())
 
 
 _lines = _Lines()
+
+
+@contextlib.contextmanager
+def adopted(*names: str) -> Iterator[None]:
+    """A block in which records of libraries' loggers are written as the command's own lines."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(_lines)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagates in zip(loggers, before, strict=True):
+            logger.removeHandler(_lines)
+            logger.propagate = propagates
 
 
 def mute() -> None:

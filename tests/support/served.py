@@ -1,23 +1,23 @@
 """The server's application above a scripted engine, and what its replies hold."""
 
+import contextlib
 import json
 import re
+import socket
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from starlette.testclient import TestClient
 
-from pipejax.apps.serving import app
+from pipejax.apps.serving import app, command
 from support.scripted_engine import ScriptedEngine
 
 
-def service(
-    engine: ScriptedEngine, *keys: str, body: int = 4000, seconds: float = 20.0, access_log: bool = False
-) -> app.Service:
+def service(engine: ScriptedEngine, *keys: str, body: int = 4000, seconds: float = 20.0, **more: Any) -> app.Service:
     limits = app.Limits(body=body, seconds=seconds, answers=4)
-    more = {"name": "tiny", "limits": limits, "keys": keys, "access_log": access_log}
-    return app.Service(engine.generator, engine, **more)  # type: ignore[arg-type]
+    return app.Service(engine.generator, engine, name="tiny", limits=limits, keys=keys, **more)  # type: ignore[arg-type]
 
 
 def connect(asked_for: app.Service) -> TestClient:
@@ -45,3 +45,52 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < ends, "it did not happen"
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(own: app.Service, **settings: Any) -> Iterator[int]:
+    """The port of a server with real sockets, which ends with the block."""
+    listener = command.listen("127.0.0.1", 0)
+    port: int = listener.getsockname()[1]
+    listener.listen()  # a client that comes before the server has started waits
+    thread = threading.Thread(target=command.run, args=(own, listener), kwargs=settings)
+    thread.start()
+    try:
+        yield port
+    finally:
+        own.draining = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+class Reply(NamedTuple):
+    """An answer as it came, and the way the connection ended."""
+
+    status: int
+    headers: dict[str, str]  # by lower-case name
+    body: bytes
+    rest: bytes  # after the first answer
+
+
+def read_reply(connection: socket.socket) -> Reply:
+    """Reads to the end of the connection; a reset raises ConnectionResetError."""
+    found = b""
+    while part := connection.recv(2**16):
+        found += part
+    return parse_reply(found)
+
+
+def ask(port: int, *sent: bytes) -> Reply:
+    """Sends that over a connection of its own, and reads to its end."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        for part in sent:
+            connection.sendall(part)
+        return read_reply(connection)
+
+
+def parse_reply(found: bytes) -> Reply:
+    head, _, rest = found.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    size = int(headers.get("content-length", len(rest)))
+    return Reply(int(first.split()[1]), headers, rest[:size], rest[size:])

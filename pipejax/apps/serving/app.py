@@ -5,22 +5,24 @@ import contextlib
 import dataclasses
 import hmac
 import importlib.resources
+import ipaddress
 import logging
 import re
 import secrets
 import time
-import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
+from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pipejax import methods
 from pipejax.apps.serving import asked
 from pipejax.apps.serving.answering import Completion, told
 from pipejax.apps.serving.asked import ClientRequest, Form
+from pipejax.apps.serving.connections import FRAMING
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
@@ -29,6 +31,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
+from pipejax.system.fields import shown_value
 
 with extra("serve", "pipejax serve"):
     from starlette.applications import Starlette
@@ -43,7 +46,8 @@ with extra("serve", "pipejax serve"):
 logger = logging.getLogger(__name__)
 
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
-DISCARDED = 16  # times the largest body, that is read and thrown away so that the client gets to read the refusal
+CHUNKS = 2**14  # bytes of a body that are no content beside an eighth of it: framing of about 3,300 chunks
+KEPT_BODY = 99_999  # bytes of a body that nobody reads after which the connection is kept, at the most
 GONE = 499  # nobody sees it but the counters
 READERS = 4  # threads that read requests; a schema is compiled in one of its own
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
@@ -76,11 +80,13 @@ class Service:
         limits: Limits,
         keys: Sequence[str] = (),
         origins: Sequence[str] = (),
+        hosts: Sequence[str] | None = None,
         access_log: bool = False,
     ) -> None:
+        """`hosts`: names beside this machine's own that a request may ask for; None: a request may ask for any."""
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
-        self.keys, self.origins = [key.encode() for key in keys], origins
+        self.keys, self.origins, self.hosts = [key.encode() for key in keys], origins, hosts
         self.access_log = access_log
         self.counters = Counters()
         self._readers = ThreadPoolExecutor(READERS, "reader")
@@ -99,7 +105,7 @@ class Service:
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, status = time.perf_counter(), 200
+        begun, status = time.perf_counter(), 500
         self.active += 1
         try:
             if self.draining:
@@ -120,6 +126,7 @@ class Service:
                 else:
                     await _race(completion.finish(SILENCE), receive, begun + self.limits.seconds)
                     await _json(objects.whole())(scope, receive, send)
+                status = 200
             finally:
                 completion.close()
         except ClientDisconnect:
@@ -230,9 +237,11 @@ def make_app(service: Service) -> ASGIApp:
             expose_headers=("Retry-After", "X-Should-Retry", "X-Request-Id"),
         )
         middleware.insert(0, sites)
+    if service.hosts is not None:
+        middleware.insert(0, Middleware(_Hosts, names=service.hosts))
     made = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     made.router.redirect_slashes = False  # such an answer would lead to the host that the request names
-    return _Desk(made, service.access_log)
+    return _Desk(made, service)
 
 
 PROBES = "/health", "/livez", "/readyz", "/metrics", "/"
@@ -241,10 +250,14 @@ _request_id = ContextVar("request_id", default="")  # of the request that is ans
 
 
 class _Desk:
-    """Gives each request an id: the client's own or a new one. Answers have it, and so has the log."""
+    """Gives each request an id: the client's own or a new one. Answers have it, and so has the log.
 
-    def __init__(self, app: ASGIApp, access_log: bool) -> None:
-        self._app, self._logs = app, access_log
+    The connection ends with the answer while the server drains; if the request has a length beside chunks, as a proxy
+    may have followed the other one (RFC 9112, 6.1); and if most of its body is not read, so that it need not be.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -252,23 +265,76 @@ class _Desk:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         own = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         status, begun = GONE, time.perf_counter()
+        length, chunked = (
+            next((value for name, value in scope["headers"] if name == wanted), b"")
+            for wanted in (b"content-length", b"transfer-encoding")
+        )
+        is_long = bool(chunked) or len(length) > len(str(KEPT_BODY))
+        is_read = False
+
+        async def read() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body")
+            return message
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", own.encode())]}
+                headers = [*message["headers"], (b"x-request-id", own.encode())]
+                ends = self._service.draining or bool(length and chunked) or (is_long and not is_read)
+                if ends and (b"connection", b"close") not in headers:
+                    headers.append((b"connection", b"close"))
+                message = {**message, "headers": headers}
             await send(message)
 
         _request_id.set(own)
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, read, answer)
         finally:
-            if self._logs:
+            if self._service.access_log:
                 seconds, path = time.perf_counter() - begun, quote(scope["path"])[:200]
                 told = {"request": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 said = "{method} {path} {status} in {seconds:.3f} s, request {request}"
                 logger.info(said.format(**told), extra={"fields": told})
+
+
+class _Hosts:
+    """Refuses requests for other hosts than this machine.
+
+    A page of another site may have its own name lead to this machine (DNS rebinding). A browser then takes the server
+    for the page's own, and tells it apart by the header Host alone.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app, self._names = app, {name.lower().rstrip(".") for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        app = self._app
+        if given and not self._is_known(host_of(given[0])):  # browsers always send one, HTTP/1.0 may not
+            message = f"Host: found {shown_value(given[0])}; expected this machine, or a name of --allow-host"
+            app = refusal(Refused(421, message, code="unknown_host"))
+        await app(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        if "*" in self._names or host in self._names or host == "localhost" or host.endswith(".localhost"):
+            return True
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(host)
+            return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+        return False
+
+
+def host_of(text: str) -> str:
+    """The name or address in a header Host or what is like it, without its port; "" if there is none."""
+    try:
+        parts = urlsplit(f"//{text}")
+        _ = parts.port
+    except ValueError:
+        return ""
+    return (parts.hostname or "").rstrip(".") if parts.netloc == text and "@" not in text else ""
 
 
 class _Door:
@@ -301,24 +367,22 @@ async def _body(request: Request, limits: Limits) -> bytes:
     message = f"body: found more than {limits.body} bytes; expected at most that many"
     large = Refused(413, message, code="body_too_large", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "0")
-    too_large = len(declared) > 18 or int(declared) > limits.body
-    if too_large and "expect" in request.headers:  # the client waits for a word before it sends
+    if len(declared) > 18 or int(declared) > limits.body:
         raise large
-    parts, size = list[bytes](), 0
+    body, state = bytearray(), request.scope.get("state", {})
     try:
         async with asyncio.timeout(limits.seconds):
             async for part in request.stream():
-                size += len(part)
-                too_large = too_large or size > limits.body
-                if size > DISCARDED * limits.body:
-                    break
-                parts = [] if too_large else [*parts, part]
+                body += part
+                if len(body) > limits.body:
+                    raise large
+                if state.get(FRAMING, 0) > CHUNKS + len(body) // 8:
+                    message = "body: found chunks of very few bytes; expected larger ones, or a Content-Length"
+                    raise Refused(400, message, code="chunks_too_small", headers={"Connection": "close"})
     except TimeoutError as error:
         message = f"body: found no end after {limits.seconds:g} s; expected it sooner"
         raise Refused(408, message, headers={"Connection": "close"}) from error
-    if too_large:
-        raise large
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def _stream(completion: Completion, objects: Objects, receive: Receive, send: Send, *, ends: float) -> None:
@@ -378,8 +442,8 @@ def _note(error: Exception) -> Refused:
     refused = told(error)
     if refused.status == 500:
         own = _request_id.get()
-        logger.error(f"request {own} failed by a mistake of the server", extra={"fields": {"request": own}})
-        traceback.print_exception(error)
+        told_of = {"fields": {"request": own}}
+        logger.error(f"request {own} failed by a mistake of the server", extra=told_of, exc_info=error)
     return refused
 
 
@@ -388,11 +452,24 @@ def refusal(error: Exception) -> Response:
     return _json(refused.body(), refused.status, refused.headers)
 
 
-def no_request() -> bytes:
-    said = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
-    body = dump(Refused(400, said, code="malformed_request").body()).encode()
-    head = "HTTP/1.1 400 Bad Request", "Content-Type: application/json", "Connection: close"
-    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
+MALFORMED = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
+# By reason, the answers to connections without a request.
+WITHOUT_REQUEST = {
+    "malformed": Refused(400, MALFORMED, code="malformed_request"),
+    "full": Refused(503, "too many connections are open; try again", code="too_many_connections"),
+}
+
+
+def refuse_connection(reason: str, *, access_log: bool) -> bytes:
+    """The bytes of the answer to a connection without a request: a key of WITHOUT_REQUEST. It has an id, too."""
+    refused, own = WITHOUT_REQUEST[reason], secrets.token_hex(16)
+    body = dump(refused.body()).encode()
+    head = [f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(body)}", "Connection: close", f"X-Request-Id: {own}", "", ""]
+    if access_log:
+        told = {"request": own, "status": refused.status}
+        logger.info("{status} without a request, {request}".format(**told), extra={"fields": told})
+    return "\r\n".join(head).encode() + body
 
 
 def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,8 +11,12 @@ it.
 import argparse
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import logging
 import os
+import re
+import resource
 import signal
 import socket
 import sys
@@ -32,21 +36,23 @@ from pipejax.system.progress import Progress
 if TYPE_CHECKING:
     from pipejax.apps.serving.app import Service
 
+logger = logging.getLogger(__name__)
+
 KEY = "PIPEJAX_API_KEY"
 LEVELS = "debug", "info", "warning", "error"
 PORTS = {"http": 80, "https": 443}  # that an origin does not name
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = cli.Parser(prog="pipejax serve", description=__doc__)
-    parser.add_checkpoint()
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
 CONNECTIONS = 4096  # open at the same time, by default and at the most
 FILES = 160  # that the server may open beside its connections
 GRACE = 1.0  # seconds at the end, in which requests on open connections are refused and not cut off
 OTHERS = "uvicorn", "asyncio", "py.warnings"  # loggers of libraries, whose lines are written as the server's own
 NAME = re.compile("[A-Za-z0-9._-]+")  # of a host, international ones as browsers send them
 MARK = "\ufeff"  # of the byte order, at the beginning of a file
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = cli.Parser(prog="pipejax serve", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
     parser.add_number("--port", "0: a free one (default: %(default)s)", least=0, most=65535, default=8000)
     parser.add_argument("--name", help="of the model, for clients (default: the name of DIR)")
     parser.add_argument(
@@ -74,10 +80,21 @@ MARK = "\ufeff"  # of the byte order, at the beginning of a file
         metavar="ORIGIN",
         help="whose pages may ask, such as https://app.example; * for all (repeatable; default: none but its own)",
     )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        type=host_name,
+        default=[],
+        metavar="NAME",
+        help="a name that requests may ask for in their header Host beside this machine's; * for all (repeatable; "
+        "default: all with a key, or if others reach the port; else --host)",
+    )
 
     def seconds(flag: str, text: str, default: int | None, least: int = 1) -> None:
         parser.add_argument(flag, type=cli.whole_number(least, 86400), default=default, metavar="S", help=text)
 
+    number = "connections open at the same time (default: what `ulimit -n` leaves, at most 4096)"
+    parser.add_number("--connections", number, least=1, most=2**20, default=None)
     parser.add_number("--max-body", "bytes of a request (default: %(default)s)", most=2**30, default=2**20)
     seconds("--timeout", "seconds for a request (default: %(default)s)", 300)
     seconds("--keep-alive", "seconds that an idle connection stays open (default: %(default)s)", 75)
@@ -93,27 +110,30 @@ MARK = "\ufeff"  # of the byte order, at the beginning of a file
     logging.getLogger("pipejax").setLevel(flags.log_level.upper())
     if flags.log_json:
         cli.write_json()
+        logging.captureWarnings(True)
 
     with extra("serve", "pipejax serve"):
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
 
-    with told_to_end():
+    with told_to_end(), cli.adopted(*OTHERS):
         return start(flags)
 
 
 def start(flags: argparse.Namespace) -> int:
     keys, name = read_keys(flags.api_key_file), flags.name or absolute(flags.checkpoint).name
     adapters = read_adapters(flags.adapter, name)
+    connections = most_connections(flags.connections)
     listener = listen(flags.host, flags.port)
+    is_guarded = flags.allow_host or (not keys and is_local(listener.getsockname()[0]))
     from pipejax.apps.serving.app import Limits, Service
     from pipejax.inference.engine import Engine
     from pipejax.inference.loading import load  # starts JAX: after the flags and the port are known to be good
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
     if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
-        cli.note(f"warning: decode.draft = {draft}: a server decodes without drafts; the answers are the same")
+        logger.warning(f"decode.draft = {draft}: a server decodes without drafts; the answers are the same")
     # Schemas compile in Python, and the engine asks for the interpreter many times a step: 5 ms each by default.
     sys.setswitchinterval(0.0005)
     engine = Engine(generator, places=flags.places, queue=flags.queue, encodings=flags.encoding_cache)
@@ -124,6 +144,7 @@ def start(flags: argparse.Namespace) -> int:
         limits=Limits(flags.max_body, flags.timeout, flags.places + flags.queue, schemas=not flags.no_schemas),
         keys=keys,
         origins=flags.allow_origin,
+        hosts=[*flags.allow_host, flags.host] if is_guarded else None,
         access_log=flags.access_log,
     )
     longest = generator.config.data.max_source
@@ -131,9 +152,12 @@ def start(flags: argparse.Namespace) -> int:
         if length := longest if flags.warm_up is None else min(flags.warm_up, longest):
             engine.warm_up(length)
             said = "requests are answered as their programs are there, and /readyz tells when all are"
-            cli.note(f"compiling for prompts of up to {length} tokens: {said}; --warm-up 0 leaves it to the requests")
+            logger.info(
+                f"compiling for prompts of up to {length} tokens: {said}; --warm-up 0 leaves it to the requests"
+            )
         drain = flags.timeout if flags.drain is None else flags.drain
-        run(service, listener, keep_alive=flags.keep_alive, drain=drain, shown=not flags.log_json)
+        shown = not flags.log_json and logger.isEnabledFor(logging.INFO)
+        run(service, listener, connections=connections, keep_alive=flags.keep_alive, drain=drain, shown=shown)
     finally:
         engine.close(drain=False, seconds=5.0)
     return 0
@@ -144,7 +168,7 @@ def told_to_end() -> Iterator[None]:
     """A block that SIGTERM ends in a line; while the server runs, it has a handler of its own."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        cli.note("stopped by SIGTERM before the server had started")
+        logger.info("stopped by SIGTERM before the server had started")
         sys.exit(128 + signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, leave)
@@ -170,6 +194,42 @@ def origin(text: str) -> str:
     return text
 
 
+def host_name(text: str) -> str:
+    """The argparse type of a name that requests may ask for, without a scheme, a port or a path."""
+    address = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if text == "*" or NAME.fullmatch(text):
+        return text
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; expected a name or an address without a port, or *"
+        ) from error
+
+
+def is_local(address: str) -> bool:
+    """Whether only programs of this machine reach an address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def most_connections(given: int | None) -> int:
+    """The number of connections that may be open at the same time, as each needs a file of the system's."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = (given or 0) + FILES
+    if allowed != resource.RLIM_INFINITY and allowed < needed and (most == resource.RLIM_INFINITY or most >= needed):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+            allowed = needed
+    if allowed == resource.RLIM_INFINITY:
+        return given or CONNECTIONS
+    if allowed < needed:
+        raise UserError(
+            f"--connections {given}: found {allowed} files that may be open at once (ulimit -n); expected "
+            f"at least {needed}"
+        )
+    return given or min(CONNECTIONS, allowed - FILES)
+
+
 def read_keys(path: str | None) -> list[str]:
     """The keys that clients may use; none: nobody is asked for one."""
     place, text = f"${KEY}", os.environ.get(KEY)
@@ -187,7 +247,7 @@ def read_keys(path: str | None) -> list[str]:
         raise UserError(f"{place}: line {strange}: found a character that cannot be seen; expected a key")
     if not any(lines):
         raise UserError(f"{place}: found no key; expected one a line")
-    return keys
+    return [line for line in lines if line]
 
 
 def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
@@ -219,13 +279,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(
-    service: "Service", listener: socket.socket, *, keep_alive: int = 75, drain: float = 300, shown: bool = True
+    service: "Service",
+    listener: socket.socket,
+    *,
+    connections: int = CONNECTIONS,
+    keep_alive: int = 75,
+    drain: float = 300,
+    shown: bool = True,
 ) -> None:
     """Serves until a signal asks for the end and all requests are answered, or `drain` seconds are over."""
     with extra("serve", "pipejax serve"):
         import uvicorn
-        from uvicorn.protocols.http.auto import AutoHTTPProtocol
-    from pipejax.apps.serving.app import make_app, no_request
+    from pipejax.apps.serving.app import make_app, refuse_connection
+    from pipejax.apps.serving.connections import Connection, Listener
 
     class Server(uvicorn.Server):
         """The first signal drains: clients get a refusal instead of a connection that is refused."""
@@ -235,34 +301,24 @@ def run(
                 self.should_exit = self.force_exit = True
             service.draining = True
 
-    class Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-        """HTTP whose refusal of what is none is an error object, too."""
-
-        def _unsupported_upgrade_warning(self) -> None:
-            """Nothing: who asks for HTTP/2 or a WebSocket gets an answer all the same, and no library would help."""
-
-        def send_400_response(self, msg: str) -> None:
-            """Called for bytes that are no request."""
-            cycle = getattr(self, "cycle", None)
-            if cycle is None or cycle.response_complete or not cycle.response_started:  # else the answer is broken off
-                self.transport.write(no_request())
-            self.transport.close()
-
     host, port = listener.getsockname()[:2]
-    if not service.keys and host not in ("127.0.0.1", "::1"):
-        cli.note("warning: no API key is set: everybody who reaches this port may use it")
+    if not service.keys and not is_local(host):
+        logger.warning("no API key is set: everybody who reaches this port may use it")
     if not service.keys and "*" in service.origins:
-        cli.note("warning: --allow-origin * and no API key: every page that a browser here shows may use this server")
+        logger.warning("--allow-origin * and no API key: every page that a browser here shows may use this server")
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    ours = {"http": Protocol, "ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
-    config = uvicorn.Config(make_app(service), **ours, server_header=False, timeout_keep_alive=keep_alive)  # type: ignore[arg-type]
-    server = Server(config)
+    ours = {"http": Connection, "ws": "none", "log_config": None, "log_level": "error", "access_log": False}
+    ours |= {"lifespan": "off", "server_header": False, "timeout_keep_alive": keep_alive}
+    server = Server(uvicorn.Config(make_app(service), **ours))  # type: ignore[arg-type]
+    refusal = functools.partial(refuse_connection, access_log=service.access_log)
+    accepting = Listener(listener, server, connections, refusal)
 
     async def serve() -> None:
-        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        serving = asyncio.ensure_future(server.serve(sockets=[]))
         while not (serving.done() or server.started):
             await asyncio.sleep(0.01)
-        cli.note(f"serving {service.name} at {where}")
+        acceptor = asyncio.ensure_future(accepting.accept())
+        logger.info(f"serving {service.name} at {where}")
         compiler, ends = service.engine.compiler, float("inf")
         is_warm = service.is_warm
         progress = Progress("compiling", compiler.planned, unit="program", shown=shown and not is_warm)
@@ -274,17 +330,20 @@ def run(
             if service.is_warm and not is_warm:
                 is_warm = True
                 progress.close()
-                cli.note("ready: what usual requests need is compiled; what lone and long ones need follows")
+                logger.info("ready: what usual requests need is compiled; what lone and long ones need follows")
             ends = min(ends, time.monotonic() + drain) if service.draining else ends
             if time.monotonic() >= ends:
-                cli.note(f"{service.active} requests are not finished after {drain:g} s; they are told so")
+                logger.warning(f"{service.active} requests are not finished after {drain:g} s; they get status 503")
                 await asyncio.to_thread(service.engine.close, drain=False, seconds=0.0)
-                await asyncio.sleep(1)  # so that they hear it
-                server.force_exit = True
                 break
         progress.close()
+        acceptor.cancel()
+        accepting.close()
+        if not server.force_exit:
+            await accepting.wait_until_closed(GRACE)
+        server.force_exit |= time.monotonic() >= ends
         server.should_exit = True
         await serving
 
     asyncio.run(serve())
-    cli.note("stopped")
+    logger.info("stopped")

@@ -1,0 +1,227 @@
+"""The connections of the HTTP server: how many are open, how much work each may cause, and how each is closed.
+
+`Listener` accepts connections up to a ceiling. `Connection` is uvicorn's HTTP/1.1 with bounded work for each of them,
+and `_Transport` lets a client read its answer before the connection is closed.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from pipejax.system.extras import extra
+
+with extra("serve", "pipejax serve"):
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger(__name__)
+
+READ = 2**12  # bytes of a connection that are parsed before other connections have their turn
+DISCARDED = 2**26  # bytes that are read and thrown away after an answer
+SILENCE, LONGEST = 1.0, 30.0  # seconds without a byte, and in all, after which a discarding connection is closed
+FRAMING = "pipejax.framing"  # key of a request's state: bytes of its body that are no content, such as sizes of chunks
+BACKLOG = 2048  # connections that the system keeps until they are accepted
+BATCH = 32  # connections accepted before others have their turn
+SPARE = 32  # connections above the ceiling that are refused at the same time
+PAUSE = 0.05  # seconds until another try to accept
+QUIET = 60.0  # seconds between two lines about the ceiling
+
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """HTTP/1.1 of one client. A `BufferedProtocol` decides how many bytes are read, and so parsed, at a time."""
+
+    def __init__(self, listener: "Listener", **given: Any) -> None:
+        super().__init__(**given)
+        self._listener, self._buffer = listener, bytearray(READ)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_Transport(transport, self.loop))  # type: ignore[arg-type]
+        if not self._listener.admit(self):
+            self._refuse("full")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.forget(self)
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.transport.discard(nbytes):  # type: ignore[attr-defined]
+            return
+        cycle = self.cycle
+        before = len(cycle.body) if cycle is not None else 0
+        self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+        if self.cycle is None:
+            return
+        if self.cycle is cycle:
+            self.scope["state"][FRAMING] = self.scope["state"].get(FRAMING, 0) + nbytes - (len(cycle.body) - before)
+        if not (self.cycle.more_body or self.cycle.response_complete):
+            self._listener.idle.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._listener.idle[self] = None
+        self._listener.idle.move_to_end(self, last=not self.transport.is_closing())
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for bytes that are no request."""
+        self._refuse("malformed")
+
+    def _refuse(self, reason: str) -> None:
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(self._listener.refusal(reason))  # else the answer under way is broken off
+        if self.cycle is not None:  # what answers it is not needed any more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Does nothing: a client that asks for HTTP/2 or a WebSocket gets an answer of HTTP/1.1."""
+
+
+class _Transport:
+    """A transport that is closed in good order: it sends the end of the answers, and discards what still comes.
+
+    To close a socket while bytes of the client are unread resets the connection, and the client may lose the answer.
+    """
+
+    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner, self._loop = inner, loop
+        self._left, self._discards = DISCARDED, False
+        self._heard = self._ends = 0.0  # times of the loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def is_closing(self) -> bool:
+        return self._discards or self._inner.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self._discards:
+            self._inner.write(data)
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        self._discards, self._heard = True, self._loop.time()
+        self._ends = self._heard + LONGEST
+        self._inner.write_eof()
+        self._inner.resume_reading()
+        self._watch()
+
+    def discard(self, count: int) -> bool:
+        """Whether bytes that came are not to be read; called with their count."""
+        if self._discards:
+            self._left, self._heard = self._left - count, self._loop.time()
+            if self._left < 0:
+                self._inner.abort()
+        return self._discards
+
+    def _watch(self) -> None:
+        if self._inner.is_closing():
+            return
+        now, unsent = self._loop.time(), self._inner.get_write_buffer_size()
+        if now >= self._ends:
+            self._inner.abort()
+        elif now >= self._heard + SILENCE and not unsent:
+            self._inner.close()
+        else:
+            self._loop.call_later(SILENCE / 4, self._watch)
+
+
+class Listener:
+    """Accepts connections. At the ceiling it closes the one that is idle for longest, or else refuses the new one."""
+
+    def __init__(
+        self, listener: socket.socket, server: uvicorn.Server, most: int, refusal: Callable[[str], bytes]
+    ) -> None:
+        """`most`: connections at the same time. `refusal`: makes the answer to a connection without a request.
+
+        Its argument is the reason: "malformed", as the bytes are no request, or "full", as it is one too many.
+        """
+        self._socket, self._server, self.most, self.refusal = listener, server, most, refusal
+        self.idle = OrderedDict[Connection, None]()  # those without a complete request, in the order of their closing
+        self._open = set[Connection]()
+        self._connecting = set[asyncio.Task[object]]()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._warned = float("-inf")
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is room for a new connection, once the one that is idle for longest is closed."""
+        self._open.add(connection)
+        if len(self._open) > self.most:
+            self._warn(
+                f"{self.most} connections are open, as many as may be: for a new one the one that is idle for longest "
+                "is closed, or the new one is refused (--connections and `ulimit -n` decide on the number)"
+            )
+            while self.idle and len(self._open) > self.most:
+                self._close_idle()
+        self.idle[connection] = None
+        return len(self._open) <= self.most
+
+    def forget(self, connection: Connection) -> None:
+        self.idle.pop(connection, None)
+        self._open.discard(connection)
+
+    async def accept(self) -> None:
+        """Accepts until it is cancelled; the server has started."""
+        loop, number = asyncio.get_running_loop(), 0
+        while True:
+            number += 1
+            if number % BATCH == 0:
+                await asyncio.sleep(0)
+            if len(self._open) + len(self._connecting) >= self.most + SPARE:
+                await asyncio.sleep(PAUSE)
+                continue
+            try:
+                client, _ = await loop.sock_accept(self._socket)
+            except ConnectionError:  # the client is gone
+                continue
+            except OSError as error:  # no descriptor is left, or no memory
+                self._warn(f"no connection can be accepted now ({error.strerror})")
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._close_idle()
+                await asyncio.sleep(PAUSE)
+                continue
+            self._connect(client)
+
+    def close(self) -> None:
+        """Accepts the connections that wait, and no more; called after `accept` was cancelled."""
+        try:
+            while True:
+                self._connect(self._socket.accept()[0])
+        except OSError:  # none waits
+            pass
+        self._socket.close()
+
+    async def wait_until_closed(self, seconds: float) -> None:
+        """Waits until the clients have closed all connections, so many seconds at the most."""
+        ends = time.monotonic() + seconds
+        while (self._open or self._connecting) and time.monotonic() < ends:
+            await asyncio.sleep(PAUSE)
+
+    def _connect(self, client: socket.socket) -> None:
+        made = Connection(self, config=self._server.config, server_state=self._server.server_state, app_state={})
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(lambda: made, client))
+        self._connecting.add(task)  # the loop keeps no reference
+        task.add_done_callback(self._connecting.discard)
+
+    def _close_idle(self) -> None:
+        if self.idle:
+            connection = next(iter(self.idle))
+            self.forget(connection)
+            connection.transport.abort()
+
+    def _warn(self, line: str) -> None:
+        if time.monotonic() >= self._warned + QUIET:
+            self._warned = time.monotonic()
+            logger.warning(line)
