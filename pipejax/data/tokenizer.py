@@ -442,10 +442,10 @@ def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
         return
     backend, is_t5 = inner.backend_tokenizer, type(inner).__name__.startswith("T5")
     if look(file := directory / "tokenizer.json"):
-        own = json.loads(file.read_bytes())["model"].get("unk_id")
+        own = strict_json.loads(file.read_bytes())["model"].get("unk_id")
     else:  # classes other than T5's number the pieces of a spiece.model anew
         own = _read_proto(directory).trainer_spec.unk_id if is_t5 else None
-    content = json.loads(backend.to_str())
+    content = strict_json.loads(backend.to_str())
     taken = content["model"]["unk_id"]
     if own in (None, taken) or not (is_t5 or taken is None or backend.id_to_token(taken) != inner.unk_token):
         return
