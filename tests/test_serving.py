@@ -1099,7 +1099,7 @@ def test_what_a_user_can_mend_is_no_mistake_of_the_server(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Wherever it is found."""
-    for name in ("asked.cut_source", "asked.bound_rows", "answering.Writing"):
+    for name in ("asked.encode_source", "asked.bound_rows", "answering.Writing"):
         with monkeypatch.context() as patch:
 
             def refuse(*given: Any, **more: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps.export import export
 from pipejax.apps.unfinished import first_difference, flattened, settings_of
-from pipejax.config import Config, DataConfig, GridConfig, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import description, huggingface
 from pipejax.data.encoding import encode_example, encode_source
 from pipejax.data.examples import Example
@@ -27,6 +28,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.training import start
+from pipejax.training.loop import fit
 from support import oracle, tiny
 from support.manifests import seal
 from support.scripted_engine import ScriptedEngine
@@ -191,6 +193,33 @@ def test_answers_are_those_of_transformers(kind: str, eos: int, made: dict[str, 
     assert len({str(row["row_ids"]) for row in rows}) > 1
 
 
+def test_a_limit_to_the_source_leaves_its_special_ids_out(made: dict[str, Path]) -> None:
+    model = dataclasses.replace(MODEL, eos_token_id=2)
+    config = Config(model=model, grid=GridConfig(time_max=6, sub_max=2), decode=DecodeConfig(limit="source"))
+    ours = Generator(config, PARAMS, Tokenizer.load(made["roberta"]))
+    source = Source("", "the fox")
+    ids = ours.ids_of(source)
+    allowed = ours._wishes([source], [ids], ours.method(), ours.make_strategy()).allowed
+    assert allowed is not None and ids[0] == 1
+    assert [*np.flatnonzero(allowed[0])] == sorted(ids[1:])
+
+
+@pytest.mark.parametrize("by_transformers", [False, True])
+def test_a_tokenizer_that_cuts_the_beginning_is_reported(
+    by_transformers: bool, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At conversion. Others are not."""
+    kind = "roberta" if by_transformers else "roberta as it is"
+    directory = shutil.copytree(made[kind], tmp_path / "tokenizer")
+    model = dataclasses.replace(MODEL, eos_token_id=2)
+    for name, side in (("one", "right"), ("two", "left")):
+        content = json.loads((directory / "tokenizer_config.json").read_text())
+        rename(directory, content["tokenizer_class"], truncation_side=side)
+        huggingface.write_hf(model, PARAMS, tmp_path / name / "hf", directory)
+        huggingface.from_hf(tmp_path / name / "hf", tmp_path / name / "run")
+        assert ("truncation_side: found left; not followed" in capsys.readouterr().err) == (side == "left")
+
+
 def test_an_export_names_the_ids_around_a_source(made: dict[str, Path], tmp_path: Path) -> None:
     model = dataclasses.replace(MODEL, eos_token_id=2)
     _, ours = written(tmp_path, made["roberta"], model)
@@ -285,6 +314,24 @@ def test_training_goes_on_with_the_ids_that_were_learned(
     fresh = Config(model=MODEL, data=DataConfig(task="jsonl", tokenizer=str(made["roberta"])))
     fresh = dataclasses.replace(fresh, model=dataclasses.replace(MODEL, eos_token_id=2))
     assert start._prepare_trainer(fresh)[0].config.data.special_tokens == "template"
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_encodes_as_it_began(made: dict[str, Path], tmp_path: Path) -> None:
+    """Also one of a former version, whose new steps then name its rule."""
+    lines = "".join(json.dumps({"source": f"the fox {i}", "targets": ["x", "the"]}) + "\n" for i in range(8))
+    (tmp_path / "train.jsonl").write_text(lines)
+    own = {"task": "jsonl", "train": str(tmp_path / "train.jsonl"), "tokenizer": str(made["roberta"])}
+    model = dataclasses.replace(tiny.MODEL, vocab_size=400, eos_token_id=2)
+    config = tiny.change(dataclasses.replace(tiny.RUN_ON_ONE, model=model), data=own, train={"evaluate_every": 9})
+    for name, rule, expected in (("new", "template", [1]), ("former", "eos", [])):
+        for steps in (3, 6):
+            fit(tiny.change(config, train={"steps": steps}), tmp_path / name)
+            if steps == 3 and name == "former":
+                as_of_former_version(tmp_path / name)
+        assert checkpoint.open_run(tmp_path / name).config.data.special_tokens == rule
+        ids = pipejax.load(tmp_path / name).ids_of(Source("", "the fox"))
+        assert [*ids] == [*expected, *Tokenizer.load(made["roberta"]).encode("the fox"), 2]
 
 
 def test_a_directory_for_transformers_keeps_the_ids_that_were_learned(

@@ -254,6 +254,8 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
     name = f"the tokenizer of {directory}"
     check_special_ids(tokenizer, model, f"{files['eos_token_id']}: eos_token_id", name)
     warn_of_start(tokenizer, model, f"{files['decoder_start_token_id']}: decoder_start_token_id", name)
+    if tokenizer.keeps_ends:
+        note(f"{directory}: truncation_side: found left; not followed: sources are cut at their end (data.max_source)")
     if size < most * 0.9:
         note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}: what else is written is no text")
 

@@ -90,6 +90,7 @@ class Tokenizer:
     size: int  # the largest id + 1
     unknown: int | None  # the id of what it lacks; None: it lacks nothing
     eos: int | None  # the id that ends a text; None: its files do not say
+    keeps_ends: bool  # whether transformers keeps the end of a text that is too long, which is not done here
 
     def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
         self._inner: Any = inner
@@ -100,6 +101,7 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.encode_special_tokens = inner.split_special_tokens
         self._lock = threading.Lock()
+        self.keeps_ends = inner.truncation_side == "left"
         self.size = max(inner.get_vocab().values()) + 1
         self.unknown, self.eos = self._special("unk_token"), self._special("eos_token")
 

@@ -42,6 +42,7 @@ class TokenizerFile:
     special_tokens_map: dict[str, str]  # such as "eos_token" -> "</s>"
     split_special_tokens: bool
     files: dict[str, bytes]  # by name, as they were read
+    truncation_side: str = "right"
     is_fast: bool = True
 
     @property
@@ -97,7 +98,8 @@ def read_tokenizer_file(directory: Path) -> TokenizerFile:
     for token in content["added_tokens"]:
         if backend.token_to_id(token["content"]) != token["id"]:
             raise Unsuited(f"{token['content']!r} is not {token['id']} in the vocabulary of {MAIN}")
-    return TokenizerFile(backend, named, bool(settings.get("split_special_tokens")), files)
+    side = (content.get("truncation") or {}).get("direction", settings.get("truncation_side") or "right").lower()
+    return TokenizerFile(backend, named, bool(settings.get("split_special_tokens")), files, side)
 
 
 def _special(key: str, value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipejax.config import Config, DecodeConfig
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Tokenizer, source_affixes
 from pipejax.decoding import Sampling, Strategy, Wishes
 from pipejax.inference.sources import Source
 from pipejax.methods import Given, Method, prefix_ids
@@ -72,9 +72,11 @@ def of_batch(
         forced = np.stack([free if table is None else table for table in tables])
     if decode.limit == "source":
         allowed = np.zeros((len(ids), config.model.vocab_size), bool)
-        allowed[:, [strategy.eos, *(method.allowed(tokenizer) if tokenizer else [])]] = True
+        affixes = source_affixes(tokenizer, config.model, config.data.special_tokens)
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
+        allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # these are no text
+        allowed[:, [strategy.eos, *(method.allowed(tokenizer) if tokenizer else [])]] = True
     grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))
     return Wishes(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
 
