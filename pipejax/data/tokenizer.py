@@ -447,9 +447,11 @@ def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
         own = strict_json.loads(file.read_bytes())["model"].get("unk_id")
     else:  # classes other than T5's number the pieces of a spiece.model anew
         own = _read_proto(directory).trainer_spec.unk_id if is_t5 else None
+    if own is None or (is_t5 and own == 2):
+        return
     content = strict_json.loads(backend.to_str())
     taken = content["model"]["unk_id"]
-    if own in (None, taken) or not (is_t5 or taken is None or backend.id_to_token(taken) != inner.unk_token):
+    if own == taken or not (is_t5 or taken is None or backend.id_to_token(taken) != inner.unk_token):
         return
     content["model"]["unk_id"] = own
     inner._tokenizer = type(backend).from_str(json.dumps(content))
