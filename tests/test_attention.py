@@ -15,7 +15,8 @@ def plain(queries, keys, values, bias, seed, rate):
     scores = jnp.einsum("bhqk,bhck->bhqc", queries, keys) + bias
     weights = jax.nn.softmax(scores, axis=-1)
     if seed is not None:
-        weights = jnp.where(dropout.mask(seed, weights.shape, rate), weights / (1 - rate), 0)
+        lines = dropout.of_heads(dropout.lines(seed, (weights.shape[0], weights.shape[2])), weights.shape[1])
+        weights = jnp.where(dropout.mask_of(lines, weights.shape[3], rate), weights / dropout.share_kept(rate), 0)
     return jnp.einsum("bhqc,bhck->bhqk", weights, values)
 
 

@@ -14,7 +14,7 @@ from pipejax import grid
 from pipejax.config import Config, MeshConfig, TrainConfig
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA
-from pipejax.model import block_attention, interface, layers
+from pipejax.model import block_attention, dropout, interface, layers
 from pipejax.model.attention import attend
 from pipejax.model.block_attention import attend_in_blocks
 from pipejax.model.interface import choose_blocks
@@ -238,6 +238,27 @@ def packed(rng: np.random.Generator, *, examples: int, groups: int, length: int,
     return {name: jnp.asarray(x) for name, x in (whole | of_source | {"weights": weights, "slots": used}).items()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("over_sources, length", [(False, 17), (True, 17), (True, 32)])
+def test_packed_examples_have_the_masks_of_attend(over_sources: bool, length: int) -> None:
+    """The kernel's bits, seen through values of one column each, where examples begin at odd columns."""
+    rng, count = np.random.default_rng(11), 64
+    example = jnp.asarray(np.searchsorted([13, 40], np.arange(count), side="right")[None])
+    q, k = (jnp.asarray(rng.standard_normal((1, 2, count, 64)), jnp.float32) for _ in "qk")
+    values, seed = jnp.broadcast_to(jnp.eye(count), (1, 2, count, count)), jnp.asarray([3, 4], jnp.uint32)
+    with dropout.numbered(jnp.asarray([5, 0, 9]), length, example):
+        found, expected = (
+            attended(q, k, values, seen, seed, 0.5, over_sources=over_sources)
+            for attended, seen in (
+                (attend_in_blocks, Seen(Slots(example * 0), Slots(example * 0), None, Blocks(interpret=True))),
+                (attend, jnp.zeros((1, 1, 1, 1))),
+            )
+        )
+    np.testing.assert_array_equal(found == 0, expected == 0)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert 0.45 < float((found == 0).mean()) < 0.55
+
+
 @pytest.mark.long
 def test_the_trial_finds_the_kernels_right() -> None:
     found = (float(block_attention.difference(32, trains=trains, interpret=True)) for trains in (False, True))
@@ -266,20 +287,18 @@ def test_several_devices_attend_for_their_own_examples() -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-def test_the_bits_of_dropout_go_on_from_device_to_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device's first place is the one after the last of the device before it, and it has its own slots."""
-
-    def alone(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array, rate: float) -> Array:
+def test_each_device_has_the_slots_and_lines_of_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Any, rate: float) -> Array:
         assert queries.shape == (2, 3, 5, 16) and seen.queries.group.shape == (2, 5)
-        return jnp.broadcast_to(
-            (seed[0] + 1000 * seen.queries.group[:, :1]).astype(jnp.float32)[..., None, None], queries.shape
-        )
+        number = (lines.hashes[:, 0, :1] % 1000 + 1000 * seen.queries.group[:, :1]).astype(jnp.float32)
+        return jnp.broadcast_to(number[..., None, None], queries.shape)
 
     monkeypatch.setattr(block_attention, "_attend_alone", alone)
     x, group = jnp.zeros((8, 3, 5, 16)), jnp.broadcast_to(jnp.arange(8)[:, None], (8, 5))
     seen = Seen(Slots(group), Slots(group), None, Blocks(batch_sharding(make_mesh(2, 2, 1))))
     found = jax.jit(attend_in_blocks, static_argnums=5)(x, x, x, seen, jnp.asarray([7, 9], jnp.uint32), 0.1)
-    assert found[:, 0, 0, 0].tolist() == [7 + 1000 * n + n // 2 * 2 * 3 * 5 for n in range(8)]
+    hashes = dropout.of_heads(dropout.lines(jnp.asarray([7, 9], jnp.uint32), (8, 5)), 3).hashes[:, 0, 0] % 1000
+    assert found[:, 0, 0, 0].tolist() == [1000 * n + int(x) for n, x in enumerate(hashes)]
 
 
 GPU: Any = SimpleNamespace(platform="cuda")

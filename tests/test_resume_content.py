@@ -18,12 +18,13 @@ from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import demo
 from pipejax.data.examples import fingerprint
+from pipejax.model import dropout
 from pipejax.system.errors import UserError
 from pipejax.training import teach
 from pipejax.training.loop import Examples, fit
 from pipejax.training.run_directory import PLACES, check_places, check_resume
 from support import oracle
-from support.tiny import MODEL, RUN_ON_ONE, change
+from support.tiny import MODEL, RUN_ON_ONE, change, metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 COUNT = 1500  # more than the fingerprint of former versions looked at
@@ -262,3 +263,34 @@ def test_rows_are_taught_by_the_best_step(
     assert answers[0] != answers[1]
     with pytest.raises(UserError, match=r"labels: --checkpoint: found another one than before"):
         teach.teach(str(run_with_best), str(tmp_path / "in.jsonl"), tmp_path / "True", held_out=6, overrides=more)
+
+
+@pytest.fixture
+def old_run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of one step, of three, with the dropout of an older release."""
+    monkeypatch.chdir(here)
+    with monkeypatch.context() as patch:
+        patch.setattr(dropout, "VERSION", 1)
+        assert fit(config(), tmp_path / "old") == 0
+    return tmp_path / "old"
+
+
+def test_a_run_with_older_dropout_masks_goes_on_when_that_is_asked_for(
+    old_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    longer = change(config(), train={"steps": 2})
+    with pytest.raises(UserError, match=r"dropout masks differ; expected train.new_dropout=true") as refused:
+        fit(longer, old_run)
+    assert "\n" not in str(refused.value) and [line["event"] for line in metrics(old_run)][-1] == "end"
+    assert fit(change(longer, train={"new_dropout": True}), old_run) == 0
+    assert "from step 2 on the run has the dropout masks of this release" in caplog.text
+    assert fit(change(longer, train={"steps": 3}), old_run) == 0  # it now has these masks
+
+
+def test_an_older_run_that_is_done_or_has_no_dropout_is_not_refused(old_run: Path, here: Path, tmp_path: Path) -> None:
+    assert fit(config(), old_run) == 0
+    bare = change(config(), train={"dropout": 0.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dropout, "VERSION", 1)
+        assert fit(bare, tmp_path / "bare") == 0
+    assert fit(change(bare, train={"steps": 2}), tmp_path / "bare") == 0

@@ -110,11 +110,7 @@ def test_rematerialisation_changes_no_gradient(batches, remat, dropout):
         model = t5.T5(DEEP, dropout=dropout, **options)
         return jax.jit(jax.value_and_grad(lambda p: batch_loss(model, p, batches[0].arrays, key)[0]))(params)
 
-    if dropout:  # the masks are drawn in another way: the loss is another sample of the same
-        (a, _), (b, _), (c, _) = gradient(), gradient(remat=remat), gradient(remat=remat)
-        assert b == c != a and abs(a - b) < 0.1 * a
-    else:
-        close(gradient(remat=remat), gradient(), rtol=1e-4, atol=1e-4)
+    close(gradient(remat=remat), gradient(), rtol=1e-4, atol=1e-4)
 
 
 # Batches.

@@ -91,7 +91,8 @@ class TrainConfig:
     beta2: float = setting(0.999, least=0.0, below=1.0)  # of AdamW: decay of the mean square
     epsilon: float = setting(1e-8, above=0.0)  # of AdamW: added to the root of the mean square
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
-    dropout: float = setting(0.1, least=0.0, below=1.0)  # in training alone
+    dropout: float = setting(0.1, least=0.0, below=1.0)  # in training alone; rounded to a multiple of 2**-16
+    new_dropout: bool = setting(False)  # continue a run that an older release began, with the masks of this one
     dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
     seed: int = setting(0, least=0, most=2**31 - 1)  # of initial weights, order of the data and dropout
     max_bad_steps: int = setting(10, least=1)  # in a row whose loss or gradient is not finite; then training ends

@@ -59,7 +59,7 @@ def abstract_batch(config: TrainConfig, shape: Pair, choices: int = 0) -> dict[s
     slots: dict[str, tuple[int, ...]] = dict.fromkeys((*grid.Flat._fields, "example"), (rows, shape[1]))
     if choices:
         slots |= dict.fromkeys(("targets", "weights"), (rows, shape[1], choices))
-    return {"source": (size, shape[0]), "source_length": (size,), "slots": (rows,), **slots}
+    return {"source": (size, shape[0]), "source_length": (size,), "number": (size,), "slots": (rows,), **slots}
 
 
 def collate(
@@ -71,10 +71,12 @@ def collate(
 
     `fit` gets the longest source and the longest row of slots, and returns the lengths (L, N) to pad to.
 
-    Arrays: source i32 [B, L]; source_length i32 [B]; slots i32 [G], the number of slots in use in each row; inputs,
-    targets, row, time, example (0 to pack - 1, the example that a slot belongs to) i32 [G, N]; weights f32 [G, N].
+    Arrays: source i32 [B, L]; source_length i32 [B]; number i32 [B], of each in `examples`; slots i32 [G], the number
+    of slots in use in each row; inputs, targets, row, time, example (0 to pack - 1, the example that a slot belongs to)
+    i32 [G, N]; weights f32 [G, N].
     """
-    return _stack([examples[i] for i in _dealt(examples, pack)], pack, fit)
+    order = _dealt(examples, pack)
+    return _stack([examples[i] for i in order], order, pack, fit)
 
 
 def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
@@ -82,17 +84,17 @@ def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
     return deal([len(e.target.inputs) for e in examples], pack)
 
 
-def _stack(examples: Sequence[Encoded], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
+def _stack(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
     slots = np.asarray([sum(len(e.target.inputs) for e in group) for group in groups], np.int32)
     length, width = fit((int(lengths.max()), int(slots.max())))
-    arrays = {"source": pad(sources, length), "source_length": lengths}
+    arrays = {"source": pad(sources, length), "source_length": lengths, "number": np.asarray(numbers, np.int32)}
     for name in grid.Flat._fields:
         arrays[name] = pad([np.concatenate([getattr(e.target, name) for e in group]) for group in groups], width)
-    numbers = [np.repeat(np.arange(len(g), dtype=np.int32), [len(e.target.inputs) for e in g]) for g in groups]
-    arrays |= {"example": pad(numbers, width), "slots": slots}
+    owners = [np.repeat(np.arange(len(g), dtype=np.int32), [len(e.target.inputs) for e in g]) for g in groups]
+    arrays |= {"example": pad(owners, width), "slots": slots}
     cut = sum(e.source_was_cut for e in examples), sum(e.target_was_cut for e in examples)
     return Batch(arrays, [e.id for e in examples], _lengths(examples), *cut)
 
@@ -187,14 +189,13 @@ class TrainingBatches(Sequence[Batch]):
         drawn = self._encode_share(numbers)
         batches = self.shapes.order(_lengths(drawn)).reshape(self.group, self.size)
         order = np.random.default_rng([self.seed, number]).permutation(self.group)
-        return [
-            _stack(
-                self._encode_missing(numbers, drawn, batches[batch]),
-                self.pack,
-                functools.partial(self.shapes.fit, step=number * self.group + place),
-            )
-            for place, batch in enumerate(order)
-        ]
+        found = []
+        for place, batch in enumerate(order):
+            own = batches[batch]
+            own = own[_dealt([drawn[i] for i in own], self.pack)]
+            fit = functools.partial(self.shapes.fit, step=number * self.group + place)
+            found.append(_stack(self._encode_missing(numbers, drawn, own), own.tolist(), self.pack, fit))
+        return found
 
     def _encode_share(self, numbers: range) -> list[Encoded]:
         """The examples with these numbers: encoded if in this process's share, else zeros of the right lengths."""
@@ -208,8 +209,8 @@ class TrainingBatches(Sequence[Batch]):
         return [shares[i % count][i // count] for i in range(len(numbers))]
 
     def _encode_missing(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
-        """The examples of a batch in the order of `_dealt`, all encoded whose row of slots this process holds."""
-        share, places = self.share, places[_dealt([drawn[i] for i in places], self.pack)]
+        """The examples of a batch at these places of a draw, all encoded whose row of slots this process holds."""
+        share = self.share
         lacks = [
             i % share.count != share.index and place // self.pack in share.rows
             for place, i in enumerate(places.tolist())

@@ -13,52 +13,71 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.model import dropout
+from pipejax.model.dropout import Lines
 from pipejax.model.stock import picture
 
 Array = jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def attend(queries: Array, keys: Array, values: Array, bias: Array, seed: Array | None, rate: float) -> Array:
+def attend(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    bias: Array,
+    seed: Array | None,
+    rate: float,
+    *,
+    over_sources: bool = False,
+) -> Array:
     """softmax(queries keys^T + bias) values, [B, H, Q, K]; of keys and values C, of bias f32 [B|1, H|1, Q|1, C].
 
-    The softmax is float32; queries are not divided by sqrt(K): T5's are not. `seed`: u32 [2], of dropout.
+    The softmax is float32; queries are not divided by sqrt(K): T5's are not. `seed`: u32 [2], of dropout; None:
+    without. `over_sources`: whether the keys are of sources, which dropout counts for each source.
     """
-    return _forward(queries, keys, values, bias, seed, rate)[0]
+    lines = None
+    if seed is not None:
+        batch, heads, count, _ = queries.shape
+        lines = dropout.of_heads(dropout.lines(seed, (batch, count), over_sources=over_sources), heads)
+    return _attend(queries, keys, values, bias, lines, rate)
 
 
-def _left(weights: Array, seed: Array | None, rate: float) -> Array:
-    """The weights that dropout leaves; the division by 1 - rate is for the float32 sums."""
-    return weights if seed is None else dropout.left(weights, seed, rate)
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(queries: Array, keys: Array, values: Array, bias: Array, lines: Lines | None, rate: float) -> Array:
+    return _forward(queries, keys, values, bias, lines, rate)[0]
 
 
-Kept = tuple[Array, Array, Array, Array, Array | None, Array, Array, Array]  # for the backward pass
+def _left(weights: Array, lines: Lines | None, rate: float) -> Array:
+    """The weights that dropout leaves; the division by the share that is kept is for the float32 sums."""
+    return weights if lines is None else dropout.left(weights, lines, rate)
 
 
-def _share_left(seed: Array | None, rate: float) -> float:
-    return 1.0 if seed is None else 1 - rate
+Kept = tuple[Array, Array, Array, Array, Lines | None, Array, Array, Array]  # for the backward pass
+
+
+def _share_left(lines: Lines | None, rate: float) -> float:
+    return 1.0 if lines is None else dropout.share_kept(rate)
 
 
 def _forward(
-    queries: Array, keys: Array, values: Array, bias: Array, seed: Array | None, rate: float
+    queries: Array, keys: Array, values: Array, bias: Array, lines: Lines | None, rate: float
 ) -> tuple[Array, Kept]:
     scores = jnp.einsum("bhqk,bhck->bhqc", queries, keys, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    sums = weights.sum(axis=-1, keepdims=True) * _share_left(seed, rate)
+    sums = weights.sum(axis=-1, keepdims=True) * _share_left(lines, rate)
     weights = weights.astype(values.dtype)
-    found = jnp.einsum("bhqc,bhck->bhqk", _left(weights, seed, rate), values, preferred_element_type=jnp.float32)
+    found = jnp.einsum("bhqc,bhck->bhqk", _left(weights, lines, rate), values, preferred_element_type=jnp.float32)
     found = (found / sums).astype(values.dtype)
-    return found, (queries, keys, values, bias, seed, weights, sums, found)
+    return found, (queries, keys, values, bias, lines, weights, sums, found)
 
 
 def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, ...]:
-    queries, keys, values, bias, seed, weights, sums, found = kept
+    queries, keys, values, bias, lines, weights, sums, found = kept
     gradient = gradient / sums
-    rows = (gradient * found).sum(axis=-1, keepdims=True) * _share_left(seed, rate)
+    rows = (gradient * found).sum(axis=-1, keepdims=True) * _share_left(lines, rate)
     gradient = gradient.astype(values.dtype)
-    d_values = jnp.einsum("bhqc,bhqk->bhck", _left(weights, seed, rate), gradient)
+    d_values = jnp.einsum("bhqc,bhqk->bhck", _left(weights, lines, rate), gradient)
     d_weights = jnp.einsum("bhqk,bhck->bhqc", gradient, values, preferred_element_type=jnp.float32)
-    d_scores = weights * (_left(d_weights, seed, rate) - rows)
+    d_scores = weights * (_left(d_weights, lines, rate) - rows)
     alike = tuple(axis for axis, size in enumerate(bias.shape) if size == 1 and d_scores.shape[axis] != 1)
     d_bias = d_scores.sum(axis=alike, keepdims=True)
     d_scores = d_scores.astype(values.dtype)
@@ -67,7 +86,7 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, .
     return d_queries, d_keys, d_values, d_bias, None
 
 
-attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 STOCK = picture(globals())  # see `t5.is_stock`

@@ -14,7 +14,6 @@ Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the dist
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +24,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pipejax.model import dropout
 from pipejax.model.attention import attend
+from pipejax.model.dropout import Lines
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
-from pipejax.system.hashing import GOLDEN, mix
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
@@ -52,11 +52,11 @@ class TileSizes(NamedTuple):
     interpret: bool
 
     @classmethod
-    def of(cls, queries: Array, keys: Array, rate: float, interpret: bool) -> "TileSizes":
+    def of(cls, queries: Array, keys: Array, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
         """Those of arrays [B, H, Q, K] and [B, H, C, K]."""
         other = BLOCK if queries.shape[3] <= 64 else BLOCK // 2
         batch, heads, count, width = queries.shape
-        return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate, interpret)
+        return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate if lines else 0.0, interpret)
 
 
 def misfit(width: int, *, trains: bool) -> str:
@@ -121,7 +121,16 @@ def difference(width: int, *, trains: bool = True, interpret: bool = False) -> A
     return jnp.stack(jax.tree.leaves(pairs)).max()
 
 
-def attend_in_blocks(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float) -> Array:
+def attend_in_blocks(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    seen: Seen,
+    seed: Array | None,
+    rate: float,
+    *,
+    over_sources: bool = False,
+) -> Array:
     """softmax(queries keys^T + bias) values, [B, H, Q, K]; sums in float32.
 
     Args:
@@ -131,51 +140,52 @@ def attend_in_blocks(queries: Array, keys: Array, values: Array, seen: Seen, see
       seen: where queries and keys stand, the bias, and the way.
       seed: u32 [2], of dropout on the weights; None: without.
       rate: of dropout.
+      over_sources: as in `attend`.
     """
-    split = seen.blocks.split
+    split, lines = seen.blocks.split, None
+    if seed is not None:
+        batch, heads, count, _ = queries.shape
+        lines = dropout.of_heads(dropout.lines(seed, (batch, count), over_sources=over_sources), heads)
     if split is None or split.mesh.size == 1:
-        return _attend_alone(queries, keys, values, seen, seed, rate)
+        return _attend_alone(queries, keys, values, seen, lines, rate)
 
-    def own(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None) -> Array:
-        if seed is not None:  # a device's places of dropout go on where those of the one before it end
-            before = jax.lax.axis_index(split.spec[0]) * math.prod(queries.shape[:3])
-            seed = seed.at[0].add(before.astype(jnp.uint32))
-        return _attend_alone(queries, keys, values, seen, seed, rate)
+    def own(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None) -> Array:
+        return _attend_alone(queries, keys, values, seen, lines, rate)
 
     each, everywhere = split.spec, jax.sharding.PartitionSpec()
     places: Any = seen
     of_seen = dataclasses.replace(places, queries=each, keys=each, distances=everywhere)
-    specs = each, each, each, of_seen, everywhere
+    specs = each, each, each, of_seen, each
     shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
-    found: Array = shared(queries, keys, values, seen, seed)
+    found: Array = shared(queries, keys, values, seen, lines)
     return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float) -> Array:
+def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float) -> Array:
     """`attend_in_blocks` on one device."""
-    return _forward(queries, keys, values, seen, seed, rate)[0]
+    return _forward(queries, keys, values, seen, lines, rate)[0]
 
 
 def _forward(
-    queries: Array, keys: Array, values: Array, seen: Seen, seed: Array | None, rate: float
+    queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float
 ) -> tuple[Array, Any]:
-    sizes = TileSizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret)
-    facts = _facts(seen, seed, sizes)
+    sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
+    facts = _facts(seen, lines, sizes)
     found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
     sums = jax.ShapeDtypeStruct(queries.shape[:3], jnp.float32)
     first, last = _ranges(facts["queries"], facts["keys"], sizes)
     kernel = partial(_attend, sizes=sizes)
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
     found, sums = _call(kernel, grid, (found, sums), sizes)(facts, first, last, queries, keys, values)
-    return found, (queries, keys, values, seen, seed, found, sums)
+    return found, (queries, keys, values, seen, lines, found, sums)
 
 
 def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
-    queries, keys, values, seen, seed, found, sums = kept
-    sizes, distances = TileSizes.of(queries, keys, 0.0 if seed is None else rate, seen.blocks.interpret), seen.distances
+    queries, keys, values, seen, lines, found, sums = kept
+    sizes, distances = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret), seen.distances
     sizes = sizes._replace(other=BLOCK // 2)  # more would not fit into an Ada's registers
-    facts = _facts(seen, seed, sizes)
+    facts = _facts(seen, lines, sizes)
     gradient = gradient.astype(values.dtype)
     # What softmax's gradient takes off each row of scores.
     rows = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1)
@@ -210,7 +220,7 @@ def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
 _attend_alone.defvjp(_forward, _backward)
 
 
-def _facts(seen: Seen, seed: Array | None, sizes: TileSizes) -> dict[str, Any]:
+def _facts(seen: Seen, lines: Lines | None, sizes: TileSizes) -> dict[str, Any]:
     """The vectors that a kernel reads, places filled up to whole blocks with such as see and show nothing."""
 
     def filled(slots: Slots, count: int) -> Slots:
@@ -228,8 +238,8 @@ def _facts(seen: Seen, seed: Array | None, sizes: TileSizes) -> dict[str, Any]:
     if (distances := seen.distances) is not None:
         facts["lines"] = distances.table[distances.bucket].T.astype(jnp.float32)  # [H, 2 W + 1]
         facts["bucket"] = distances.bucket
-    if seed is not None:
-        facts["seed"] = seed
+    if lines is not None:
+        facts["lines_dropped"] = lines
     return facts
 
 
@@ -333,14 +343,13 @@ def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slot
 
 
 def _left(facts: dict[str, Any], sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
-    """The part of [q, k] that dropout leaves, as `dropout.mask` decides for [B, H, Q, C]; not divided by 1 - rate."""
-    if "seed" not in facts:
+    """The part of [q, k] that dropout leaves; not divided by the share that is kept."""
+    if "lines_dropped" not in facts:
         return x
-    seed = [plgpu.load(facts["seed"].at[jnp.int32(n)]) for n in range(2)]
-    place = ((example * sizes.heads + head) * sizes.queries + q).astype(jnp.uint32)
-    row = mix(mix(place + seed[0]) ^ seed[1])
-    bits = mix(row[:, None] + k.astype(jnp.uint32)[None] * jnp.uint32(GOLDEN))
-    return jnp.where(bits >= jnp.uint32(min(round(sizes.rate * 2**32), 2**32 - 1)), x, 0.0)
+    lines = jax.tree.map(lambda ref: _load(ref, example, head, q, sizes.queries)[:, None], facts["lines_dropped"])
+    columns = k.astype(jnp.uint32)[None]
+    columns = columns if lines.first is None else columns - lines.first
+    return jnp.where(dropout.keeps(lines.hashes, columns, sizes.rate), x, 0.0)
 
 
 def _attend(
@@ -377,7 +386,7 @@ def _attend(
     first, last = plgpu.load(first_ref.at[example, block]), plgpu.load(last_ref.at[example, block])
     highest, total, found = jax.lax.fori_loop(first, last, add, zero)
     some = jnp.where(total > 0, total, 1.0)  # of a query that sees nothing, 0
-    found = found / (some * (1 - sizes.rate))[:, None]
+    found = found / (some * dropout.share_kept(sizes.rate))[:, None]
     _store(found_ref, example, head, q, sizes.queries, found)
     _store(sums_ref, example, head, q, sizes.queries, jnp.where(total > 0, highest, 0.0) + jnp.log(some))
 
@@ -402,8 +411,9 @@ def _gradients(
     scores = _scores(facts, head, here, there, query, key)
     weights = jnp.where(_seen(here, there), jnp.exp(scores - sums[:, None]), 0.0)
     left = partial(_left, facts, sizes, example, head, q, k)
-    d_weights = left(_dot(gradient, value, trans_b=True)) / (1 - sizes.rate)
-    return left(weights) / (1 - sizes.rate), weights * (d_weights - rows[:, None])
+    share = dropout.share_kept(sizes.rate)
+    d_weights = left(_dot(gradient, value, trans_b=True)) / share
+    return left(weights) / share, weights * (d_weights - rows[:, None])
 
 
 def _beyond(facts: dict[str, Any], of_queries: Slots, of_keys: Slots) -> tuple[Array, Array]:

@@ -1,19 +1,93 @@
-"""Dropout whose mask is a hash of each element's place, made where it is used and never kept.
+"""Dropout whose mask is a hash of each element's place, computed where it is used and never stored.
 
 JAX's generator writes arrays of its state before there is a mask: up to 28 bytes an element, and a training step on a
 CPU took 1.6 times as long. Here an element's bits follow from its place and a seed, in the same loop as the product
-that they decide on; the backward pass makes them again. Places count over the whole array, so that a mask is the same
-on every mesh. Good enough for statistics, not for secrets.
+that they decide on; the backward pass computes them again. Good enough for statistics, not for secrets.
+
+The bits, version `VERSION`:
+
+- A site (a module that drops) has a seed of two words, drawn from the rng of the step by stack, layer and module.
+- A line is all elements of an array along its last axis: a token's features, or a query's weights for all keys. Its
+  hash is that of its example's number in the whole batch and of the token's place in its example, and of the head. So
+  a mask depends neither on the mesh, nor on the parts that a batch is computed in (`train.accumulate`), nor on the
+  rows that its targets are packed into or their padding.
+- Columns c and c + 8 of each 16 share a hash of 32 bits: the first eight take the low half, the others the high half.
+  For keys the count begins at the first key of the query's example. Of a tensor core's results a thread holds elements
+  that are 8 columns or 8 rows apart: so a tile [queries, keys], and one [keys, queries], takes one hash for two of its
+  elements, and compilers find that by themselves, but not for slots of several examples in a row.
+- An element is dropped where its 16 bits, as a number, are less than `threshold(rate)`: rates are multiples of 2**-16.
 """
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import partial
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax.system.hashing import GOLDEN, mix, places
 
 Array = jax.Array
+VERSION = 2  # of the bits; 1 hashed each column, and lines by their place in the array
+# The rng of a step that seeds are drawn from; without it they are drawn from "dropout", which differs in each part of
+# a batch, for modules whose masks know nothing of examples.
+STREAM = "batch_dropout"
+
+
+@flax.struct.dataclass
+class Lines:
+    """The lines of an array."""
+
+    hashes: Array  # u32 [...], the array's shape without its last axis
+    first: Array | None = None  # u32 [...], the column at which the count begins; None: 0
+    multiple: int = flax.struct.field(pytree_node=False, default=1)  # of which `first` are multiples
+
+
+class Numbering(NamedTuple):
+    """The places of a batch's tokens, u32, and where each slot's example begins."""
+
+    sources: Array  # [B, L]
+    slots: Array  # [G, N]
+    first_slot: Array | None  # [G, N]; None, as the next: each row has one example
+    first_source: Array | None  # [G, N], among the sources of a row end to end
+
+
+_numbering: ContextVar[Numbering | None] = ContextVar("numbering", default=None)
+
+
+def place(number: Array, at: Array) -> Array:
+    """u32 of a token: the number of its example in the batch, and where it stands in the example."""
+    return number.astype(jnp.uint32) * jnp.uint32(GOLDEN) + at.astype(jnp.uint32)
+
+
+@contextlib.contextmanager
+def numbered(numbers: Array, length: int, example: Array) -> Iterator[None]:
+    """Has lines numbered by example, for a model that is traced within.
+
+    Args:
+      numbers: i32 [B], of each source's example in the whole batch.
+      length: L of the sources.
+      example: i32 [G, N], to which of the B / G examples of its row a slot belongs; those of one stand side by side.
+    """
+    groups, width = example.shape
+    of_sources = place(numbers[:, None], jnp.arange(length)[None])
+    first_slot = first_source = None
+    at = jnp.broadcast_to(jnp.arange(width), example.shape)
+    owner = numbers[:, None]
+    if len(numbers) > groups:
+        begins = jnp.diff(example, axis=1, prepend=-1) != 0
+        first_slot = jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+        first_source, at = example * length, at - first_slot
+        owner = jnp.take_along_axis(numbers.reshape(groups, -1), example, axis=1)
+    token = _numbering.set(Numbering(of_sources, place(owner, at), first_slot, first_source))
+    try:
+        yield
+    finally:
+        _numbering.reset(token)
 
 
 def make_seed(key: Array) -> Array:
@@ -21,35 +95,106 @@ def make_seed(key: Array) -> Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
+def seed_of(module: Any) -> Array:
+    """u32 [2] of a site, by its rng."""
+    return make_seed(module.make_rng(STREAM if module.has_rng(STREAM) else "dropout"))
+
+
+def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) -> Lines:
+    """Of an array whose shape begins so: batch, tokens, and more.
+
+    Args:
+      seed: u32 [2].
+      shape: without the last axis.
+      over_sources: whether the columns are tokens of a row's sources, or else of the tokens' own row.
+    """
+    near, known, first, multiple = shape[:2], _numbering.get(), None, 1
+    if known and near == known.slots.shape:
+        at, first = known.slots, known.first_source if over_sources else known.first_slot
+        multiple = known.sources.shape[1] if over_sources else 1
+    elif known and near == known.sources.shape:
+        at = known.sources
+    else:
+        axes = [jax.lax.broadcasted_iota(jnp.uint32, near, axis) for axis in range(len(near))]
+        at = place(*axes) if len(axes) == 2 else sum(axes, jnp.zeros(near, jnp.uint32))
+    hashes = mix(mix(at + seed[0]) ^ seed[1])
+    if more := shape[2:]:
+        hashes = for_head(hashes.reshape(*near, *(1 for _ in more)), places(more))
+    return Lines(hashes, first, multiple)
+
+
+def for_head(hashes: Array, head: Array) -> Array:
+    """u32 of lines of heads, from those of queries and the heads' numbers."""
+    return mix(hashes + (head.astype(jnp.uint32) + 1) * jnp.uint32(GOLDEN))
+
+
+def of_heads(lines: Lines, heads: int) -> Lines:
+    """Lines [B, H, Q] from those of queries [B, Q]."""
+    hashes = for_head(lines.hashes[:, None], jnp.arange(heads)[:, None])
+    if lines.first is None:
+        return Lines(hashes)
+    first = lines.first[:, None].astype(jnp.uint32)
+    if lines.multiple % 16:
+        return Lines(hashes, jnp.broadcast_to(first, hashes.shape))
+    return Lines(hashes - first // 16 * 8 * jnp.uint32(GOLDEN))  # the same bits, of columns that are counted from 0
+
+
+def threshold(rate: float) -> int:
+    """The number of the 2**16 values of an element's bits that drop it; neither 0 nor all for a rate above 0."""
+    return min(max(round(rate * 2**16), 1), 2**16 - 1) if rate else 0
+
+
+def share_kept(rate: float) -> float:
+    """The probability that an element is kept."""
+    return 1 - threshold(rate) / 2**16
+
+
+def keeps(hashes: Array, columns: Array | np.ndarray, rate: float) -> Array:
+    """bool: False where elements are dropped; hashes u32 of lines, columns u32, each with an axis for the other's."""
+    one = np.uint32(1)
+    pair = ((columns >> one * 4) * (one * 8) + (columns & one * 7)) * (one * GOLDEN)
+    # A product, as CPUs shift all elements of a vector alike. It makes the column's half the high one.
+    bits = mix(hashes + pair) * (one << (one * 16 - (columns & one * 8) * (one * 2)))
+    return bits >= jnp.uint32(threshold(rate) << 16)
+
+
+def mask_of(lines: Lines, columns: int, rate: float) -> Array:
+    """bool [..., C]: False with probability `rate`."""
+    column: Any = np.arange(columns, dtype=np.uint32)  # known to the compiler, which finds the pairs once
+    if lines.first is not None:
+        column = column - lines.first[..., None].astype(jnp.uint32)
+    return keeps(lines.hashes[..., None], column, rate)
+
+
 def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
-    """bool of that shape: False with probability `rate`."""
-    *rows, columns = shape
-    row = mix(mix(places((*rows, 1)) + seed[0]) ^ seed[1])
-    column = places((*(1 for _ in rows), columns)) * jnp.uint32(GOLDEN)
-    return mix(row + column) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    """`mask_of` an array of that shape."""
+    return mask_of(lines(seed, shape[:-1]), shape[-1], rate)
 
 
-def left(x: Array, seed: Array, rate: float) -> Array:
+def left(x: Array, lines: Lines, rate: float) -> Array:
     """x where the mask is True, and zeros."""
     # Of a plain zero, `jax.lax.scan` makes an array before its loop, as large as x, which every layer would read.
-    zero = (seed[0] & jnp.uint32(0)).astype(x.dtype)
-    return jnp.where(mask(seed, x.shape, rate), x, zero)
+    zero = (lines.hashes.ravel()[0] & jnp.uint32(0)).astype(x.dtype)
+    return jnp.where(mask_of(lines, x.shape[-1], rate), x, zero)
+
+
+def drop(x: Array, seed: Array, rate: float) -> Array:
+    """Zeros with probability `rate`, and the rest of x divided by what that leaves."""
+    return _drop(x, Lines(lines(seed, x.shape[:-1]).hashes), rate)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def drop(x: Array, seed: Array, rate: float) -> Array:
-    """Zeros with probability `rate`, and the rest of x divided by what that leaves."""
+def _drop(x: Array, lines: Lines, rate: float) -> Array:
     # In float32: 1 - rate is no number of bfloat16.
-    scaled = (x.astype(jnp.float32) * (1 / (1 - rate))).astype(x.dtype)
-    return left(scaled, seed, rate)
+    return left((x.astype(jnp.float32) * (1 / share_kept(rate))).astype(x.dtype), lines, rate)
 
 
-def _forward(x: Array, seed: Array, rate: float) -> tuple[Array, Array]:
-    return drop(x, seed, rate), seed
+def _forward(x: Array, lines: Lines, rate: float) -> tuple[Array, Lines]:
+    return _drop(x, lines, rate), lines
 
 
-def _backward(rate: float, seed: Array, gradient: Array) -> tuple[Array, None]:
-    return drop(gradient, seed, rate), None
+def _backward(rate: float, lines: Lines, gradient: Array) -> tuple[Array, None]:
+    return _drop(gradient, lines, rate), None
 
 
-drop.defvjp(_forward, _backward)
+_drop.defvjp(_forward, _backward)

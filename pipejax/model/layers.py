@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from pipejax.model import lora
 from pipejax.model.attention import attend
-from pipejax.model.dropout import drop, make_seed
+from pipejax.model.dropout import drop, seed_of
 from pipejax.model.relative_bias import along_diagonals, by_bucket
 from pipejax.model.slots import Distances, Seen
 from pipejax.model.stock import picture
@@ -107,14 +107,14 @@ class Linear(nn.Module):
 
 
 class Dropout(nn.Module):
-    """`pipejax.model.dropout.drop` with a seed from the rng "dropout"."""
+    """`pipejax.model.dropout.drop` with a seed of its own."""
 
     rate: float
 
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
         """x itself if there is nothing to drop."""
-        return x if deterministic or not self.rate else drop(x, make_seed(self.make_rng("dropout")), self.rate)
+        return x if deterministic or not self.rate else drop(x, seed_of(self), self.rate)
 
 
 class Head(nn.Module):
@@ -222,6 +222,7 @@ class Attention(nn.Module):
     config: T5Config
     dtype: DTypeLike
     dropout: float
+    over_sources: bool = False  # whether the keys are of sources
 
     def setup(self) -> None:
         c = self.config
@@ -247,14 +248,14 @@ class Attention(nn.Module):
     ) -> Array:
         """x [B, Q, D] plus what its normed form, as large, finds in keys and values [B, H, C, K]."""
         queries = self.heads(self.query(normed))
-        seed = None if deterministic or not self.dropout else make_seed(self.make_rng("dropout"))
+        seed = None if deterministic or not self.dropout else seed_of(self)
+        attend_to: Any = attend
         if isinstance(bias, Seen):
             # Imported here: on a CPU nobody waits for Pallas.
             from pipejax.model.block_attention import attend_in_blocks
 
-            found = attend_in_blocks(queries, keys, values, bias, seed, self.dropout)
-        else:
-            found = attend(queries, keys, values, bias, seed, self.dropout)
+            attend_to = attend_in_blocks
+        found = attend_to(queries, keys, values, bias, seed, self.dropout, over_sources=self.over_sources)
         found = found.swapaxes(1, 2)
         return x + self.drop(self.output(found.reshape(x.shape[0], x.shape[1], -1)), deterministic=deterministic)
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pipejax.model.dropout import STREAM
 from pipejax.model.precision import cast_params
 from pipejax.model.stock import picture
 from pipejax.system import Tree
@@ -27,30 +28,47 @@ def apply_layers(
 
     With `own`, a tree of arrays for each layer, that stands before `seen`: layers that differ in numbers are equal.
 
+    `keys` gives the key of the rng "dropout", which is split for the layers, as that of `dropout.STREAM`.
+
     With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
     layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
     weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
     """
     given: list[tuple[Tree, ...]] = [(each,) for each in own] or [()] * len(layers)
+    rngs = {} if deterministic else _split_rngs(layers, keys)
     if remat == "none":
-        for layer, each in zip(layers, given, strict=True):
-            x = _first(layer(x, *each, *seen, deterministic))
+        for number, (layer, each) in enumerate(zip(layers, given, strict=True)):
+            if deterministic:
+                x = _first(layer(x, *each, *seen, True))
+            else:  # apart from the stack, as in a scan, so that the modules draw the same seeds there
+                own_rngs = {name: of_layers[number] for name, of_layers in rngs.items()}
+                x = _first(_apart(layer).apply(layer.variables, x, *each, *seen, False, rngs=own_rngs))
         return x
-    layer = layers[0].clone(parent=None, name=None)
+    layer = _apart(layers[0])
     # Cast first: a stack is a copy, and gradients of matrices are in the compute dtype either way.
     params = [cast_params(each.variables["params"], layer.dtype) for each in layers]
     stacked, numbers = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) for trees in (params, given))
-    dropout = None if deterministic else jax.random.split(keys(), len(layers))
 
-    def body(x: Array, given: tuple[Tree, tuple[Tree, ...], Array | None]) -> tuple[Array, None]:
-        params, each, key = given
-        rngs = None if key is None else {"dropout": key}
+    def body(x: Array, given: tuple[Tree, tuple[Tree, ...], dict[str, Array]]) -> tuple[Array, None]:
+        params, each, rngs = given
         return _first(layer.apply({"params": params}, pin(x), *each, *seen, deterministic, rngs=rngs)), None
 
     policies = jax.checkpoint_policies
     kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
     # The scan itself keeps XLA from merging the second computation with the first.
-    return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, numbers, dropout))[0]
+    return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, numbers, rngs))[0]
+
+
+def _split_rngs(layers: Sequence[Any], keys: Callable[[], Array]) -> dict[str, Array]:
+    """Keys for each layer, by rng."""
+    rngs = {"dropout": keys()}
+    if layers[0].has_rng(STREAM):
+        rngs[STREAM] = layers[0].make_rng(STREAM)
+    return {name: jax.random.split(key, len(layers)) for name, key in rngs.items()}
+
+
+def _apart(layer: Any) -> Any:
+    return layer.clone(parent=None, name=None)
 
 
 def _first(found: Array | tuple[Array, object]) -> Array:

@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.self_attention = self.attention_class(self.config, self.dtype, self.dropout)
-        self.cross_attention = self.attention_class(self.config, self.dtype, self.dropout)
+        self.cross_attention = self.attention_class(self.config, self.dtype, self.dropout, over_sources=True)
         self.feed_forward = self.feed_forward_class(self.config, self.dtype, self.dropout)
 
     def __call__(

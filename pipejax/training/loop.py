@@ -23,7 +23,7 @@ from pipejax.data.own_files import FilesTask
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.data.streams import Stream
 from pipejax.metrics import require
-from pipejax.model import sharding
+from pipejax.model import dropout, sharding
 from pipejax.system import Tree, distributed, environment
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -176,6 +176,7 @@ class Run:
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
         self.trace_steps(profile)
         self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
+        self.metadata["dropout"] = dropout.VERSION
         self.note = ""
 
     def trace_steps(self, count: int) -> None:

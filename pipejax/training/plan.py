@@ -227,6 +227,7 @@ def stepper(trainer: "Trainer", config: Config) -> Callable[[], float]:
     for name in ("source", "inputs", "targets"):
         arrays[name] = rng.integers(2, config.model.vocab_size, shapes[name], dtype=np.int32)
     arrays["source_length"][:] = shapes["source"][1]
+    arrays["number"][:] = np.arange(shapes["source"][0])
     arrays["slots"][:] = shapes["inputs"][1]
     arrays["time"][:] = np.arange(shapes["inputs"][1])
     arrays["weights"] = np.ones(shapes["weights"], np.float32)

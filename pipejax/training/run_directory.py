@@ -48,6 +48,7 @@ CHANGEABLE = (
     *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor"),
     "train.shapes",  # those that a run began with are in its checkpoints
     *("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every", "train.evaluate_examples"),
+    "train.new_dropout",
     *("train.patience", "train.keep_checkpoints", "train.keep_every"),
     *("train.tensorboard", "train.wandb", "train.mlflow"),
     *("decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"),

@@ -10,10 +10,11 @@ from pathlib import Path
 from pipejax import checkpoint, methods
 from pipejax.checkpoint import Restored, Store
 from pipejax.checkpoint.fingerprint import digest
-from pipejax.config import Config
+from pipejax.config import Config, TrainConfig
 from pipejax.data import make_task
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
+from pipejax.model import dropout
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.training.plan import choose_remat, device_memory
@@ -95,6 +96,7 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
                 "the same on resume; another experiment takes another directory"
             )
         check_places(own, trainer.config, data, directory.path)
+        _check_dropout(own, wanted, directory.path)
     as_many = before.evaluate_examples == wanted.evaluate_examples
     if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
         logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
@@ -106,6 +108,18 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
     state = TrainState(own.items["params"], own.items["state"])
     return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
+
+
+def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
+    """Refuses to continue with other masks of dropout than the run began with, unless that is asked for."""
+    if not train.dropout or own.step >= train.steps or own.metadata.get("dropout", 1) == dropout.VERSION:
+        return
+    if not train.new_dropout:
+        raise UserError(
+            f"{where}: train.dropout: this run began with an older release, whose dropout masks differ; expected "
+            "train.new_dropout=true, to continue with the masks of this release"
+        )
+    logger.warning(f"train.new_dropout: from step {own.step + 1} on the run has the dropout masks of this release")
 
 
 def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:

@@ -23,6 +23,7 @@ from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
+from pipejax.model.dropout import STREAM, numbered
 from pipejax.model.interface import Module, choose_blocks
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
@@ -40,7 +41,7 @@ Array = jax.Array
 Arrays = dict[str, Array]  # of a batch, by name
 ArrayShapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
 Position = Callable[[Array, Array], Array]
-SOURCES = ("source", "source_length")  # arrays of a batch with a row for each example; the others have G rows
+SOURCES = ("source", "source_length", "number")  # arrays of a batch with a row for each example; the others have G rows
 
 
 @flax.struct.dataclass
@@ -58,8 +59,12 @@ def batch_loss(
     dropout: Array | None,
     loss: Loss = losses.cross_entropy,
     position: Position = grid.position,
+    part: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Summed loss and target tokens of a batch of flat slots (paper section 3.3); `dropout`: a key; None: none."""
+    """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
+
+    `dropout`: the key of the step; None: none. `part`: the number of this part of a batch; None: it is whole.
+    """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
@@ -73,18 +78,23 @@ def batch_loss(
         owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's tokens
         of_source = example[:, :, None] == owner
     variables = {"params": params}
-    hidden: Array = model.apply(
-        variables,
-        source,
-        source_mask,
-        batch["inputs"],
-        mask,
-        position(row, time_),
-        of_source,
-        deterministic=dropout is None,
-        rngs=None if dropout is None else {"dropout": dropout},
-        method="hidden",
-    )
+    rngs = None
+    if dropout is not None:
+        rngs = {"dropout": dropout if part is None else jax.random.fold_in(dropout, part), STREAM: dropout}
+    numbers = batch.get("number", jnp.arange(source.shape[0]))
+    with numbered(numbers, source.shape[1], example):
+        hidden: Array = model.apply(
+            variables,
+            source,
+            source_mask,
+            batch["inputs"],
+            mask,
+            position(row, time_),
+            of_source,
+            deterministic=dropout is None,
+            rngs=rngs,
+            method="hidden",
+        )
 
     def logits(hidden: Array) -> Array:
         answer: Array = model.apply(variables, hidden, method="logits")
@@ -136,17 +146,18 @@ def train_step(
     """
     trained, fixed = partition(state.params, is_trained)
 
-    def summed(trained: Tree, part: Arrays, key: Array) -> tuple[Array, Array]:
-        return batch_loss(model, place(combine(trained, fixed)), part, key if model.dropout else None, loss, position)
+    def summed(trained: Tree, batch: Arrays, part: Array | None = None) -> tuple[Array, Array]:
+        params, own = place(combine(trained, fixed)), key if model.dropout else None
+        return batch_loss(model, params, batch, own, loss, position, part)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
-        (total, count), gradient = gradient_of(trained, batch, key)
+        (total, count), gradient = gradient_of(trained, batch)
     else:
 
         def add(sums: Tree, numbered: tuple[Array, Arrays]) -> tuple[Tree, None]:
             number, part = numbered
-            own = gradient_of(trained, part, jax.random.fold_in(key, number))
+            own = gradient_of(trained, part, number)
             return jax.tree.map(jnp.add, sums, own), None
 
         zero = (jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, trained)
