@@ -210,7 +210,7 @@ def _compare_records(
     """Compares the records of each run with `recompute`; gives the number of answers that rounding cannot change."""
     strategy, words, sure = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
     for i, source in enumerate(given):
-        known = wishes.rows_of(source, method, words)
+        known = wishes.rows_of(source, method, words, model.end_token_ids)
         forced, content = wishes.forced_of(known, strategy), [int(x) for x in source.content]
         found, log_probs, margin = recompute(model, params, strategy, content, forced)
         if margin < NEAR:
@@ -245,7 +245,7 @@ def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> 
     batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
     at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
     rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
-    known = wishes.rows_of(given[0], method, generator.tokenizer)
+    known = wishes.rows_of(given[0], method, generator.tokenizer, generator.ids.ends)
     batch.give(wishes.forced_of(known, batch.strategy))
     while waiting or at:
         while waiting and batch.free:

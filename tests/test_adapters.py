@@ -23,7 +23,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 
 SOURCE, TARGET = [[3, 4, 5, 6, 49, 1]], [[0, 7, 8, 9]]
-SIZES = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 3, "num_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 3, "num_layers": 2}
 PATTERNS = {
     "rank_pattern": {r"SelfAttention\.q": 3, "wi_1": 2},
     "alpha_pattern": {r"block\.1\..*\.v": 5.0},

@@ -147,7 +147,11 @@ def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> Non
         assert of["outputs"]["lengths"] == f"int32[{BATCH},{tiny.RUN.grid.sub_max}]"
     assert facts["dtype"] == "bfloat16" and facts["grid"]["time_max"] == 9
     assert facts["template"] == "{source}" and facts["fields"] == ["source"]  # of the embedded task
-    assert facts["eos"] == tiny.MODEL.eos_token_id and facts["architecture"]["vocab_size"] == tiny.MODEL.vocab_size
+    assert (
+        facts["eos"] == tiny.MODEL.eos_token_id
+        and facts["ends"] == [facts["eos"]]
+        and facts["architecture"]["vocab_size"] == tiny.MODEL.vocab_size
+    )
     assert facts["checkpoint"]["params_fp"] == pipejax.load(trained).origin["params_fp"]
     table = tiny.MODEL.vocab_size, tiny.MODEL.d_model
     with np.load(out / "weights.npz") as arrays:

@@ -47,10 +47,10 @@ MODELS = {  # as the published ones differ: v1.0 and v1.1, more heads than width
 }
 CASES: list[tuple[Any, int, int]] = [  # strategy, batch, blocks
     (Pipelined(1, 14, 5), 3, 4),
-    (Pipelined(2, 12, 4, literal=True), 8, 3),
+    (Pipelined(2, 12, 4, literal=True, other_ends=(4, 6)), 8, 3),
     (Pipelined(0, 9, 4), 2, 5),
     (Pipelined(3, 16, 6), 1, 2),
-    (Sequential(15), 5, 3),
+    (Sequential(15, other_ends=(5,)), 5, 3),
 ]
 
 
@@ -136,7 +136,7 @@ def members(struct: str) -> list[str]:
     text = re.sub(r"//.*", "", (SOURCES / "arguments.h").read_text())
     found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
     assert found
-    return re.findall(r"(\w+)\s*(?=[,;])", found[1])
+    return re.findall(r"(\w+)(?:\[\w+\])?\s*(?=[,;])", found[1])
 
 
 def test_arguments_are_given_in_the_order_of_their_structs() -> None:
@@ -238,6 +238,8 @@ def test_what_the_kernel_does_not_know_is_not_asked() -> None:
     assert not fits(batch=65)
     assert not fits(strategy=Pipelined(1, 12, 4, unique=True))
     assert not fits(strategy=Beam(12, 3))
+    assert fits(strategy=Pipelined(1, 12, 4, other_ends=(2, 3, 4, 5, 6, 7, 8)))
+    assert not fits(strategy=Pipelined(1, 12, 4, other_ends=(2, 3, 4, 5, 6, 7, 8, 9)))
     assert not fits(wishes=Wishes(sampling=Sampling(1.0)))
     assert not fits(wishes=Wishes(scores=True))
     assert not fits(config=change(d_ff=80))

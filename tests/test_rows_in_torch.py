@@ -28,6 +28,7 @@ SETTINGS: list[tuple[T5Config, dict[str, Any]]] = [
     (FEW_WORDS, {"delay": 0, "time_max": 9, "sub_max": 3, "row_names": 3}),
     (FEW_WORDS, {"delay": 2, "time_max": 16, "sub_max": 8, "row_names": 3}),
     (GATED, {"delay": 1, "time_max": 14, "sub_max": 8}),
+    (dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5, 7)), {"delay": 2, "time_max": 16, "sub_max": 6}),
 ]
 # A process that has neither pipejax nor JAX.
 CHILD = """
@@ -86,6 +87,7 @@ def test_rows_are_those_of_algorithm_1(models: int, tmp_path: Path) -> None:
                 oracle.grid_next_tokens(params, model, oracle.encode(params, model, source), settings["delay"]),
                 stop=stop,
                 prefixes=names + beyond,
+                eos=model.end_token_ids,
                 unique=settings.get("unique", False),
                 **bounds,
             )

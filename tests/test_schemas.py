@@ -84,12 +84,12 @@ def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -
     for step in range(asked.first.min(), asked.last.max() + 1):
         allowed = np.asarray(_allow(asked, states, asked.last[0, rows] - step))
         drawn = rng.random(allowed.shape)
-        drawn[asked.eos] *= 1 + np.arange(len(rows)) % 2  # half of them end soon
+        drawn[[*asked.ends]] *= 1 + np.arange(len(rows)) % 2  # half of them end soon
         tokens = np.where(allowed, drawn, -1.0).argmax(axis=0)
         begun = ~over & (step >= asked.first[0, rows])
         assert (allowed.any(axis=0) | ~begun).all(), "a row that can go nowhere"
         states = np.where(begun, _move(asked, states, tokens), states)
-        over |= begun & (tokens == asked.eos)
+        over |= begun & (np.isin(tokens, asked.ends))
         written.append(np.where(begun & ~over, tokens, -1))
     assert over.all(), "a row without an end"
     texts = [[token for token in column if token >= 0] for column in np.array(written).T.tolist()]

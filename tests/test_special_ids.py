@@ -31,7 +31,7 @@ PARAMS = oracle.random_params(MODEL, np.random.default_rng(0))
 WORDS = [f"word{i}" for i in range(20)]
 
 
-def word_level(directory: Path, vocabulary: Sequence[str], unknown: str = "<unk>", **specials: str) -> Path:
+def word_level(directory: Path, vocabulary: Sequence[str], unknown: str = "<unk>", **specials: Any) -> Path:
     """A tokenizer of whole words, whose ids are their places in the list."""
     ids = {word: i for i, word in enumerate(vocabulary)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=unknown))
@@ -204,6 +204,72 @@ def test_tokenizers_that_agree_pass(case: str, directories: dict[str, Path], sai
     check_special_ids(tokenizer, model, "model.eos_token_id", "it")
     warn_of_start(tokenizer, model, "model.decoder_start_token_id", "it")
     assert not said
+
+
+CHAT = ["<pad>", "</s>", "<unk>", "<end_of_turn>", "<over>", *WORDS]
+
+
+@pytest.mark.parametrize(
+    "ends, line",
+    [
+        ([1, 3], ""),
+        ([3, 1], ""),
+        ([4, 3, 1], ""),
+        ([1, 300], ""),  # one that the tokenizer lacks: no text has it
+        ([3, 4], "found 3, 4; expected 1 among them, since '</s>' = 1 ends a text in the tokenizer of"),
+        ([1, 7], "found 7, which is 'word2' in the tokenizer of"),
+        ([1, 2], "found 2, which is '<unk>' in the tokenizer of"),
+    ],
+)
+def test_each_end_token_is_compared(ends: list[int], line: str, tmp_path: Path) -> None:
+    """Several are right if the tokenizer's own is among them, and each stands for no text."""
+    files = word_level(
+        tmp_path / "tokenizer", CHAT, pad_token="<pad>", additional_special_tokens=["<end_of_turn>"], **EOS
+    )
+    model = dataclasses.replace(MODEL, eos_token_id=ends[0], other_eos_token_ids=(*ends[1:],))
+    source = hugging_face(tmp_path / "hf", files, model)
+    if line:
+        with pytest.raises(UserError) as caught:
+            huggingface.from_hf(source, tmp_path / "out")
+        said = str(caught.value)
+        assert said.startswith(f"{source}/generation_config.json: eos_token_id: {line}") and "\n" not in said
+        return
+    huggingface.from_hf(source, tmp_path / "out")
+    t5 = pipejax.load(tmp_path / "out")
+    assert t5.tokenizer is not None and t5.ids.ends == (*ends,)
+    assert t5.ids_of(t5.source("word1 word2", "here", 0)) == [6, 7, 1]  # the tokenizer's own ends a source
+    assert t5.tokenizer.vanishes("</s> <end_of_turn>", t5.ids.ends) == (3 in ends)
+    assert not t5.tokenizer.vanishes("<end_of_turn> word1", t5.ids.ends)
+
+
+@pytest.mark.slow
+def test_a_trained_end_token_is_the_first_of_its_run(tmp_path: Path) -> None:
+    """`train.eos_token_id` names one of a checkpoint's: rows are trained to end with it, and sources end as before."""
+    files = word_level(tmp_path / "chat", CHAT, pad_token="<pad>", **EOS)
+    origin = run_of(tmp_path / "origin", files, dataclasses.replace(MODEL, other_eos_token_ids=(3,)), objective="none")
+    (tmp_path / "train.jsonl").write_text('{"source": "word1", "targets": ["word2", "word3"]}\n')
+    wanted: dict[str, Any] = {
+        "init_from": str(origin),
+        "objective": "pipelined",
+        "steps": 1,
+        "batch_size": 1,
+        "log_every": 1,
+    }
+    config = Config(
+        data=DataConfig(task="jsonl", train=str(tmp_path / "train.jsonl")),
+        train=TrainConfig(**wanted, eos_token_id=3, evaluate_every=9),
+        mesh=tiny.RUN_ON_ONE.mesh,
+    )
+    with pytest.raises(UserError, match=r"^train\.eos_token_id: found 7; expected an end token of the model, 1 or 3"):
+        start._prepare_trainer(dataclasses.replace(config, train=TrainConfig(**wanted, eos_token_id=7)))
+    assert fit(config, tmp_path / "run") == 0
+    saved = checkpoint.open_run(tmp_path / "run").config
+    assert saved.model is not None and saved.model.end_token_ids == (3, 1)
+    assert fit(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2)), tmp_path / "run") == 0
+    t5 = pipejax.load(tmp_path / "run")
+    assert t5.ids.ends == (3, 1) and t5.ids_of(t5.source("word1", "here", 0)) == [6, 1]
+    huggingface.to_hf(tmp_path / "run", tmp_path / "hf")
+    assert huggingface.read_hf(tmp_path / "hf")[0].end_token_ids == (3, 1)
 
 
 def test_the_real_tokenizer_of_t5_passes(real_data: Path, tmp_path: Path, said: list[str]) -> None:

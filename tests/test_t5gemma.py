@@ -136,6 +136,37 @@ def test_beams_are_generates():
     check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
 
 
+SEVERAL = dataclasses.replace(TINY, other_eos_token_ids=(5, 7))  # as [1, 107] of the instruction-tuned ones
+
+
+@pytest.mark.slow
+def test_answers_end_at_each_end_token_as_generates():
+    """Greedily and with beams; the list lies in config.json, top and decoder."""
+    ends, searched = Counter(), Counter()
+    for seed in range(3):
+        params = varied(SEVERAL, seed, centered=True)
+        torchs = loaded(made(SEVERAL), SEVERAL, params)
+        assert torchs.generation_config.eos_token_id == torchs.config.decoder.eos_token_id == [1, 5, 7]
+        ends += check_greedy_tokens(SEVERAL, params, torchs, lowest=3)
+        searched += check_beams(SEVERAL, params, torchs, lowest=3, beams=2, least=0)
+    assert {1, 5, 7} <= ends.keys() | searched.keys() and len({1, 5, 7} & ends.keys()) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "delay, literal",
+    [(1, False), (2, True), *(pytest.param(*x, marks=pytest.mark.long) for x in [(3, False), (0, False)])],
+)
+def test_rows_with_several_end_tokens_are_those_of_algorithm_1(delay, literal):
+    torchs = made(SEVERAL)
+
+    def model(seed):
+        params = varied(SEVERAL, seed, centered=True)
+        return params, logits_of(loaded(torchs, SEVERAL, params))
+
+    assert check_algorithm_1(SEVERAL, model, 8, delay=delay, literal=literal) > 1
+
+
 @pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
     model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)

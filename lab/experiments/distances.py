@@ -60,7 +60,7 @@ class Places(Method):
 
     def strategy(self, ids: Ids) -> decoding.Strategy:
         """Algorithm 1."""
-        return Steps(self.delay, self.times, self.rows, bos=ids.bos, eos=ids.eos)
+        return Steps(self.delay, self.times, self.rows, bos=ids.bos, eos=ids.eos, other_ends=ids.other_ends)
 
 
 def within_rows(query: Array, key: Array) -> Array:

@@ -99,7 +99,7 @@ def export(
     plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
     chosen = {file: plain[name].suit(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
-    rows = {name: rows_of(Source("any", ""), method, spells) for name, method in used.items()}
+    rows = {name: rows_of(Source("any", ""), method, spells, ids.ends) for name, method in used.items()}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
     stored, unpacked = _store(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
@@ -211,6 +211,7 @@ def _description(
         "bos": architecture.decoder_start_token_id,
         "eos": architecture.eos_token_id,
         "source": {"prefix": affixes.prefix, "suffix": affixes.suffix},
+        "ends": architecture.end_token_ids,
         "template": template.text,
         "fields": [*dict.fromkeys(template.fields)],
         "separator": config.data.separator,

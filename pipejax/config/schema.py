@@ -98,6 +98,7 @@ class TrainConfig:
     max_bad_steps: int = setting(10, least=1)  # in a row whose loss or gradient is not finite; then training ends
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
     init_best: bool = setting(False)  # the best evaluated step of `init_from` instead of the newest
+    eos_token_id: int = setting(-1, least=-1)  # the end token that rows are trained with; -1: the first of the model's
     log_every: int = setting(50, least=1)  # updates between two lines of the log
     evaluate_every: int = setting(500, least=1)  # updates between two evaluations
     evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
@@ -171,9 +172,16 @@ def check(config: Config, *, where: str) -> None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(model, key) >= model.vocab_size:
                 refuse(f"model.{key}", getattr(model, key), f"an id below model.vocab_size = {model.vocab_size}")
+        for i, end in enumerate(model.other_eos_token_ids):
+            if not 0 <= end < model.vocab_size:
+                refuse("model.other_eos_token_ids", end, f"ids from 0 on, below model.vocab_size = {model.vocab_size}")
+            if end in model.end_token_ids[: i + 1]:
+                refuse("model.other_eos_token_ids", f"{end} twice", "each id once, and not that of model.eos_token_id")
         model.check(where)
-        if 2 * config.decode.beams > model.vocab_size:
-            refuse("decode.beams", config.decode.beams, f"at most half of model.vocab_size = {model.vocab_size}")
+        candidates = 1 + len(model.end_token_ids)  # of each beam
+        if candidates * config.decode.beams > model.vocab_size:
+            part = "half" if candidates == 2 else f"1/{candidates}"
+            refuse("decode.beams", config.decode.beams, f"at most {part} of model.vocab_size = {model.vocab_size}")
     if (places := grid.time_max * grid.sub_max) > PLACES:
         found = f"{places} places, time_max {grid.time_max} x sub_max {grid.sub_max}"
         refuse("grid", found, f"at most {PLACES}")

@@ -158,8 +158,9 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
     if settings is None:
         return None
     values: dict[str, object] = {**settings, "row_names": []}
+    ends = config.model.end_token_ids if config.model else ()
     if tokenizer is not None:
-        names = [[*prefix_ids(tokenizer, name, "grid.row_names")] for name in settings["row_names"]]
+        names = [[*prefix_ids(tokenizer, name, "grid.row_names", ends)] for name in settings["row_names"]]
         values |= {"row_names": names, "separator": separator_ids(tokenizer, config.data.separator)}
     text = Path(__file__).with_name("rows_in_torch.py").read_text(encoding="utf-8")
     for key, value in values.items():

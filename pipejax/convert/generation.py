@@ -91,7 +91,7 @@ def read_generation(directory: Path, facts: Mapping[str, object]) -> Generation:
 def special_ids(
     generation: Generation, facts: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, Path]], list[str]]:
-    """The special ids that `generate` goes by, each with its file, and a line for each thing to say of them."""
+    """The special ids that `generate` goes by, each with its file, those of eos in a list; a line for each remark."""
     config, file, values = generation.file.with_name("config.json"), generation.file, generation.values
     given = {key: values.get(key) for key in IDS}
     if given["decoder_start_token_id"] is None:
@@ -101,12 +101,13 @@ def special_ids(
     ids, others, lacking = dict[str, tuple[object, Path]](), [], []
     for key, value in given.items():
         known = facts.get(key)
+        read = several if key == "eos_token_id" else only
         if value is not None:
-            ids[key] = _only(value, f"{file}: {key}"), file
+            ids[key] = read(value, f"{file}: {key}"), file
             if known is not None and known not in (value, [value]) and [known] != value:
                 others.append(f"{key} {value!s:.20} (there: {known!s:.20})")
         elif known is not None:
-            ids[key] = _only(known, f"{config}: {key}"), config
+            ids[key] = read(known, f"{config}: {key}"), config
             if file != config and key != "pad_token_id":  # which only fills up, there and here
                 lacking.append(f"{key} {known}")
     lines = [f"{file}: goes before config.json, as in transformers: {', '.join(others)}"] if others else []
@@ -145,7 +146,7 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
 
 def of_model(model: Backbone) -> dict[str, object]:
     """The content of generation_config.json for an architecture alone."""
-    values = dict[str, object]((key, getattr(model, key)) for key in IDS)
+    values = dict[str, object]((key, getattr(model, key)) for key in IDS) | {"eos_token_id": model.eos_fact}
     # transformers' `generate` makes a cache of `num_layers` layers, in which a deeper decoder finds no place.
     return values | ({"use_cache": False} if model.num_decoder_layers > model.num_layers else {})
 
@@ -164,8 +165,17 @@ def of_run(config: Config) -> dict[str, object]:
     return values
 
 
-def _only(value: object, where: str) -> object:
-    several = value if isinstance(value, list) else [value]
-    if len(several) != 1:
+def only(value: object, where: str) -> object:
+    """The id, or the only one of a list."""
+    found = value if isinstance(value, list) else [value]
+    if len(found) != 1:
         raise UserError(f"{where}: found {value!s:.60}; expected a single id")
-    return several[0]
+    return found[0]
+
+
+def several(value: object, where: str) -> list[object]:
+    """The ids of a list, each once, or the only one."""
+    if isinstance(value, list) and not value:
+        raise UserError(f"{where}: found an empty list; expected one id or more")
+    found = value if isinstance(value, list) else [value]
+    return [x for i, x in enumerate(found) if (type(x), x) not in ((type(y), y) for y in found[:i])]

@@ -282,15 +282,25 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
     for line in lines:
         note(line)
     values |= {key: value for key, (value, _) in ids.items()}
+    files = dict.fromkeys(generation.IDS, file) | {key: place for key, (_, place) in ids.items()}
+    if "eos_token_id" in values:
+        where = f"{files['eos_token_id']}: eos_token_id"
+        eos, *others = generation.several(values["eos_token_id"], where)
+        if others and "other_eos_token_ids" not in getattr(backbone, "__dataclass_fields__", {}):
+            raise UserError(
+                f"{where}: found {[eos, *others]}; expected a single id, since {backbone.__name__} has no field "
+                "other_eos_token_ids: tuple[int, ...]"
+            )
+        values |= {"eos_token_id": eos} | ({"other_eos_token_ids": (*others,)} if others else {})
     if "decoder_start_token_id" not in values:
         values["decoder_start_token_id"] = values.get("pad_token_id", 0)
         note(f"{file}: lacks decoder_start_token_id; rows begin with pad_token_id, as those of every T5 of Google's")
-    files = dict.fromkeys(generation.IDS, file) | {key: place for key, (_, place) in ids.items()}
     model = backbone(**values)
     try:
         check(Config(model=model), where="")
     except UserError as error:
         problem = str(error).replace("model.", "").replace("feed_forward:", "feed_forward_proj:")
+        problem = problem.replace("other_eos_token_ids:", "eos_token_id:")
         problem = problem.replace("scale_head:", "scale_decoder_outputs or tie_word_embeddings:")
         raise UserError(f"{files.get(problem.split(': ')[1], file)}{problem}") from error
     return model, files

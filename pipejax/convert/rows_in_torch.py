@@ -54,7 +54,7 @@ IDS = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
 class PipelinedOutput(ModelOutput):  # type: ignore[misc]
     """The answers of a batch."""
 
-    sequences: torch.Tensor | None = None  # i64 [B, N]: the start token, the rows joined by the separator, eos, padding
+    sequences: torch.Tensor | None = None  # i64 [B, N]: start, rows joined by the separator, the first end, padding
     rows: list[list[list[int]]] | None = None  # token ids of each row of each answer
     steps: list[int] | None = None  # time-steps of Algorithm 1
     truncated: list[str | None] | None = None  # the bound that cut an answer: "time_max" or "sub_max"
@@ -75,23 +75,23 @@ class Settings(NamedTuple):
 class AnswerRows:
     """The rows of one answer. Row i starts at time i * delay, with bos; its j-th token stands j steps later."""
 
-    def __init__(self, settings: Settings, bos: int, eos: int) -> None:
+    def __init__(self, settings: Settings, bos: int, ends: list[int]) -> None:
         self.delay, self.time_max, self.sub_max, self.literal, self.unique, self.names, _ = settings
-        self.bos, self.eos = bos, eos
-        self.rows: list[list[int]] = []  # tokens; the last is eos if the row has ended
+        self.bos, self.ends = bos, ends
+        self.rows: list[list[int]] = []  # tokens; the last is an end token if the row has ended
         self.open: list[int] = []  # rows that the last query asked for
-        self.eos_fed: set[int] = set()
+        self.end_fed: set[int] = set()
         self.time = self.steps = 0
         self.complete = self.done = False  # complete: no row starts any more
 
     def is_open(self, i: int) -> bool:
         """Whether a row has not ended."""
-        return not self.rows[i] or self.rows[i][-1] != self.eos
+        return not self.rows[i] or self.rows[i][-1] not in self.ends
 
     def query(self) -> list[tuple[int, int, int]]:
         """Starts rows (lines 5-7) and gives what this step feeds (line 8): row, time and token of each.
 
-        The eos of a row is fed once, at its place, together with the next token of a later row.
+        The end token of a row is fed once, at its place, together with the next token of a later row.
         """
         may_start = len(self.rows) < self.sub_max and (self.literal or not self.complete)
         if self.delay == 0 and not self.rows:
@@ -99,10 +99,10 @@ class AnswerRows:
         elif self.delay and self.time % self.delay == 0 and may_start:
             self.rows.append([])
         self.open = [i for i in range(len(self.rows)) if self.is_open(i)]
-        ended = [i for i in range(max(self.open)) if i not in self.open and i not in self.eos_fed]
-        self.eos_fed.update(ended)
+        ended = [i for i in range(max(self.open)) if i not in self.open and i not in self.end_fed]
+        self.end_fed.update(ended)
         open_ones = [(i, self.time, self.rows[i][-1] if self.rows[i] else self.bos) for i in self.open]
-        return open_ones + [(i, i * self.delay + len(self.rows[i]), self.eos) for i in ended]
+        return open_ones + [(i, i * self.delay + len(self.rows[i]), self.rows[i][-1]) for i in ended]
 
     def advance(self, tokens: list[int]) -> None:
         """Adds a token to each open row (lines 9-11), and looks whether it is over (lines 12-13)."""
@@ -111,10 +111,11 @@ class AnswerRows:
             if len(row) < len(name):
                 token = name[len(row)]
             elif self.names and i >= len(self.names):
-                token = self.eos  # all rows that have a name are there
+                token = self.ends[0]  # all rows that have a name are there
             row.append(token)
         self.time += 1
-        self.complete |= [self.eos] in self.rows or (self.unique and not self.literal and self.runs_in_circles())
+        is_empty = any(len(row) == 1 and row[0] in self.ends for row in self.rows)
+        self.complete |= is_empty or (self.unique and not self.literal and self.runs_in_circles())
         may_go_on = not (self.literal or self.complete or self.delay == 0 or len(self.rows) == self.sub_max)
         is_open = any(map(self.is_open, range(len(self.rows))))
         self.done = not is_open and not may_go_on
@@ -124,12 +125,13 @@ class AnswerRows:
 
     def runs_in_circles(self) -> bool:
         """Whether two rows in turn have ended as earlier ones did."""
-        repeated = [not self.is_open(i) and row in self.rows[:i] for i, row in enumerate(self.rows)]
+        ended = [None if self.is_open(i) else row[:-1] for i, row in enumerate(self.rows)]
+        repeated = [row is not None and row in ended[:i] for i, row in enumerate(ended)]
         return any(first and second for first, second in itertools.pairwise(repeated))
 
     def result(self) -> list[list[int]]:
-        """The rows without eos (line 14); empty ones, and with `unique` repeated ones, are left out."""
-        rows = [[token for token in row if token != self.eos] for row in self.rows]
+        """The rows without end tokens (line 14); empty ones, and with `unique` repeated ones, are left out."""
+        rows = [[token for token in row if token not in self.ends] for row in self.rows]
         return [row for i, row in enumerate(rows) if row and not (self.unique and row in rows[:i])]
 
     def truncated(self) -> str | None:
@@ -213,13 +215,13 @@ def clamp(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-most, most) if x.dtype == torch.float16 else x
 
 
-def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, list[Any], bool]:
+def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, dict[str, Any], bool]:
     """The settings, the special ids, and `return_dict_in_generate`; raises ValueError for all that is not done here.
 
     An argument goes before `generation_config`, and that before the model's own.
     """
     known, own, config = GenerationConfig().to_dict(), model.generation_config.to_dict(), given.get("generation_config")
-    ids = {key: only(key, getattr(model.config, key) if own.get(key) is None else own[key]) for key in IDS}
+    ids = {key: ids_of(key, getattr(model.config, key) if own.get(key) is None else own[key]) for key in IDS}
     asked = {key: value for key, value in own.items() if key in known}
     for more in (config.to_dict() if config else {}, given):
         asked |= {key: value for key, value in more.items() if value is not None}
@@ -231,7 +233,9 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
             continue
         if key == "decoder_input_ids" and is_start(asked[key], ids["decoder_start_token_id"]):
             continue
-        value, neutral = only(key, asked[key]) if key in IDS else asked[key], NEUTRAL | ids
+        value, neutral = ids_of(key, asked[key]) if key in IDS else asked[key], NEUTRAL | ids
+        if isinstance(value, list) and isinstance(ids.get(key), list) and {*value} == {*ids[key]}:
+            continue
         plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
         is_nothing = value is None or (isinstance(value, list | tuple | dict) and not value)
         is_plain = isinstance(value, bool | int | float | str) and [isinstance(value, bool), value]  # True is no 1
@@ -243,14 +247,16 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
     settings = Settings(**{key: asked[key] for key in Settings._fields if key in asked})
     if settings.delay == 0 and not settings.row_names:
         raise ValueError("delay: found 0 without row_names; nothing else tells rows apart that start at once")
-    return settings, [*ids.values()], bool(asked.get("return_dict_in_generate"))
+    return settings, ids, bool(asked.get("return_dict_in_generate"))
 
 
-def only(key: str, value: Any) -> Any:
-    """The id, or the only one of a list."""
-    if isinstance(value, list) and len(value) != 1:
+def ids_of(key: str, value: Any) -> Any:
+    """The id, or the only one of a list; of `eos_token_id` all of a list."""
+    if not isinstance(value, list) or (key == "eos_token_id" and len(value) > 1):
+        return value
+    if len(value) != 1:
         raise ValueError(f"{key}: found {value}; expected a single id")
-    return value[0] if isinstance(value, list) else value
+    return value[0]
 
 
 def is_start(tokens: Any, start: Any) -> bool:
@@ -275,7 +281,9 @@ def generate(
     model: PreTrainedModel, inputs: torch.Tensor | None = None, **given: Any
 ) -> torch.Tensor | PipelinedOutput:
     """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
-    settings, (bos, eos, pad), in_parts = asked_settings(model, given)
+    settings, special, in_parts = asked_settings(model, given)
+    bos, eos, pad = (special[key] for key in IDS)
+    ends = eos if isinstance(eos, list) else [eos]
     ids, mask, encoded = given.get("input_ids"), given.get("attention_mask"), given.get("encoder_outputs")
     if (inputs is None) == (ids is None) and (encoded is None or ids is not None):
         raise ValueError("input_ids: found it twice or not at all; expected inputs, input_ids or encoder_outputs")
@@ -284,7 +292,7 @@ def generate(
         mask = ids != pad
     memory = model.get_encoder()(input_ids=ids, attention_mask=mask)[0] if encoded is None else encoded[0]
     mask = torch.ones(memory.shape[:2], device=memory.device) if mask is None else mask
-    answers = [AnswerRows(settings, bos, eos) for _ in memory]
+    answers = [AnswerRows(settings, bos, ends) for _ in memory]
     decoder = CachedDecoder(model, memory, mask)
     while any(not answer.done for answer in answers):
         asked = [[] if answer.done else answer.query() for answer in answers]
@@ -292,7 +300,7 @@ def generate(
             if not answer.done:
                 answer.advance(tokens)
     rows = [answer.result() for answer in answers]
-    joined = [[bos, *join_rows(of_answer, settings.separator), eos] for of_answer in rows]
+    joined = [[bos, *join_rows(of_answer, settings.separator), ends[0]] for of_answer in rows]
     longest = max(map(len, joined))
     sequences = torch.tensor([x + [pad or 0] * (longest - len(x)) for x in joined], device=memory.device)
     if not in_parts:

@@ -4,7 +4,7 @@ Shapes: L source length.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,13 +53,22 @@ def encode_source(
     return SourceIds(found, len(ids) - len(found))
 
 
-def answered(examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str) -> Sequence[Example]:
-    """The training examples, as `data.empty_targets` says; `tokenizer` says which rows vanish (None: none does)."""
+def answered(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str, ends: Collection[int] = ()
+) -> Sequence[Example]:
+    """The training examples, as `data.empty_targets` says.
+
+    Args:
+      examples: as they were read.
+      tokenizer: says which rows vanish; None: none does.
+      empty: `data.empty_targets`.
+      ends: the tokens that end a row of the model.
+    """
     if empty == "keep" and not isinstance(examples, list | tuple):
         return examples
     kept, lost = list[Example](), list[Example]()
     for example in examples:
-        has_rows = any(tokenizer is None or not tokenizer.vanishes(row) for row in example.targets)
+        has_rows = any(tokenizer is None or not tokenizer.vanishes(row, ends) for row in example.targets)
         (kept if has_rows else lost).append(example)
     if not lost:
         return examples

@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -154,12 +154,14 @@ class Tokenizer:
         was, now = (" ".join(words[same : len(words) - end]) for words in (before, after))
         return was, now
 
-    def vanishes(self, text: str) -> bool:
-        """Whether no token is left of a text but one that would end it."""
-        ends = self.piece(self.eos) if self.eos is not None else ""
-        if _STAYS.search(text.replace(ends, "") if ends else text):  # the usual case costs no encoding
+    def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
+        """Whether no token is left of a text but `eos` and those of `ends`, which would end it."""
+        every, rest = {*ends, *(() if self.eos is None else (self.eos,))}, text
+        for piece in filter(None, map(self.piece, every)):
+            rest = rest.replace(piece, "")
+        if _STAYS.search(rest):  # the usual case costs no encoding
             return False
-        return all(i == self.eos for i in self.encode(text))
+        return every.issuperset(self.encode(text))
 
     def piece(self, number: int) -> str:
         if not 0 <= number < self.size:
@@ -293,25 +295,34 @@ class Growing:
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
-    """Checks that the model's eos ends texts in the tokenizer, too; of the start see `warn_of_start`."""
-    eos, piece = model.eos_token_id, tokenizer.piece(model.eos_token_id)
-    found = f"{place}: found {eos}, which is {piece!r} in {name}" if piece else f"{place}: found {eos}, no id of {name}"
-    if tokenizer.eos not in (eos, None) and not trained:
+    """Checks that the model's end tokens end texts in the tokenizer, too; of the start see `warn_of_start`."""
+    ends = model.end_token_ids
+
+    def found(end: int) -> str:
+        piece = tokenizer.piece(end)
+        return f"{place}: found {end}, " + (f"which is {piece!r} in {name}" if piece else f"no id of {name}")
+
+    if tokenizer.eos is not None and tokenizer.eos not in ends and not trained:
+        own = f"{tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text"
+        if len(ends) == 1:
+            raise UserError(f"{found(ends[0])}, where {own}; expected one eos in both")
         raise UserError(
-            f"{found}, where {tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text; expected one eos in both"
+            f"{place}: found {', '.join(map(str, ends))}; expected {tokenizer.eos} among them, since {own} in {name}"
         )
-    if tokenizer.is_word(eos):
-        raise UserError(f"{found}; expected an id that stands for no text, as it ends sources and rows")
-    if tokenizer.unknown_is(eos):
-        if tokenizer.unknown == eos:
+    for end in ends:
+        if tokenizer.is_word(end):
+            raise UserError(f"{found(end)}; expected an id that stands for no text, as it ends sources and rows")
+        if not tokenizer.unknown_is(end):
+            continue
+        if tokenizer.unknown == end:
             raise UserError(
-                f"{found}, and stands for all that it lacks; expected an id that ends a text and means no more"
+                f"{found(end)}, and stands for all that it lacks; expected an id that ends a text and means no more"
             )
         unknown = (
             "none" if tokenizer.unknown is None else f"{tokenizer.piece(tokenizer.unknown)!r} = {tokenizer.unknown}"
         )
         logger.warning(
-            f"{found}, and by its vocabulary also stands for unknown characters, although unk_token is {unknown}; "
+            f"{found(end)}, and by its vocabulary also stands for unknown characters, although unk_token is {unknown}; "
             "followed: an unknown character ends a source, and is left out of rows"
         )
 
@@ -322,7 +333,8 @@ def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens:
     That is an eos alone, the rule of former versions, by which Gemma's tokenizers kept their own. Without a tokenizer,
     sources are ids that an eos ends.
     """
-    eos = Affixes(suffix=(model.eos_token_id,))
+    own_eos = None if tokenizer is None else tokenizer.eos
+    eos = Affixes(suffix=(own_eos if own_eos in model.end_token_ids else model.eos_token_id,))
     if tokenizer is None:
         return eos
     own = tokenizer.affixes

@@ -11,7 +11,17 @@ from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafted
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.grammar import Grammar, Table
-from pipejax.decoding.interface import TRUNCATIONS, Decoded, Model, Plain, Refillable, SourceIds, Stepper, Strategy
+from pipejax.decoding.interface import (
+    TRUNCATIONS,
+    Decoded,
+    Model,
+    Plain,
+    Refillable,
+    SourceIds,
+    Stepper,
+    Strategy,
+    ends_of,
+)
 from pipejax.decoding.pipelined import OnGrid, Pipelined
 from pipejax.decoding.sequential import Sequential
 from pipejax.decoding.trace import Asked, Trace, list_calls
@@ -52,6 +62,7 @@ __all__ = [
     "contract",
     "decode",
     "drafted",
+    "ends_of",
     "grow",
     "list_calls",
     "refill",

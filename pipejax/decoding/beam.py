@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, ends_of, is_end
 from pipejax.grid import Numbers
 
 
@@ -21,8 +21,8 @@ class BeamState:
     lineage: Array  # i32 [B, K, max_length], the row in which each token of a hypothesis is fed
     scores: Array  # f32 [B, K], log-probabilities; -inf where no hypothesis is yet
     best: Array  # i32 [B, max_length], tokens of the best that ended
-    length: Array  # i32 [B], how many, eos included
-    ended: Array  # bool [B], by eos
+    length: Array  # i32 [B], how many, the end token included
+    ended: Array  # bool [B], by an end token
     finished: Array  # f32 [B, K], scores by length of the K best that ended, best first; -inf for none
     steps: Array  # i32 [B], taken until it was over
     done: Array  # bool [B]
@@ -33,18 +33,24 @@ class Beam(Plain):
     """The best hypothesis by log-probability / length**length_penalty that `beams` of them side by side lead to.
 
     Hypotheses, scores and end are those of Hugging Face's `generate` with its default early_stopping=False: each step
-    keeps the best `beams` of all continuations without eos; one with eos counts if it is among the best `beams` of all;
-    what has no eos after `max_length` tokens ends there. It is over once as many have ended, and even the worst of them
-    beats the best that goes on, judged by its present length.
+    keeps the best `beams` of all continuations without an end token; one with it counts if it is among the best `beams`
+    of all; a hypothesis without one after `max_length` tokens ends there. The search is over once as many have ended,
+    and even the worst of them beats the best that goes on, judged by its present length.
 
     Nothing in the cache moves when a beam continues another: it sees the rows of its own line.
     """
 
-    max_length: int  # tokens, eos included
-    beams: int  # K; the vocabulary has at least twice as many tokens
+    max_length: int  # tokens, the end token included
+    beams: int  # K; the vocabulary has at least M tokens: see `candidates`
     length_penalty: float = 1.0
     bos: int = 0
     eos: int = 1
+    other_ends: tuple[int, ...] = ()  # tokens that end a hypothesis as well
+
+    @property
+    def candidates(self) -> int:
+        """M = K (1 + E) with E end tokens: of so many continuations K at least have none, so K can go on."""
+        return self.beams * (1 + len(ends_of(self)))
 
     @property
     def most_queries(self) -> int:
@@ -85,8 +91,8 @@ class Beam(Plain):
         return state, Query(state.last, row, jnp.full_like(row, state.step), live, lineage=state.lineage)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """Log-probabilities f32 [N, 2K] and ids i32 [N, 2K] of the best: of 2K at most K are eos, so K can go on."""
-        best, ids = jax.lax.top_k(logits.T, 2 * self.beams)
+        """Log-probabilities f32 [N, M] and ids i32 [N, M] of the best."""
+        best, ids = jax.lax.top_k(logits.T, self.candidates)
         return best - jax.nn.logsumexp(logits, axis=0)[:, None], ids
 
     def advance(self, state: BeamState, answers: tuple[Array, Array]) -> BeamState:
@@ -94,23 +100,23 @@ class Beam(Plain):
         values, ids = answers
         batch, step = values.shape[0], state.step + 1
         full, by_length = step == self.max_length, step.astype(jnp.float32) ** self.length_penalty
-        scores, place = jax.lax.top_k((state.scores[:, :, None] + values).reshape(batch, -1), 2 * self.beams)
+        scores, place = jax.lax.top_k((state.scores[:, :, None] + values).reshape(batch, -1), self.candidates)
         parent, found = place // values.shape[2], jnp.take_along_axis(ids.reshape(batch, -1), place, axis=1)
 
         def continued(which: Array) -> tuple[Array, Array, Array]:
-            """Tokens, newest token and lineage of some candidates [B, M]."""
+            """Tokens, newest token and lineage of some candidates [B, ...]."""
             parents = jnp.take_along_axis(parent, which, axis=1)[:, :, None]
             last = jnp.take_along_axis(found, which, axis=1)
             tokens, lineage = (jnp.take_along_axis(x, parents, axis=1) for x in (state.tokens, state.lineage))
             return tokens.at[:, :, step - 1].set(last), last, lineage
 
-        is_eos = found == self.eos
-        ends = (is_eos | full) & (jnp.arange(2 * self.beams) < self.beams) & ~state.done[:, None]
+        is_last = is_end(found, ends_of(self))
+        ends = (is_last | full) & (jnp.arange(self.candidates) < self.beams) & ~state.done[:, None]
         ending = jnp.where(ends, scores / by_length, -jnp.inf)
         finished = jax.lax.top_k(jnp.concatenate([state.finished, ending], axis=1), self.beams)[0]
         first = ending.argmax(axis=1)[:, None]
         better = (ending.max(axis=1) > state.finished[:, 0])[:, None]
-        going, kept = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), self.beams)
+        going, kept = jax.lax.top_k(jnp.where(is_last, -jnp.inf, scores), self.beams)
         tokens, last, lineage = continued(kept)
         over = (going[:, 0] / by_length <= finished[:, -1]) | full
         return BeamState(
@@ -121,7 +127,7 @@ class Beam(Plain):
             scores=going,
             best=jnp.where(better, continued(first)[0][:, 0], state.best),
             length=jnp.where(better[:, 0], step, state.length),
-            ended=jnp.where(better, jnp.take_along_axis(is_eos, first, axis=1), state.ended[:, None])[:, 0],
+            ended=jnp.where(better, jnp.take_along_axis(is_last, first, axis=1), state.ended[:, None])[:, 0],
             finished=finished,
             steps=jnp.where(state.done, state.steps, step),
             done=state.done | over,

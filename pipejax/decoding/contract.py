@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import Decoded, SourceIds, Stepper, Strategy
+from pipejax.decoding.interface import Decoded, SourceIds, Stepper, Strategy, ends_of
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -104,7 +104,7 @@ def rehearse(strategy: Strategy, *, ordered: str, grows: str) -> None:
 
     def answer(query: Query) -> np.ndarray:
         drawn = rng.integers(2, 9, query.live.shape)
-        return np.where(rng.random(drawn.shape) < 0.2, strategy.eos, drawn).astype(np.int32)
+        return np.where(rng.random(drawn.shape) < 0.2, rng.choice(ends_of(strategy)), drawn).astype(np.int32)
 
     for query, answers, decoded, kept in walk(strategy, answer):
         before, slots = rows, slots + int(query.live.sum())

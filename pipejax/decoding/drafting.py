@@ -24,7 +24,7 @@ from pipejax.decoding.core import QUERIES
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
 from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, count_slots
-from pipejax.decoding.interface import Array, Decoded, Model, SourceIds
+from pipejax.decoding.interface import Array, Decoded, Model, SourceIds, ends_of, is_end
 from pipejax.decoding.pipelined import NEVER, OnGrid, Pipelined, over_earlier_rows
 from pipejax.grid import Numbers, start
 from pipejax.system import Tree
@@ -34,10 +34,10 @@ from pipejax.system import Tree
 class DraftedState:
     """The rows as far as they are written, and the last questions."""
 
-    tokens: Array  # i32 [B, R, T], of each row, eos included
+    tokens: Array  # i32 [B, R, T], of each row, the end token included
     length: Array  # i32 [B, R], how many
-    ended: Array  # bool [B, R], by eos
-    retired: Array  # bool [B, R], that eos was fed
+    ended: Array  # bool [B, R], by an end token
+    retired: Array  # bool [B, R], that token was fed
     started: Array  # i32 [B], number of rows that have started
     done: Array  # bool [B]
     calls: Array  # i32 [B], decoder calls in which the example asked
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
     run: Array  # i32, its drafted tokens up to the first wrong one
     limit: Array  # i32, columns after its newest token that can count by the rows above it; below 0: not even that one
     gain: Array  # i32, tokens by which it grows if it has begun
-    ends: Array  # bool, the last of these is its eos
+    ends: Array  # bool, the last of these is an end token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,11 @@ class Drafted:
     def eos(self) -> int:
         """The inner strategy's."""
         return self.inner.eos
+
+    @property
+    def other_ends(self) -> tuple[int, ...]:
+        """The inner strategy's."""
+        return self.grid.other_ends
 
     @property
     def places(self) -> tuple[int, int]:
@@ -172,7 +177,7 @@ class Drafted:
         )
 
     def query(self, state: DraftedState) -> tuple[DraftedState, Query]:
-        """The newest token of each open row with its drafts; an eos that was not fed yet; rows that may begin."""
+        """The newest token of each open row with its drafts; an end token that was not fed yet; rows that may begin."""
         rows, times, columns = jnp.arange(self.grid.rows), self.grid.time_max, jnp.arange(self.width)
         newest = self._first + state.length
         # Numbers, not flags [B]: of those beside rows LLVM makes a vector that it then cannot compile for AVX-512.
@@ -183,21 +188,21 @@ class Drafted:
         drafter, draft = self.drafter.propose(
             state.drafter, Written(state.tokens, state.length, state.guesses, state.guessed), self.width - 1
         )
-        before_eos = _before(draft.tokens == self.grid.eos, axis=2)
-        offered = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_eos + 1)
+        before_end = _before(is_end(draft.tokens, ends_of(self.grid)), axis=2)
+        offered = jnp.minimum(jnp.minimum(draft.count, times - 1 - newest), before_end + 1)
         offered = jnp.where((is_open | begins) & self._has_room(state), jnp.maximum(offered, 0), 0)
 
         def reach(drafted: Array) -> tuple[Array, Array]:
             """The rows that are asked if so many tokens of each are drafted, and how many of these can count."""
             # An ended row holds nobody up; none that starts later follows an empty one.
-            closes = (state.length + before_eos == 0) & (self.grid.delay > 0)
-            far = jnp.where(before_eos < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
+            closes = (state.length + before_end == 0) & (self.grid.delay > 0)
+            far = jnp.where(before_end < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
             limit = over_earlier_rows(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, drafted), 0)
 
         def find_unfed(asks: Array) -> Array:
-            """Ended rows whose eos a row after them may see now."""
+            """Ended rows whose end token a row after them may see now."""
             highest = jnp.where(asks, rows, -1).max(axis=1)
             return state.ended & ~state.retired & (rows < highest[:, None])
 
@@ -208,12 +213,12 @@ class Drafted:
         asks, drafted = reach(
             self.choose_lengths(useful, state.record.odds(self.drafter.odds, draft.trust), ~certain, needed)
         )
-        feeds_eos = find_unfed(asks)
+        feeds_end = find_unfed(asks)
         fed = jnp.concatenate([self._last_tokens(state)[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
-        live = (asks[:, None] & (columns[:, None] <= drafted[:, None])) | (feeds_eos[:, None] & (columns == 0)[:, None])
+        live = (asks[:, None] & (columns[:, None] <= drafted[:, None])) | (feeds_end[:, None] & (columns == 0)[:, None])
         state = dataclasses.replace(
             state,
-            retired=state.retired | feeds_eos,
+            retired=state.retired | feeds_end,
             calls=state.calls + ~state.done,
             fed=fed,
             live=live,
@@ -278,17 +283,17 @@ class Drafted:
 
     def _verify(self, state: DraftedState, answers: Array) -> "Verdict":
         """Compares the drafts of the last call with the model's answers i32 [B, 1 + D, R]."""
-        eos, live, columns = self.grid.eos, state.live, jnp.arange(self.width)
+        live, columns = state.live, jnp.arange(self.width)
         newest, started = self._first + state.length, jnp.arange(self.grid.rows) < state.started[:, None]
         asks, drafts = live[:, 0] & ~state.ended, state.fed[:, 1:]
         run = _before(~(live[:, 1:] & (drafts == answers[:, :-1])), axis=1)
         right = columns[:-1, None] < run[:, None]
-        # How far a row's tokens are fed and right. An ended row whose eos is among them holds nobody up.
-        far = jnp.where((right & (drafts == eos)).any(axis=1), NEVER, newest + run)
+        # How far a row's tokens are fed and right. An ended row whose end token is among them holds nobody up.
+        far = jnp.where((right & is_end(drafts, ends_of(self.grid))).any(axis=1), NEVER, newest + run)
         far = jnp.where(asks, far, jnp.where(started, NEVER, -1))
         limit = over_earlier_rows(jax.lax.cummin, far, NEVER) - newest
         gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit) + 1, 0), 0)
-        ends_here = (answers == eos) & (columns[:, None] < gain[:, None])
+        ends_here = is_end(answers, ends_of(self.grid)) & (columns[:, None] < gain[:, None])
         return Verdict(asks, run, limit, jnp.minimum(gain, _before(ends_here, axis=1) + 1), ends_here.any(axis=1))
 
     def kept(self, state: DraftedState) -> Array:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax.decoding.interface import is_end
+
 Array = jax.Array
 FAR = 1 << 20  # tokens to an end that cannot be reached
 WORK = 4  # entries computed for each that a table may have: tokens of different bytes may move alike
@@ -87,22 +89,25 @@ class Grammar:
     table: Table
     starts: Array | np.ndarray  # i32 [B, R], the state of each row before its first token that is no given one
     first: Array | np.ndarray  # i32 [B, R], the time of the query for that token
-    last: Array | np.ndarray  # i32 [B, R], the time of the last query of the row, whose answer is eos at the latest
-    eos: int = flax.struct.field(pytree_node=False, default=1)
+    last: (
+        Array | np.ndarray
+    )  # i32 [B, R], the time of the last query of the row, whose answer is an end token at the latest
+    ends: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))  # tokens that end a row
 
     def take(self, numbers: np.ndarray) -> "Grammar":
         """The grammar of the examples with those numbers [E, B]; each of the E has the table, which they share."""
         table = jax.tree.map(lambda x: np.broadcast_to(x, (len(numbers), *x.shape)), self.table)
         starts, first, last = (np.asarray(x)[numbers] for x in (self.starts, self.first, self.last))
-        return Grammar(table, starts, first, last, self.eos)
+        return Grammar(table, starts, first, last, self.ends)
 
     def allow(self, states: Array, left: Array) -> Array:
-        """bool [V, N], the tokens that may be chosen if `left` i32 [N] may follow, eos included."""
-        ends = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
+        """bool [V, N], the tokens that may be chosen if `left` i32 [N] may follow, the end token included."""
+        in_time = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
         ids = jax.lax.broadcasted_iota(jnp.int32, (len(self.table.kinds), 1), 0)
-        return jnp.where(ids == self.eos, jnp.asarray(self.table.distance)[states] == 0, ends[self.table.kinds])
+        may_end = jnp.asarray(self.table.distance)[states] == 0
+        return jnp.where(is_end(ids, self.ends), may_end, in_time[self.table.kinds])
 
     def move(self, states: Array, tokens: Array) -> Array:
-        """i32 [N], the states after those tokens i32 [N]; eos leaves a state as it is."""
+        """i32 [N], the states after those tokens i32 [N]; an end token leaves a state as it is."""
         moved = jnp.asarray(self.table.moves)[jnp.asarray(self.table.kinds)[tokens], states]
-        return jnp.where(tokens == self.eos, states, moved)
+        return jnp.where(is_end(tokens, self.ends), states, moved)

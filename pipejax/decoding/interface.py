@@ -4,6 +4,8 @@ Shapes as in `core`.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -115,11 +117,14 @@ class Stepper(Protocol):
 
 
 class Strategy(Stepper, Protocol):
-    """A way to decode: its steps, and facts about them that its users ask."""
+    """A way to decode: its steps, and facts about them that its users ask.
+
+    A strategy whose rows end at other tokens than `eos` as well has them in `other_ends`, a tuple: see `ends_of`.
+    """
 
     @property
     def eos(self) -> int:
-        """The token that ends a row."""
+        """The token that ends a row; the first of several."""
 
     def start(self, row: Numbers) -> Numbers:
         """The time of the query whose answer is a row's first token; those of the others follow, one time each."""
@@ -142,6 +147,17 @@ class Strategy(Stepper, Protocol):
 
     def calls(self, decoded: Decoded) -> np.ndarray:
         """i32 [B], decoder calls that an example takes by itself, in NumPy."""
+
+
+def ends_of(strategy: Any) -> tuple[int, ...]:
+    """The tokens that end a row of a strategy, `eos` first. A strategy without `other_ends` has that one alone."""
+    return strategy.eos, *getattr(strategy, "other_ends", ())
+
+
+def is_end(tokens: Array, ends: tuple[int, ...]) -> Array:
+    """Whether each of the tokens, an array of any shape, is one of the ends."""
+    found: Array = functools.reduce(operator.or_, (tokens == end for end in ends))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

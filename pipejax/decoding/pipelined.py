@@ -11,7 +11,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, Strategy
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, Strategy, ends_of, is_end
 
 NEVER = 2**30  # the end of a row that has not ended: later than any time
 
@@ -22,10 +22,10 @@ class GridState:
 
     time: Array  # i32 [B]
     tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
-    last: Array  # i32 [B, S], the newest token of each row
+    last: Array  # i32 [B, S], the newest token of each row, an end token once the row has ended
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
-    end: Array  # i32 [B, S], the time at which the eos of each row was generated, else NEVER
-    retired: Array  # bool [B, S], True where that eos was fed as well
+    end: Array  # i32 [B, S], the time at which the end token of each row was generated, else NEVER
+    retired: Array  # bool [B, S], True where that token was fed as well
     complete: Array  # bool [B], True: no further row starts, as one was empty or the answer runs in circles
     done: Array  # bool [B]
     steps: Array  # i32 [B], time-steps taken
@@ -49,6 +49,7 @@ class Pipelined(Plain):
     bos: int = 0
     eos: int = 1
     unique: bool = False
+    other_ends: tuple[int, ...] = ()  # tokens that end a row as well
 
     def __init_subclass__(cls) -> None:
         """Raises a TypeError if a subclass has other starts, which its steps would not follow."""
@@ -111,8 +112,8 @@ class Pipelined(Plain):
     def query(self, state: GridState) -> tuple[GridState, Query]:
         """Starts a row, or all, where due (lines 5-7), then asks for every open row at once (line 8).
 
-        The eos of a row is fed once, since later rows may see it: together with the next query of a later row, the
-        first that can see it, and at the place where it was generated.
+        The end token of a row is fed once, since later rows may see it: together with the next query of a later row,
+        the first that can see it, and at the place where it was generated.
         """
         rows = jnp.arange(self.rows)
         due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
@@ -123,7 +124,7 @@ class Pipelined(Plain):
         is_open = self._open(started, state.end, state.done)
         last_open = jnp.where(is_open, rows, -1).max(axis=1)
         ended = (state.end != NEVER) & ~state.retired & (rows < last_open[:, None])
-        fed = jnp.where(born, self.bos, jnp.where(ended, self.eos, state.last))
+        fed = jnp.where(born, self.bos, state.last)
         time = jnp.where(ended, state.end, state.time[:, None])
         state = dataclasses.replace(state, started=started, retired=state.retired | ended)
         return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
@@ -136,7 +137,7 @@ class Pipelined(Plain):
         rows, time = jnp.arange(self.rows), jnp.where(state.done, state.time, state.time + 1)
         exists = rows < state.started[:, None]
         open_before = self._open(state.started, state.end, state.done)
-        ends = open_before & (next_tokens == self.eos)
+        ends = open_before & is_end(next_tokens, ends_of(self))
         end = jnp.where(ends, time[:, None], state.end)
         complete = state.complete | (ends & (time[:, None] == grid.start(rows, self.delay) + 1)).any(axis=1)
         fresh = open_before[:, :, None] & (jnp.arange(self.time_max + 1) == time[:, None, None])
@@ -153,7 +154,7 @@ class Pipelined(Plain):
         return GridState(
             time=now,
             tokens=tokens,
-            last=next_tokens,
+            last=jnp.where(open_before, next_tokens, state.last),
             started=state.started,
             end=end,
             retired=state.retired,
@@ -213,14 +214,14 @@ class Pipelined(Plain):
         """i32 [B], the time at which the answer is seen to run in circles, or NEVER.
 
         It does once two rows, one right after the other, have ended and each has the tokens of a row before it. A row
-        cannot end before an equal one above it does, so what is equal by then is known by then. `length` counts eos;
-        `ends`: bool [B, R], rows that ended only now; if none did, nothing is compared.
+        cannot end before an equal one above it does, so what is equal by then is known by then. `length` counts the end
+        token, which may differ; `ends`: bool [B, R], rows that ended only now; if none did, nothing is compared.
         """
         rows = jnp.arange(self.rows)
 
         def compare(column: Array, same: Array) -> Array:
             here = tokens[:, :, column]
-            return same & ((here[:, :, None] == here[:, None]) | (column >= length[:, :, None]))
+            return same & ((here[:, :, None] == here[:, None]) | (column >= length[:, :, None] - 1))
 
         def found() -> Array:
             same = ended[:, None] & (length[:, :, None] == length[:, None]) & (rows < rows[:, None])
@@ -238,7 +239,8 @@ class Pipelined(Plain):
     def may_begin(self, ended: Array, length: Array, circle: Array | None = None) -> Array:
         """bool [B, R], whether a row starts once those before it are written up to its start (lines 5-7, 12-13).
 
-        `ended`: bool [B, R], by eos; `length`: i32 [B, R], tokens of each row, eos included; `circle`: if one may be.
+        `ended`: bool [B, R], by an end token; `length`: i32 [B, R], tokens of each row, that one included; `circle`: if
+        one may be.
         """
         if self.delay == 0:
             return jnp.ones_like(ended)

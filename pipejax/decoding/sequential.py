@@ -7,7 +7,7 @@ import flax.struct
 import jax.numpy as jnp
 
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, ends_of, is_end
 from pipejax.decoding.pipelined import Pipelined
 from pipejax.grid import Numbers
 
@@ -18,18 +18,19 @@ class SequenceState:
 
     tokens: Array  # i32 [B, max_length]
     last: Array  # i32 [B], the newest token
-    length: Array  # i32 [B], tokens generated, eos included
-    ended: Array  # bool [B], eos was generated
+    length: Array  # i32 [B], tokens generated, the end token included
+    ended: Array  # bool [B], an end token was generated
     given_up: Array  # bool [B]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(Plain):
-    """At most `max_length` tokens, eos included."""
+    """At most `max_length` tokens, the end token included."""
 
     max_length: int
     bos: int = 0
     eos: int = 1
+    other_ends: tuple[int, ...] = ()  # tokens that end an answer as well
     most_queries: ClassVar[int] = 1
 
     @property
@@ -49,10 +50,10 @@ class Sequential(Plain):
     @property
     def on_grid(self) -> Pipelined:
         """The same answers as the only row of a grid."""
-        return Pipelined(delay=1, time_max=self.max_length, sub_max=1, bos=self.bos, eos=self.eos)
+        return Pipelined(1, self.max_length, sub_max=1, bos=self.bos, eos=self.eos, other_ends=self.other_ends)
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """Codes i32 [B]: only the first argument, whether eos did not come, matters to one row."""
+        """Codes i32 [B]: only the first argument, whether no end token came, matters to one row."""
         return jnp.where(cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
 
     def init(self, batch: int, source: SourceIds | None = None) -> SequenceState:
@@ -67,14 +68,14 @@ class Sequential(Plain):
         return state, Query(state.last[:, None], row, time=state.length[:, None], live=~self.done(state)[:, None])
 
     def advance(self, state: SequenceState, next_tokens: Array) -> SequenceState:
-        """Appends where no eos came yet."""
+        """Appends where no end token came yet."""
         going, found = ~self.done(state), next_tokens[:, :1]
         here = going[:, None] & (jnp.arange(self.max_length) == state.length[:, None])
         return SequenceState(
             tokens=jnp.where(here, found, state.tokens),
             last=found[:, 0],
             length=state.length + going,
-            ended=state.ended | (going & (found[:, 0] == self.eos)),
+            ended=state.ended | (going & is_end(found[:, 0], ends_of(self))),
             given_up=state.given_up,
         )
 
@@ -83,7 +84,7 @@ class Sequential(Plain):
         return dataclasses.replace(state, given_up=state.given_up | which)
 
     def done(self, state: SequenceState) -> Array:
-        """eos, or no room left."""
+        """An end token, or no room left."""
         return state.ended | state.given_up | (state.length >= self.max_length)
 
     def result(self, state: SequenceState) -> Decoded:

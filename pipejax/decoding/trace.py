@@ -27,7 +27,9 @@ class Asked(NamedTuple):
     """A row in a call."""
 
     row: int
-    written: int  # tokens by which it grew: those accepted, then the model's own, unless an accepted eos ended the row
+    written: (
+        int  # tokens by which it grew: those accepted, then the model's own, unless an accepted end token ended the row
+    )
     accepted: int  # the first so many of the drafted ones; none of a row that could not begin yet
     drafted: list[int]
 

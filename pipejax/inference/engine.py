@@ -179,7 +179,7 @@ class Engine:
             kind.method.require("sample", f"temperature: found {temperature}", 0)
         if request.log_probs:
             kind.method.require("score", "logprobs: found some")
-        wishes.rows_of(request.source, kind.method, self.generator.tokenizer)
+        wishes.rows_of(request.source, kind.method, self.generator.tokenizer, self.generator.ids.ends)
         answer = Answer(request, generator, kind, self._wake)
         with self._change:
             if not self._open:
@@ -386,7 +386,7 @@ class Engine:
         return RunningBatch(programs, kind.strategy, places, self._switch, self.encodings, compiled)
 
     def _give(self, batch: RunningBatch, kind: Kind, source: Source) -> RunningBatch:
-        rows = wishes.rows_of(source, kind.method, self.generator.tokenizer)
+        rows = wishes.rows_of(source, kind.method, self.generator.tokenizer, self.generator.ids.ends)
         batch.give(wishes.forced_of(rows, kind.strategy), source.schema)
         return batch
 

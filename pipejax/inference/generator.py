@@ -16,7 +16,7 @@ from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Decoded, Drafter, Strategy, Wishes
+from pipejax.decoding import Decoded, Drafter, Strategy, Wishes, ends_of
 from pipejax.inference import programs, small, sources, streaming, wishes
 from pipejax.inference import schema as schema_lib
 from pipejax.inference import settings as settings_lib
@@ -163,7 +163,7 @@ class Generator:
         """Yields each token of one source's answer as its step ends, and the record in the end.
 
         An event is `(row, token, text, done)`: the text is that of the row so far; `done` says that the row has ended,
-        by the eos that the token then is. Rows without a token have no events.
+        by the end token that the token then is. Rows without a token have no events.
 
         Args:
           given: the source.
@@ -193,7 +193,8 @@ class Generator:
         if batch is None:
             batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
-        batch.give(wishes.forced_of(wishes.rows_of(source, method, self.tokenizer), made), source.schema)
+        rows = wishes.rows_of(source, method, self.tokenizer, self.ids.ends)
+        batch.give(wishes.forced_of(rows, made), source.schema)
         ids, sampling = self.ids_of(source), wishes.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
@@ -276,7 +277,7 @@ class Generator:
         """Yields each source `decode.samples` times; a UserError if the strategy cannot do what a source asks for."""
         method = self.method(strategy)
         for source in given:
-            wishes.rows_of(source, method, self.tokenizer)
+            wishes.rows_of(source, method, self.tokenizer, self.ids.ends)
             if len(source.prefixes) > 1 or source.max_rows is not None:
                 found = "max_rows" if source.max_rows is not None else "several row_prefixes"
                 method.require("rows", f"source {source.id}: found {found}")
@@ -358,11 +359,14 @@ class Generator:
             if drafts and (drafter or self.config.decode.draft != "none"):
                 lines = [*lines, "a schema is given, so no drafts are verified, and records have no trace"]
             drafts, drafter = False, None
+        made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
+        if lost := [end for end in self.ids.other_ends if end not in ends_of(made)]:
+            names = " and ".join(map(str, lost))
+            lines.append(f"{method.label}: end token {names} of the model ends no row, as it is not in `other_ends`")
         for line in lines:
             if line not in self._told:
                 self._told.add(line)
                 logger.warning(line)
-        made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         small.check(self._opened.small, made, method)
         return self.programs.suit(made) if made.reads_source else made  # else nothing is laid out before it must be
 

@@ -18,7 +18,7 @@ from pipejax.data import json_schema
 from pipejax.data.expressions import Expressions, TooLarge
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Grammar, Strategy, Table
+from pipejax.decoding import Grammar, Strategy, Table, ends_of
 from pipejax.decoding.grammar import FAR
 from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system import strict_json
@@ -76,7 +76,7 @@ class Schema:
                 if nearest >= FAR:
                     raise UserError(f"{where}: found no text that this tokenizer can write; expected some")
                 raise UserError(f"{where}: found {bound}; expected at least {needed}, so that the row can end")
-        return Grammar(self.table, starts, first, last, strategy.eos)
+        return Grammar(self.table, starts, first, last, ends_of(strategy))
 
     def dump_row(self, number: int, tokens: Sequence[int]) -> str:
         """The JSON of a property, its name included, from all tokens of its row."""
@@ -201,7 +201,7 @@ def make(
         )
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
     texts = [learned[name][1] if name in learned else f"{name}:" for name in known]
-    begun = [prefix_ids(tokenizer, text, f"{where}: properties", strategy.eos) for text in texts]
+    begun = [prefix_ids(tokenizer, text, f"{where}: properties", ends_of(strategy)) for text in texts]
     if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
         same = [named(name) for name, ids in zip(known, begun, strict=True) if ids == twice]
         raise UserError(

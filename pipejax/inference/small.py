@@ -38,9 +38,11 @@ def load(config: Config) -> Small | None:
         restored = checkpoint.open_run(directory, packed=True)
     except UserError as error:
         raise UserError(f"decode.draft_checkpoint: {error}") from error
+    assert config.model is not None
+    ends = config.model.end_token_ids
     for key in ("vocab_size", "eos_token_id", "decoder_start_token_id"):
         found, expected = getattr(restored.config.model, key), getattr(config.model, key)
-        if found != expected:
+        if found != expected and not (key == "eos_token_id" and found in ends):
             raise UserError(
                 f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
                 "the T5 for which it drafts"

@@ -87,7 +87,7 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
 
 def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Tokenizer | None) -> Source:
     """The source if it can be decoded; without a tokenizer texts cannot."""
-    vocabulary, eos = architecture.vocab_size, architecture.eos_token_id
+    vocabulary, ends = architecture.vocab_size, architecture.end_token_ids
     for i, prefix in enumerate(source.prefixes):
         where = f'{place}: "row_prefixes"'
         if isinstance(prefix, str) and tokenizer is None:
@@ -96,11 +96,12 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
             raise UserError(f"{where}: found an empty one at {i}; expected at least one token")
         if isinstance(prefix, str):
             assert tokenizer is not None
-            prefix_ids(tokenizer, prefix, where, eos)
+            prefix_ids(tokenizer, prefix, where, ends)
             continue
         _check_ids(prefix, where, vocabulary)
-        if eos in prefix:
-            raise UserError(f"{where}: found {list(prefix)}, in which {eos} ends the row; expected ids that begin one")
+        if early := [i for i in prefix if i in ends]:
+            found = f"{list(prefix)}, in which {early[0]} ends the row"
+            raise UserError(f"{where}: found {found}; expected ids that begin one")
     content = source.content
     if isinstance(content, str):
         if tokenizer is None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from pipejax.data.tokenizer import Growing, Tokenizer
-from pipejax.decoding import Decoded, Sampling
+from pipejax.decoding import Decoded, Sampling, Strategy, ends_of
 from pipejax.inference.running_batch import RunningBatch
 
 
@@ -20,7 +20,7 @@ class RowEvent(NamedTuple):
     row: int
     token: int
     text: str | None  # of the row so far, as far as no later token changes it; None without a tokenizer
-    done: bool  # whether the row has ended; then the token is its eos
+    done: bool  # whether the row has ended; then the token is the one that ended it
 
 
 def events(
@@ -49,25 +49,34 @@ def _all_events(
             decoded, done = batch.advance()
             over, news = bool(done[place]), batch.news(decoded, place, known)
             known = np.maximum(known, decoded.lengths[place])
-            # Of an open row every step up to now has written a token. One that has no room for an eos was cut off.
+            # Of an open row every step up to now has written a token. One that has no room for its end was cut off.
             end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
             closed = np.flatnonzero((known < end) & ~ended & (known > 0)).tolist()
             ended[closed] = True
             written = decoded.tokens[place].tolist()
             found = [(step, False, row, written[row][j]) for step, row, j in news]
-            found += [(int(batch.starts[row] + known[row]), True, row, batch.strategy.eos) for row in closed]
+            found += [
+                (int(batch.starts[row] + known[row]), True, row, end_of(batch.strategy, written[row], known[row]))
+                for row in closed
+            ]
             found.sort()  # the same order however many steps were taken at once
             cut = {row for row in range(rows) if not ended[row] and (over or known[row] == decoded.tokens.shape[2])}
             last = {row: i for i, (*_, row, _) in enumerate(found) if row in cut}  # the last events of cut rows
-            for i, (_, is_end, row, token) in enumerate(found):
-                text[row] += growing[row].rest() if is_end else growing[row].add(token)
+            for i, (_, ended_now, row, token) in enumerate(found):
+                text[row] += growing[row].rest() if ended_now else growing[row].add(token)
                 if last.get(row) == i:
                     text[row] += growing[row].rest()
-                yield RowEvent(row, token, text[row] if tokenizer else None, is_end)
+                yield RowEvent(row, token, text[row] if tokenizer else None, ended_now)
     finally:
         batch.drop(place)
     only: Decoded = jax.tree.map(lambda x: x[place : place + 1], decoded)
     yield only
+
+
+def end_of(strategy: Strategy, written: Sequence[int], length: int) -> int:
+    """The token that ended a row of that length; the strategy's `eos` if it keeps none of them behind the row."""
+    kept = written[length] if length < len(written) else strategy.eos
+    return kept if kept in ends_of(strategy) else strategy.eos
 
 
 class Repeats:

@@ -1,13 +1,13 @@
 """The wishes for the answers of a batch, from the settings and what the sources say, for `decoding.choice`."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from pipejax.config import Config, DecodeConfig
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import Sampling, Strategy, Wishes
+from pipejax.decoding import Sampling, Strategy, Wishes, ends_of
 from pipejax.inference.sources import Source
 from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system.errors import UserError
@@ -23,8 +23,8 @@ def given(source: Source, method: Method) -> Given:
     return method.given(Given(source.prefixes, source.max_rows, f"source {source.id}"))
 
 
-def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None) -> Given:
-    """The known part of the rows of an answer, with prefixes as ids."""
+def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> Given:
+    """The known part of the rows of an answer, with prefixes as ids; `ends`: tokens that must not be in a text."""
     known = given(source, method)
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
@@ -32,7 +32,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None) -> Give
             return prefix
         if tokenizer is None:  # the prefixes of a source were checked
             raise UserError(f"{known.where}: found texts, but the checkpoint has no tokenizer; expected none")
-        return prefix_ids(tokenizer, prefix, known.where)
+        return prefix_ids(tokenizer, prefix, known.where, ends)
 
     return known._replace(prefixes=tuple(map(ids, known.prefixes)))
 
@@ -66,7 +66,7 @@ def of_batch(
     if decode.temperature > 0:
         sampling = Sampling.together([sampling_of(source, decode) for source in sources])
     forced = allowed = None
-    tables = [forced_of(rows_of(source, method, tokenizer), strategy) for source in sources]
+    tables = [forced_of(rows_of(source, method, tokenizer, config.model.end_token_ids), strategy) for source in sources]
     if any(table is not None for table in tables):
         free = np.full(strategy.places, -1, np.int32)
         forced = np.stack([free if table is None else table for table in tables])
@@ -76,7 +76,7 @@ def of_batch(
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
         allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # these are no text
-        allowed[:, [strategy.eos, *(method.allowed(tokenizer) if tokenizer else [])]] = True
+        allowed[:, [*ends_of(strategy), *(method.allowed(tokenizer) if tokenizer else [])]] = True
     grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))
     return Wishes(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
 

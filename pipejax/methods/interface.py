@@ -45,12 +45,19 @@ class Ids(NamedTuple):
     """Token ids that a model gives a meaning."""
 
     bos: int  # the token that every row begins with
-    eos: int  # the token that ends it
+    eos: int  # the token that training writes at the end of a row
+    other_ends: tuple[int, ...] = ()  # tokens that end a row in decoding as well
 
     @classmethod
     def of(cls, backbone: "Backbone") -> "Ids":
-        """Those of a backbone."""
-        return cls(backbone.decoder_start_token_id, backbone.eos_token_id)
+        """The ids of a backbone."""
+        eos, *others = backbone.end_token_ids
+        return cls(backbone.decoder_start_token_id, eos, (*others,))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """All tokens that end a row, `eos` first."""
+        return self.eos, *self.other_ends
 
 
 class Given(NamedTuple):
@@ -126,7 +133,7 @@ class Method:
         Args:
           rows: texts.
           spells: gives the ids of a text, without special tokens.
-          ids: bos and eos.
+          ids: the ids of bos and of the tokens that end a row.
           most: tokens, eos included, to which the target is cut.
           where: the example, for messages.
 
@@ -142,7 +149,7 @@ class Method:
           flat: of `target`.
           rows: texts.
           spells: gives the ids of a text, without special tokens.
-          ids: bos and eos.
+          ids: the ids of bos and of the tokens that end a row.
         """
         return flat.row
 
@@ -175,7 +182,7 @@ class Method:
         return rows
 
     def allowed(self, spells: Spells) -> list[int]:
-        """Ids beside eos that an answer may contain though its source does not."""
+        """Ids beside the end tokens that an answer may contain though its source does not."""
         return []
 
     def order(self, lengths: Sequence[int]) -> list[int]:

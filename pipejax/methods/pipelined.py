@@ -67,7 +67,7 @@ class PipelinedMethod(Method):
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5)."""
-        return self._laid_out([row for row in spell(rows, spells, ids.eos) if row], ids, most=most)
+        return self._laid_out([row for row in spell(rows, spells, ids.ends) if row], ids, most=most)
 
     def _laid_out(self, rows: Sequence[list[int]], ids: Ids, *, most: int, names: Sequence[int] = ()) -> Target:
         """The target of rows of ids; `names`: how many tokens at the beginning of each are given."""
@@ -97,6 +97,7 @@ class PipelinedMethod(Method):
             bos=ids.bos,
             eos=ids.eos,
             unique=self.unique,
+            other_ends=ids.other_ends,
         )
 
     def given(self, given: Given) -> Given:
@@ -135,8 +136,8 @@ class NamedRows(PipelinedMethod):
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """Names are fed like other tokens, and have weight 0: decoding puts them there."""
-        found = [row for row in spell(rows, spells, ids.eos) if row]
-        names = [prefix_ids(spells, name, "grid.row_names", ids.eos) for name in self.grid.row_names]
+        found = [row for row in spell(rows, spells, ids.ends) if row]
+        names = [prefix_ids(spells, name, "grid.row_names", ids.ends) for name in self.grid.row_names]
         if names and len(found) != len(names):
             raise UserError(f"{where}: found {len(found)} rows; expected {len(names)}, as grid.row_names has")
         for i, (row, name) in enumerate(zip(found, names, strict=False)):

@@ -69,8 +69,8 @@ class SequentialMethod(Method):
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """One row. If it is too long, its last rows are left out, and the end after them is not learned."""
-        kept = [row for row in rows if not spells.vanishes(row)]
-        joined, cut = _join(kept, lambda text: spell([text], spells, ids.eos)[0], self.separator, most - 1)
+        kept = [row for row in rows if not spells.vanishes(row, ids.ends)]
+        joined, cut = _join(kept, lambda text: spell([text], spells, ids.ends)[0], self.separator, most - 1)
         flat = grid.flatten([joined[: most - 1]], delay=1, bos=ids.bos, eos=ids.eos, final=False)
         if cut:
             flat.weights[-1] = 0.0  # what follows is not in the data
@@ -82,10 +82,10 @@ class SequentialMethod(Method):
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
         """A separator ends the row before it. Its last token is fed where the next row begins, as bos of a grid is."""
-        kept, whole = [row for row in rows if not spells.vanishes(row)], flat.targets.tolist()
+        kept, whole = [row for row in rows if not spells.vanishes(row, ids.ends)], flat.targets.tolist()
         starts = []
         for count in range(1, len(kept)):
-            begun = spell([self.separator.join(kept[:count]) + self.separator], spells, ids.eos)[0]
+            begun = spell([self.separator.join(kept[:count]) + self.separator], spells, ids.ends)[0]
             same = [a == b for a, b in zip(begun, whole, strict=False)]
             starts.append(same.index(False) if False in same else len(same))  # a token of both rows is the later's
         return np.searchsorted(starts, np.arange(len(whole)), side="right").astype(np.int32)
@@ -94,7 +94,7 @@ class SequentialMethod(Method):
         """Greedy decoding."""
         from pipejax.decoding.sequential import Sequential
 
-        return Sequential(max_length=self.max_length, bos=ids.bos, eos=ids.eos)
+        return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
 
     def allowed(self, spells: Spells) -> list[int]:
         """Those that part rows."""
@@ -147,7 +147,7 @@ class Beams(SequentialMethod):
         """Beam search."""
         from pipejax.decoding.beam import Beam
 
-        return Beam(self.max_length, self.beams, self.length_penalty, bos=ids.bos, eos=ids.eos)
+        return Beam(self.max_length, self.beams, self.length_penalty, ids.bos, ids.eos, ids.other_ends)
 
 
 def tells_rows_apart(separator: str) -> bool:

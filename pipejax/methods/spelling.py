@@ -3,12 +3,14 @@
 import functools
 import logging
 import unicodedata
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
 
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+Ends = int | Collection[int] | None  # the ids of the tokens that end a row
 
 
 class Spells(Hashable, Protocol):
@@ -24,25 +26,31 @@ class Spells(Hashable, Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids."""
 
-    def vanishes(self, text: str) -> bool:
-        """Whether no token is left of a text but one that would end it."""
+    def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
+        """Whether no token is left of a text but `eos` and those of `ends`, which would end it."""
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
         """The words of a text that do not come back from its ids, and those that come instead."""
 
 
-def spell(targets: Sequence[str], tokenizer: Spells, eos: int | None) -> list[list[int]]:
+def ids_of_ends(ends: Ends) -> frozenset[int]:
+    """The ids as a set."""
+    return frozenset((ends,) if isinstance(ends, int) else ends or ())
+
+
+def spell(targets: Sequence[str], tokenizer: Spells, ends: Ends) -> list[list[int]]:
     """The ids of each row of a target; a row of which no id is left is none, neither in training nor in an answer.
 
-    An eos that a text spells out, as "</s>", would end its row in the middle, so it is left out.
+    An end token that a text spells out, as "</s>", would end its row in the middle, so it is left out.
     """
-    return [[i for i in tokenizer.encode(row) if i != eos] for row in targets]
+    left_out = ids_of_ends(ends)
+    return [[i for i in tokenizer.encode(row) if i not in left_out] for row in targets]
 
 
-def prefix_ids(tokenizer: Spells, text: str, where: str, eos: int | None = None) -> tuple[int, ...]:
-    """The ids of a text with which rows begin."""
+def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> tuple[int, ...]:
+    """The ids of a text with which rows begin; a UserError if one of them would end the row."""
     ids = _prefix_ids(tokenizer, text)
-    if not ids or tokenizer.eos in ids or eos in ids:
+    if not ids or tokenizer.eos in ids or not ids_of_ends(ends).isdisjoint(ids):
         found = "ends the row" if ids else "has no token"
         raise UserError(f"{where}: found {text!r}, which {found} for this tokenizer; expected text that begins one")
     return ids

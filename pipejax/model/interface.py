@@ -54,6 +54,7 @@ class Backbone:
     num_decoder_layers: int
     pad_token_id: int
     eos_token_id: int  # ends rows, and sources as the tokenizer says
+    other_eos_token_ids: tuple[int, ...] = ()  # end rows as well, in decoding
     decoder_start_token_id: int  # the token that every row begins with
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
@@ -70,6 +71,16 @@ class Backbone:
         (r".*/relative_bias/embedding", ()),
         (r".*norm/scale", ()),
     )
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a row: that of training, `eos_token_id`, and the others."""
+        return self.eos_token_id, *self.other_eos_token_ids
+
+    @property
+    def eos_fact(self) -> int | list[int]:
+        """The `eos_token_id` of config.json and generation_config.json: an id, or a list of several."""
+        return [*self.end_token_ids] if self.other_eos_token_ids else self.eos_token_id
 
     def module(self, **options: Any) -> Module:
         """The Flax module, with the fields and methods of `pipejax.model.t5.T5`.

@@ -65,6 +65,7 @@ class T5Config(Backbone):
     pad_token_id: int = setting(0, least=0)  # fills up batches
     eos_token_id: int = setting(1, least=0)  # ends rows, and sources as the tokenizer says
     decoder_start_token_id: int = setting(0, least=0)  # bos: the token that every row begins with
+    other_eos_token_ids: tuple[int, ...] = setting(())  # end rows as well, in decoding
 
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
 
@@ -163,7 +164,9 @@ class T5Config(Backbone):
         """See `Backbone`. An mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
         facts = dataclasses.asdict(self)
         kind, tied, scaled = (facts.pop(key) for key in ("feed_forward", "tied_head", "scale_head"))
+        del facts["other_eos_token_ids"]
         return facts | {
+            "eos_token_id": self.eos_fact,
             "architectures": ["T5ForConditionalGeneration"],
             "model_type": self.model_types[0],
             "is_encoder_decoder": True,

@@ -400,6 +400,7 @@ class T5GemmaConfig(Backbone):
     pad_token_id: int = setting(0, least=0)  # fills up batches
     eos_token_id: int = setting(1, least=0)  # ends rows, and sources as the tokenizer says
     decoder_start_token_id: int = setting(2, least=0)  # bos: the token that every row begins with
+    other_eos_token_ids: tuple[int, ...] = setting(())  # end rows as well, in decoding
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)
     attention_class: ClassVar[type[GemmaAttention]] = GemmaAttention  # in every layer
@@ -512,7 +513,7 @@ class T5GemmaConfig(Backbone):
         return {"rope_theta": given["rope_theta"], "full_rope_theta": given["rope_theta"]}
 
     def facts(self) -> dict[str, object]:
-        ids = {"pad_token_id": self.pad_token_id, "eos_token_id": self.eos_token_id}
+        ids = {"pad_token_id": self.pad_token_id, "eos_token_id": self.eos_fact}
         ids["bos_token_id"] = self.decoder_start_token_id  # there is no other key for it
         common = {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied_head, **ids}
         sides = dict[str, dict[str, object]]()

@@ -17,8 +17,10 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
-Kind = Any  # the type of a setting as its annotation says it: a class, a union of them, or TEXTS
+Kind = Any  # the type of a setting as its annotation says it: a class, a union of them, or one of SEQUENCES
 TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
+IDS = tuple[int, ...]  # the type of a setting that holds several token ids
+SEQUENCES = {TEXTS: str, IDS: int}  # the type of each of their values
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
 
@@ -52,8 +54,8 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
         # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.
         fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)
         texts = value if isinstance(value, tuple) else (value,)
-        if kind == TEXTS:
-            fits = isinstance(value, tuple) and all(type(text) is str for text in value)
+        if of := SEQUENCES.get(kind):
+            fits = isinstance(value, tuple) and all(type(one) is of for one in value)
         if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
         if not fits or (kind is float and not math.isfinite(value)):
@@ -111,6 +113,7 @@ def noun(kind: Kind) -> str:
         bool: "true or false",
         str: "text",
         TEXTS: 'a list of texts, such as ["date:", "party:"] (in a config file a tuple)',
+        IDS: "a list of whole numbers, such as [107] (in a config file a tuple)",
     }
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 
@@ -119,12 +122,12 @@ def plain_value(value: object, kind: Kind) -> object:
     """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
-    return tuple(value) if kind == TEXTS and isinstance(value, list) else value
+    return tuple(value) if kind in SEQUENCES and isinstance(value, list) else value
 
 
 def parse_value(text: str, kind: Kind, key: str) -> object:
-    """Parses a value of --set as `kind`; several texts are a list of JSON. Raises a UserError that names the key."""
-    if kind == TEXTS:
+    """Parses a value of --set as `kind`; several values are a list of JSON. Raises a UserError that names the key."""
+    if kind in SEQUENCES:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := strict_json.loads(text), list):
                 return tuple(found)  # `check_settings` looks at what is in it

@@ -78,7 +78,8 @@ def fit(
             logger.info(f"already trained for {start.step} steps, of {wanted}; nothing to do")
             return 0
         with distributed.fail_together(UserError):
-            trained = answered(examples.train, start.tokenizer, config.data.empty_targets)
+            ends = start.trainer.model.config.end_token_ids
+            trained = answered(examples.train, start.tokenizer, config.data.empty_targets, ends)
         examples = dataclasses.replace(examples, train=trained)
         with Run(start, examples, directory, store, stop, profile=profile) as run:
             if owed:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from pipejax import config as config_lib
 from pipejax.checkpoint import Damaged, Restored, Store, check_place
@@ -285,13 +285,27 @@ def _params_fp(directory: str, *, best: bool) -> str:
 
 
 def resolve_model(config: Config, other: Config) -> Config:
-    if config.model is not None and config.model != other.model:
-        a, b = (config_lib.flat(Config(model=model)) for model in (config.model, other.model))
+    begun = choose_end(dataclasses.replace(config, model=other.model))
+    if config.model is not None and config.model != begun.model:
+        a, b = (config_lib.flat(Config(model=model)) for model in (config.model, begun.model))
         key = next(key for key in a if key.startswith("model") and a[key] != b.get(key))
         raise UserError(
             f"{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
             "(leave `model` out to take its architecture)"
         )
-    config = dataclasses.replace(config, model=other.model)
-    config_lib.check(config, where=config.train.init_from)
-    return config
+    config_lib.check(begun, where=config.train.init_from)
+    return begun
+
+
+def choose_end(config: Config) -> Config:
+    """The config whose model ends rows first of all with `train.eos_token_id`, if that is set."""
+    model, eos = config.model, config.train.eos_token_id
+    if model is None or eos in (-1, model.eos_token_id):
+        return config
+    if eos not in (ends := model.end_token_ids):
+        raise UserError(
+            f"train.eos_token_id: found {eos}; expected an end token of the model, {' or '.join(map(str, ends))}"
+        )
+    others = tuple(end for end in ends if end != eos)
+    changed: Any = dataclasses.replace(model, eos_token_id=eos, other_eos_token_ids=others)  # type: ignore[type-var]
+    return dataclasses.replace(config, model=changed)

@@ -18,7 +18,7 @@ from pipejax.model import dropout
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.training.plan import choose_remat, device_memory
-from pipejax.training.run_directory import RunDirectory, check_places, check_resume, resolve_model
+from pipejax.training.run_directory import RunDirectory, check_places, check_resume, choose_end, resolve_model
 from pipejax.training.step import Trainer, TrainState
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class Start:
 
 def start_run(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
     """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
+    config = choose_end(config)
     trainers: list[Trainer] = []  # one, once a step says what the run began with
 
     def expect(saved: Config) -> dict[str, Tree]:

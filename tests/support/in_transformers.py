@@ -1,7 +1,9 @@
 """A backbone beside its model in transformers: weights, logits, gradients, and Algorithm 1 in plain Python over it."""
 
 import dataclasses
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +45,7 @@ def varied(model: Backbone, seed: int, *, centered: bool = False) -> dict[str, A
             scale = 4 if "relative_bias" in path else 1.5
         drawn[path] = (center + scale * rng.standard_normal(shape)).astype(np.float32)
         if path in model.tables:
-            drawn[path][model.eos_token_id] *= 1.5
+            drawn[path][[*model.end_token_ids]] *= 1.5
     return unflatten_dict(drawn, sep="/")
 
 
@@ -102,7 +104,7 @@ class Greedy:
     logits: Logits
     source: Sequence[int]
     delay: int
-    eos: int
+    ends: Sequence[int]
     margin: float = np.inf  # the least, of rows that had not ended
 
     def last(self, rows: list[list[int]]) -> np.ndarray:
@@ -119,7 +121,7 @@ class Greedy:
     def __call__(self, rows: list[list[int]]) -> list[int]:
         last = self.last(rows)
         self.margin = min(
-            [self.margin, *(oracle.margin(x) for row, x in zip(rows, last, strict=True) if row[-1] != self.eos)]
+            [self.margin, *(oracle.margin(x) for row, x in zip(rows, last, strict=True) if row[-1] not in self.ends)]
         )
         return [int(x) for x in last.argmax(axis=1)]
 
@@ -139,7 +141,8 @@ def check_algorithm_1(
 
     `models`: the parameters and the logits of the one of a number.
     """
-    strategy = Pipelined(delay, time_max, sub_max, literal, model.decoder_start_token_id, model.eos_token_id)
+    bos, ends = model.decoder_start_token_id, model.end_token_ids
+    strategy = Pipelined(delay, time_max, sub_max, literal, bos, ends[0], other_ends=ends[1:])
     program = compiled(model, strategy, Sizes.fit(strategy, examples), backend=Backend())
     compared, longest, answers = 0, 0, set()
     for seed in range(count):
@@ -147,15 +150,15 @@ def check_algorithm_1(
         texts = sources(np.random.default_rng([seed, delay]), examples, model.vocab_size)
         decoded = jax.device_get(program(jax.tree.map(jnp.asarray, params), *padded(texts)))
         for b, text in enumerate(texts):
-            chooses = Greedy(logits, text, delay, model.eos_token_id)
+            chooses = Greedy(logits, text, delay, ends)
             expected = oracle.algorithm1(
                 chooses,
                 delay=delay,
                 time_max=time_max,
                 sub_max=sub_max,
                 stop="literal" if literal else "empty_row",
-                bos=model.decoder_start_token_id,
-                eos=model.eos_token_id,
+                bos=bos,
+                eos=ends,
             )
             if chooses.margin < SURE:
                 continue
@@ -168,33 +171,50 @@ def check_algorithm_1(
     return longest
 
 
-def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: int) -> None:
-    """Compares sequential answers to sources of ids from `lowest` on with those of transformers' `generate`."""
+def until_end(tokens: Sequence[int], model: Backbone) -> list[int]:
+    """The tokens before the first that ends a row."""
+    return [*itertools.takewhile(lambda token: token not in model.end_token_ids, tokens)]
+
+
+def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: int) -> Counter[int]:
+    """Compares sequential answers to sources of ids from `lowest` on with those of transformers' `generate`.
+
+    Returns the last tokens of all.
+    """
     generator = Generator(Config(model=model, decode=DecodeConfig(max_length=12)), params, None)
-    rng, texts = np.random.default_rng(2), []
+    rng, texts, ends = np.random.default_rng(2), [], Counter[int]()
     for source in [[*rng.integers(lowest, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
         (found,) = generator.decode([source], strategy="sequential")
         expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
         texts.append(expected)
-        assert found["row_ids"] == [[token for token in expected if token != 1]]
+        assert found["row_ids"] == [until_end(expected, model)]
+        ends[expected[-1]] += 1
     assert len(set(map(str, texts))) > 2
+    return ends
 
 
-def check_beams(model: Backbone, params: Any, torchs: Any, *, lowest: int, beams: int = 3) -> None:
-    """The same with beams, of which the best is often another answer than the greedy one."""
+def check_beams(
+    model: Backbone, params: Any, torchs: Any, *, lowest: int, beams: int = 3, least: int = 3
+) -> Counter[int]:
+    """The same with beams, of which the best is another answer than the greedy one, at least so often.
+
+    The count of these is that of -1 in what is returned.
+    """
     decode = DecodeConfig(max_length=12, beams=beams)
     config = Config(model=model, decode=decode, train=TrainConfig(objective="none"))
     generator = Generator(config, params, None)
     rng, given = np.random.default_rng(2), {"max_new_tokens": 12, "do_sample": False}
-    others = 0
+    others, ends = 0, Counter[int]()
     texts = [[*rng.integers(lowest, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2, 6, 4, 7)]
     for source, record in zip(texts, generator.decode(texts), strict=True):
         best, greedy = (
             torchs.generate(torch.tensor([source]), num_beams=n, **given)[0, 1:].tolist() for n in (beams, 1)
         )
-        assert record["row_ids"] == [best[: best.index(1)] if 1 in best else best]
+        assert record["row_ids"] == [until_end(best, model)]
         others += best != greedy
-    assert others > 2
+        ends[best[-1]] += 1
+    assert others >= least
+    return ends + Counter({-1: others})
 
 
 def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) -> None:
@@ -204,7 +224,7 @@ def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) ->
     under, answers, compared = made.under(asked).schema, set(), 0
     assert under is not None and made.tokenizer is not None
     for text in ("a red fish", "2024", "the", "ab ab", "no", "5 5"):
-        chooses, margins = Greedy(logits, [*made.tokenizer.encode(text), 1], delay, 1), list[float]()
+        chooses, margins = Greedy(logits, [*made.tokenizer.encode(text), 1], delay, (1,)), list[float]()
         expected = oracle.algorithm1(
             schemas.choices(made, chooses.last, under.rows, [], margins),
             delay=delay,

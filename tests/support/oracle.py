@@ -31,8 +31,8 @@ def random_params(
       scale: multiplies the standard deviation of every kernel in the blocks; with less, little but the last
         token decides.
       bias_scale: standard deviation of the relative position biases, encoder's and decoder's.
-      eos_scale: multiplies the head's vector of eos (its embedding, if tied); a long one wins the argmax more
-        often.
+      eos_scale: multiplies the head's vectors of end tokens (their embeddings, if tied); a long one wins the argmax
+        more often.
     """
     width, inner = config.d_model, config.num_heads * config.d_kv
 
@@ -74,13 +74,19 @@ def random_params(
             "feed_forward": feed_forward(),
         }
     params: Params = {"shared": {"embedding": embedding}, "encoder": encoder, "decoder": decoder}
+    ends = [*ends_of(config)]
     if config.tied_head:
-        embedding[config.eos_token_id] *= eos_scale
+        embedding[ends] *= eos_scale
     else:
         head = embedding.T + normal(width, config.vocab_size, std=1.0)
-        head[:, config.eos_token_id] *= eos_scale
+        head[:, ends] *= eos_scale
         params["lm_head"] = {"kernel": head}
     return params
+
+
+def ends_of(config: Any) -> tuple[int, ...]:
+    """The tokens that end a row."""
+    return config.eos_token_id, *getattr(config, "other_eos_token_ids", ())
 
 
 def linear(x: np.ndarray, layer: Params) -> np.ndarray:
@@ -305,7 +311,7 @@ def algorithm1(
     sub_max: int,
     stop: str,
     bos: int = 0,
-    eos: int = 1,
+    eos: int | Sequence[int] = 1,
     prefixes: Sequence[Sequence[int]] = (),
     unique: bool = False,
 ) -> GridResult:
@@ -321,6 +327,7 @@ def algorithm1(
       stop: "literal" is the paper's rule: stop as soon as all rows have ended. "empty_row": after an empty
         row none starts, and decoding stops when none can start and all have ended. Only an empty row or
         `sub_max` ends the starting of rows: a start beyond `time_max` does not, so time then runs out.
+      eos: the token that ends a row, or several, each of which does.
       prefixes: what the first rows begin with, whatever the model says.
       unique: of equal rows only the first is in the result. With "empty_row" two neighbours that ended and each
         equal a row before them end the starting of rows as well.
@@ -328,11 +335,13 @@ def algorithm1(
     if stop not in ("literal", "empty_row"):
         raise ValueError(f"stop: found {stop!r}; expected 'literal' or 'empty_row'")
 
+    ends = (eos,) if isinstance(eos, int) else eos
+
     def ended(row: list[int]) -> bool:
-        return row[-1] == eos
+        return row[-1] in ends
 
     def repeats(i: int) -> bool:
-        return ended(rows[i]) and any(rows[i] == rows[j] for j in range(i))
+        return ended(rows[i]) and any(ended(rows[j]) and rows[i][:-1] == rows[j][:-1] for j in range(i))
 
     rows: list[list[int]] = []
     empty_row_seen = in_circles = False
@@ -354,7 +363,7 @@ def algorithm1(
             for row, token in zip(rows, generated, strict=True):
                 if not ended(row):
                     row.append(token)
-        empty_row_seen = [bos, eos] in rows
+        empty_row_seen = any(len(row) == 2 and ended(row) for row in rows)
         if unique and stop == "empty_row":
             in_circles = any(repeats(i) and repeats(i + 1) for i in range(len(rows) - 1))
         no_more_rows = delay == 0 or stop == "literal" or empty_row_seen or in_circles or len(rows) == sub_max
@@ -407,7 +416,7 @@ def grid_next_tokens(
         chosen = []
         for row, logits in zip(rows, grid_logits(params, config, encoded, rows, delay, distances), strict=True):
             chosen.append(int(np.argmax(logits[-1])))
-            if margins is not None and row[-1] != config.eos_token_id:
+            if margins is not None and row[-1] not in ends_of(config):
                 margins.append(margin(logits[-1]))
         return chosen
 
@@ -427,7 +436,7 @@ def sequential(
         if margins is not None:
             margins.append(margin(logits))
         tokens.append(int(np.argmax(logits)))
-        if tokens[-1] == config.eos_token_id:
+        if tokens[-1] in ends_of(config):
             return SequentialResult(tokens[1:-1], len(tokens) - 1, None)
     return SequentialResult(tokens[1:], len(tokens) - 1, "max_length")
 

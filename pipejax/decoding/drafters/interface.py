@@ -16,7 +16,7 @@ from pipejax.system import Tree
 class Written:
     """The rows as far as they are written when drafts are asked for."""
 
-    tokens: Array  # i32 [B, R, T], of each row, without bos and with the eos of an ended one; 0 beyond `length`
+    tokens: Array  # i32 [B, R, T], of each row, without bos and with the end token of an ended one; 0 beyond `length`
     length: Array  # i32 [B, R], how many
     guesses: Array  # i32 [B, R, D], the model's answers at places after `length`, of the call before this one
     guessed: Array  # i32 [B, R], how many; they rest on tokens that proved wrong, or whose rows above were not known
@@ -26,7 +26,7 @@ class Written:
 class Draft:
     """The tokens by which each row may go on. Drafts for rows that have ended or cannot begin are ignored."""
 
-    tokens: Array  # i32 [B, R, D]; an eos is a guess as well, and ends the draft
+    tokens: Array  # i32 [B, R, D]; an end token is a guess as well, and ends the draft
     count: Array  # i32 [B, R], how many count
     trust: Array  # i32 [B, R], index into `odds`
 

@@ -18,7 +18,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.core import Sizes, begin, decode, grow
 from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.gathering import NOWHERE, Filled, Query
-from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds
+from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds, ends_of, is_end
 from pipejax.decoding.pipelined import NEVER, Pipelined, over_earlier_rows
 from pipejax.grid import Numbers, start
 from pipejax.system import Tree
@@ -32,7 +32,7 @@ class Ahead:
 
     tokens: Array  # i32 [B, R, T], written, then drafted
     length: Array  # i32 [B, R]
-    ended: Array  # bool [B, R], by a written or drafted eos
+    ended: Array  # bool [B, R], by a written or drafted end token
     known: Array  # i32 [B, R], how many tokens are written
     fed: Array  # i32 [B, R], how many of bos and these tokens are fed
     stopped: Array  # bool [B, R], the next token was too unlikely to be drafted
@@ -76,7 +76,7 @@ class Looking(Plain):
         return Ahead(
             tokens=tokens,
             length=length,
-            ended=(length > 0) & (last == self.grid.eos),
+            ended=(length > 0) & is_end(last, ends_of(self.grid)),
             known=length,
             fed=fed,
             stopped=length < 0,
@@ -124,7 +124,7 @@ class Looking(Plain):
             state,
             tokens=jnp.where(here, token[:, :, None], state.tokens),
             length=state.length + drafts,
-            ended=state.ended | (drafts & (token == self.grid.eos)),
+            ended=state.ended | (drafts & is_end(token, ends_of(self.grid))),
             fed=fed,
             stopped=state.stopped | (asks & ~drafts),
             log_prob=state.log_prob + jnp.where(drafts, log_prob, 0),

@@ -20,7 +20,7 @@ from pipejax.inference.weights import Matrix
 
 Array = jax.Array
 ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in arguments.h
-MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD = 256, 400, 128  # as there
+MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD, MOST_ENDS = 256, 400, 128, 8  # as there
 EXAMPLE, ROW = ("time", "started", "complete", "done", "steps"), ("last", "end", "retired")  # begin the structs there
 PARTS = 8  # of the vocabulary, in the search for a query's highest logit
 
@@ -45,6 +45,7 @@ def fits(decoder: Any, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
             jax.tree.leaves((wishes, decoder.memory.adapter)) or wishes.scores or getattr(strategy, "unique", False)
         )
         and batch * strategy.most_queries <= MOST_QUERIES
+        and len(decoding.ends_of(strategy)) <= MOST_ENDS
         and not any(x % 32 for x in (config.d_model, config.d_ff, config.num_heads * config.d_kv))
         and config.d_kv <= WIDEST_HEAD
         and len(weights.bias) == 1  # that all layers share
@@ -72,7 +73,11 @@ def decode(
     watching = jnp.zeros(numbers["B"]) if watched is None else watched
     left = jnp.int32(pipelined.NEVER) if pause_after is None else pause_after
     # In the order of the structs Given and Layer.
-    arrays = [np.asarray([*numbers.values()], np.int32), np.asarray(floats, np.float32), watching.astype(jnp.int32)]
+    arrays = [
+        np.hstack([*numbers.values()]).astype(np.int32),
+        np.asarray(floats, np.float32),
+        watching.astype(jnp.int32),
+    ]
     arrays += [memory.mask.astype(jnp.int32), (weights.embedding or weights.head).rows, weights.head.rows]
     arrays += [weights.norm, weights.bias[0]]
     changing = _changing(carry, left, strategy.done(carry.state))
@@ -102,8 +107,8 @@ def decode(
 
 def numbers_of(
     decoder: Any, strategy: Any, carry: Carry, *, sizes: Sizes, slots: int, blocks: LaunchBlocks
-) -> dict[str, int]:
-    """The members of the struct Numbers, in its order."""
+) -> dict[str, Any]:
+    """The members of the struct Numbers, in its order; of its array a tuple."""
     config, grid, rows = decoder.config, strategy.on_grid, strategy.most_queries
     batch, length = decoder.memory.mask.shape
     lengths = batch, rows, grid.time_max, slots, length
@@ -111,7 +116,9 @@ def numbers_of(
     shapes = dict(zip("BRTCLDHKFV", lengths + widths, strict=True))
     layers = {"distances": decoder.weights.bias.shape[2], "layers": len(decoder.weights.layers)}
     layers |= {"activation": ACTIVATIONS.index(config.feed_forward)}
-    rules = {name: int(getattr(grid, name)) for name in ("delay", "sub_max", "literal", "bos", "eos")}
+    rules: dict[str, Any] = {name: int(getattr(grid, name)) for name in ("delay", "sub_max", "literal", "bos")}
+    ends = decoding.ends_of(grid)
+    rules |= {"ends": ends + ends[:1] * (MOST_ENDS - len(ends))}
     room = {"apart": int(len(carry.used) > 1), "limit": slots - min(sizes.queries[-1], rows), "parts": PARTS}
     waits = {"patience": blocks.patience, "absent": blocks.absent, "dawdle": blocks.dawdle}
     return shapes | layers | rules | room | waits
@@ -127,7 +134,7 @@ def _changing(carry: Carry, left: Array, done: Array) -> list[Array]:
     return [*structs, tokens, carry.filled.row, carry.filled.time]
 
 
-def _scratch(numbers: dict[str, int], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def _scratch(numbers: dict[str, Any], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The members of the struct Scratch, in its order."""
     batch, queries, inner = numbers["B"], numbers["B"] * numbers["R"], numbers["H"] * numbers["K"]
     widths = {"x": numbers["D"], "query": inner, "found": inner, "hidden": numbers["F"]}

@@ -13,12 +13,14 @@ constexpr int kTogether = 64;   // queries of a product at once
 constexpr int kPointers = 400;  // of a launch, at the most
 constexpr int kSlots = 512;     // that attention looks at together
 constexpr int kGroup = 4;       // queries of attention that look at them together
+constexpr int kEnds = 8;        // tokens that end a row, at the most
 constexpr int kNever = 1 << 30;  // the end of a row that has not ended; the row of a slot that nobody sees
 
 struct Numbers {
   int B, R, T, C, L, D, H, K, F, V;
   int distances, layers, activation;                     // 0: relu, 1: gelu, 2: silu; the latter two have a gate
-  int delay, sub_max, literal, bos, eos;                 // of Algorithm 1
+  int delay, sub_max, literal, bos;                      // of Algorithm 1
+  int ends[kEnds];                                       // the tokens that end a row; the first again in the place of none
   int apart, limit;                                      // slots of each example apart; a step begins up to so many
   int parts;                                             // of the search for a query's highest logit
   int patience, absent, dawdle;  // milliseconds of a wait; tests: a block that never comes, microseconds of delays

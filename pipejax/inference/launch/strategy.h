@@ -7,6 +7,12 @@ namespace launch {
 
 DEVICE bool IsOpen(const Example& e, const Row& row, int i) { return i < e.started && row.end == kNever && !e.done; }
 
+DEVICE bool IsEnd(const Numbers& n, int token) {
+  bool found = false;
+  for (int i = 0; i < kEnds; ++i) found = found || token == n.ends[i];
+  return found;
+}
+
 // Takes the tokens `answer` [R] to a step's queries; `tokens` [R, T + 1]. See `Pipelined.advance`.
 DEVICE void Advance(const Numbers& n, Example& e, Row* rows, const int* answer, int* tokens) {
   if (e.done) return;
@@ -15,7 +21,7 @@ DEVICE void Advance(const Numbers& n, Example& e, Row* rows, const int* answer, 
   for (int i = 0; i < n.R; ++i) {
     if (IsOpen(e, rows[i], i)) {
       rows[i].last = tokens[i * (n.T + 1) + time] = answer[i];
-      if (answer[i] == n.eos) {
+      if (IsEnd(n, answer[i])) {
         rows[i].end = time;
         if (time == i * n.delay + 1) e.complete = 1;
       } else {
@@ -44,7 +50,7 @@ DEVICE void Ask(const Numbers& n, Example& e, Row* rows) {
     Row& row = rows[i];
     const bool ended = row.end != kNever && !row.retired && i < last_open;
     row.live = ended || IsOpen(e, row, i);
-    row.fed = i >= before && i < e.started ? n.bos : ended ? n.eos : row.last;
+    row.fed = i >= before && i < e.started ? n.bos : row.last;
     row.time = ended ? row.end : e.time;
     row.retired |= ended;
   }
