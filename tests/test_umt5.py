@@ -1,4 +1,4 @@
-"""UMT5 and MADLAD-400 beside transformers: weights, logits, gradients, rows; and what trains and decodes a UMT5."""
+"""UMT5 and MADLAD-400 beside transformers: weights, logits, gradients, heads and rows; training and decoding UMT5."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def logits_of(torchs: Any) -> in_transformers.Logits:
         found = torchs(input_ids=source, decoder_input_ids=tokens, **given).logits
         for block in torchs.decoder.block:
             del block.layer[0].SelfAttention.compute_bias
-        # It divides by the root of the width, whatever config.json says; T5X, where UMT5 comes from, does not.
+        # It divides a head of its own by the root of the width as well; T5X, where UMT5 comes from, does not.
         scaled: torch.Tensor = found * torchs.config.d_model**0.5
         return scaled
 
@@ -98,6 +98,8 @@ def theirs(torchs, tmp_path_factory) -> Path:
     """Its directory, as published: `save_pretrained` would leave the head out."""
     place = tmp_path_factory.mktemp("umt5")
     torchs.config.save_pretrained(place)
+    file = place / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
     tensors = {name: x.detach().numpy() for name, x in torchs.named_parameters()}
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     return place
@@ -288,6 +290,92 @@ def test_madlad_reads_the_names_of_its_file_and_starts_with_its_own_token(tmp_pa
     assert record["row_ids"] == [expected.tokens] and expected.tokens
 
 
-def test_no_umt5_scales_its_head():
-    """As no mT5 does: T5X has no such factor, whatever a config.json says."""
-    assert UMT5Config.read_facts(TINY.facts() | {"scale_decoder_outputs": True})["scale_head"] is False
+# The head: the table or its own, scaled or not. `tie_word_embeddings` of config.json, `...`: without the key.
+
+HEADS: dict[str, tuple[str, Any, tuple[bool, bool]]] = {  # with the fields tied_head and scale_head
+    "as transformers saves and fine-tunes one": ("none", True, (True, True)),
+    "without the key": ("none", ..., (True, True)),
+    "null": ("none", None, (True, True)),
+    "of a published config, without its tensor": ("none", False, (True, True)),
+    "a copy in the file": ("copy", True, (True, True)),
+    "published": ("own", False, (False, False)),
+    "a published one that transformers 5 saved": ("own", True, (False, True)),
+    "its own without the key": ("own", ..., (False, True)),
+    "published, with a copy": ("copy", False, (False, False)),
+}
+
+
+def with_head(place: Path, head: str, tied: Any) -> Path:
+    """A directory of a UMT5 that transformers made."""
+    torch.manual_seed(1)
+    facts = {key: x for key, x in TINY.facts().items() if key not in ("architectures", "model_type")}
+    model = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))
+    model.save_pretrained(place)
+    tensors, file = load_file(place / "model.safetensors"), place / "config.json"
+    if head != "none":
+        drawn = np.random.default_rng(2).standard_normal(tensors["shared.weight"].shape).astype(np.float32)
+        tensors["lm_head.weight"] = drawn if head == "own" else tensors["shared.weight"].copy()
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads(file.read_text()) | {"tie_word_embeddings": tied}
+    file.write_text(json.dumps({key: x for key, x in written.items() if x is not ...}))
+    return place
+
+
+def torch_logits(place: Path, tokens: list[list[int]]) -> np.ndarray:
+    model = transformers.UMT5ForConditionalGeneration.from_pretrained(place).eval()
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([[5, 6, 7, 1]]), decoder_input_ids=torch.tensor(tokens)).logits
+    return np.asarray(found)
+
+
+def own_logits(model: UMT5Config, params: Any, tokens: list[list[int]]) -> np.ndarray:
+    size = len(tokens[0])
+    given = np.asarray([[5, 6, 7, 1]]), np.ones((1, 4), bool), np.asarray(tokens)
+    causal, position = np.tril(np.ones((1, size, size), bool)), np.arange(size)[None]
+    return np.asarray(model.module().apply({"params": params}, *given, causal, position))
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_is_scaled_as_its_config_and_tensors_say(case: str, tmp_path: Path, capsys: Any) -> None:
+    """As transformers 5 computes all of them, but the published head: T5X and transformers 4 do not scale that."""
+    head, tied, fields = HEADS[case]
+    there, tokens = with_head(tmp_path / "there", head, tied), [[0, 3, 4, 8]]
+    model, params = read_hf(there)
+    assert (model.tied_head, model.scale_head) == fields == ("lm_head" not in params, model.scale_head)
+    said, wanted = capsys.readouterr().err, torch_logits(there, tokens)
+    assert ("the head is not scaled, as in T5X and transformers 4" in said) == (not model.scale_head)
+    assert ("the head is scaled, as transformers 5 does" in said) == (fields == (False, True))
+    factor = 1 if model.scale_head else TINY.d_model**0.5
+    np.testing.assert_allclose(own_logits(model, params, tokens), wanted * factor, atol=1e-4)
+    write_hf(model, params, tmp_path / "back", None)
+    assert ("the head is not scaled" in capsys.readouterr().err) == (not model.scale_head)
+    assert np.array_equal(torch_logits(tmp_path / "back", tokens), wanted)
+    again, same = read_hf(tmp_path / "back")
+    one, two = (flatten_dict(x, sep="/") for x in (params, same))
+    assert again == model and one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
+
+
+def test_a_table_that_is_the_head_unscaled_is_written_as_a_head_of_its_own(tmp_path: Path) -> None:
+    """No config.json says so of a table, and transformers would scale it."""
+    model = dataclasses.replace(TINY, tied_head=True)
+    params, tokens = varied(model, 2), [[0, 3, 4, 8]]
+    write_hf(model, params, tmp_path, None)
+    again, same = read_hf(tmp_path)
+    assert (again.tied_head, again.scale_head) == (False, False) and "lm_head" not in params
+    assert np.array_equal(own_logits(again, same, tokens), own_logits(model, params, tokens))
+
+
+@pytest.mark.parametrize("weights", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_tied_head_is_scaled_by_all_decoders(weights: str, kernel: Any, tmp_path: Path) -> None:
+    """Log-probabilities of a converted model, by XLA, by the kernel, and layer by layer, are those of the module."""
+    model, params = read_hf(with_head(tmp_path, "none", True))
+    forced = np.random.default_rng(3).integers(3, 9, (1, 1, 8)).astype(np.int32)
+    tokens = [[0, *forced[0, 0, :-1].tolist()]]
+    wanted = jax.nn.log_softmax(own_logits(model, params, tokens))[0, range(8), forced[0, 0]]
+    wishes, source = Wishes(forced=forced, scores=True), [[5, 6, 7, 1]]
+    for backend in (Xla(weights), Backend(weights), OwnKernel(weights, kernel)):
+        programs = Programs(model, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=backend)
+        programs.set_params(params)
+        found = programs.decode(source, Pipelined(0, 8, 1), batch_size=1, across=1, report=Report(), wishes=wishes)
+        near = 1e-4 if weights == "auto" else 0.5
+        np.testing.assert_allclose(np.asarray(found.log_probs)[0, 0, :8], wanted, atol=near)

@@ -85,10 +85,10 @@ def write_hf(
     `run`: the config whose settings are kept in pipejax.json and described in README.md; None: neither.
     """
     generate = generation.of_run(run) if run else generation.of_model(config)
+    flat = flatten_dict(params, sep="/")
+    config = config.written(flat)
     files = {"config.json": _config_facts(config), generation.FILE: generate}
-    _write_directory(
-        out, files, description.WEIGHTS, _to_tensors(config, params), tokenizer_dir, run=run, origin=origin
-    )
+    _write_directory(out, files, description.WEIGHTS, _to_tensors(config, flat), tokenizer_dir, run=run, origin=origin)
 
 
 def _config_facts(model: Backbone) -> dict[str, object]:
@@ -306,10 +306,10 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
     return model, files
 
 
-def _to_tensors(model: Backbone, params: Params) -> dict[str, np.ndarray]:
-    """Our parameters under the names and in the layout of transformers' torch tensors."""
+def _to_tensors(model: Backbone, flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Our parameters, by path, under the names and in the layout of transformers' torch tensors."""
     names_of_decoder(model)
-    flat, table = flatten_dict(params, sep="/"), model.tensors()
+    table = model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):
         problem = "missing" if path in table else "found one too many"
         raise UserError(f"parameters: {path}: {problem}; expected the {len(table)} that the config implies")

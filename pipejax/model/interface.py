@@ -147,6 +147,10 @@ class Backbone:
         """The backbone as its parameters, by path, show it to be; may take those away that are copies of others."""
         return self
 
+    def written(self, params: "MutableMapping[str, np.ndarray]") -> Self:
+        """The backbone as its config.json can say it; may add copies of parameters, by path, that this takes."""
+        return self
+
     def check_names(self, names: "frozenset[str]", where: Path, weights: Path) -> None:
         """Raises a UserError that explains which key of config.json the names of tensors contradict, if one is known.
 

@@ -193,9 +193,14 @@ class T5Config(Backbone):
         if present:
             tensors[SHARED[0]] = tensors.pop(present[0])
         head, _ = dataclasses.replace(self, tied_head=False).tensors().get("lm_head/kernel", (HEAD, ""))
-        if head not in tensors and not self.scale_head:
+        model = self.with_head(tied=head not in tensors)
+        if model.tied_head and not model.scale_head:
             note(f"{weights}: no {head}; the head is the shared table, unscaled, as in transformers")
-        return dataclasses.replace(self, tied_head=head not in tensors)
+        return model
+
+    def with_head(self, *, tied: bool) -> Self:
+        """The config of a model whose head is the table, or not, as its weights show."""
+        return dataclasses.replace(self, tied_head=tied)
 
     def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
         """See `Backbone`. A head that is a copy of the table counts as tied, as in transformers."""
@@ -204,7 +209,7 @@ class T5Config(Backbone):
         if self.tied_head or not np.array_equal(params["lm_head/kernel"].T, params["shared/embedding"]):
             return self
         del params["lm_head/kernel"]
-        return dataclasses.replace(self, tied_head=True)
+        return self.with_head(tied=True)
 
     def check_names(self, names: frozenset[str], where: Path, weights: Path) -> None:
         """See `Backbone`."""

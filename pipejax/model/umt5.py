@@ -1,19 +1,26 @@
 """UMT5 (Chung et al. 2023, arXiv 2304.09151): a T5 v1.1 whose layers each have a relative bias of their own.
 
-Its head is never scaled, as in T5X, where its weights come from. transformers 5 scales it all the same, by
-d_model**-0.5: the same tokens, but other log-probabilities.
+A head that is the table is scaled by d_model**-0.5, as in transformers. The published models have a head of their own,
+which T5X, where they come from, and transformers 4 do not scale; their config.json says `tie_word_embeddings: false`.
+transformers 5 scales that head as well: the same tokens, but other log-probabilities. What transformers 5 writes says
+`tie_word_embeddings: true` whatever its head, so a head of its own beside that is scaled.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax.model import stock, t5, t5_config
 from pipejax.model.layers import RelativeBias
+from pipejax.system.cli import note
 
 Array = jax.Array
+IN_TRANSFORMERS_5 = "transformers 5 multiplies by d_model**-0.5 before it: the same tokens, other log-probabilities"
 
 
 class UMT5EncoderLayer(t5.EncoderLayer):
@@ -92,13 +99,40 @@ class UMT5Config(t5_config.T5Config):
         }
 
     @classmethod
-    def read_facts(cls, facts: Any) -> dict[str, object]:
-        """See `Backbone`. transformers writes a scale that T5X does not have."""
-        return super().read_facts(facts) | {"scale_head": False}
+    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
+        """See `Backbone`. Another config.json than T5's says whether the head is scaled."""
+        return super().read_facts(facts) | {"scale_head": facts.get("tie_word_embeddings", True)}
+
+    def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
+        """See `Backbone`."""
+        model = super().fitted(tensors, weights)
+        if not model.tied_head and model.scale_head:
+            note(f"{weights}: the head is scaled, as transformers 5 does: config.json ties it, beside {t5_config.HEAD}")
+        elif not model.tied_head:
+            note(f"{weights}: the head is not scaled, as in T5X and transformers 4; {IN_TRANSFORMERS_5}")
+        return model
+
+    def with_head(self, *, tied: bool) -> Self:
+        """See `T5Config`. The table is scaled wherever it is the head."""
+        return dataclasses.replace(self, tied_head=tied, scale_head=self.scale_head or tied)
+
+    def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
+        """See `Backbone`. A head that is not scaled counts as its own."""
+        return super().without_copies(params) if self.scale_head else self
+
+    def written(self, params: MutableMapping[str, np.ndarray]) -> Self:
+        """See `Backbone`. A table that is the head, unscaled, is written as a head of its own."""
+        if self.scale_head:
+            return self
+        note(f"the head is not scaled; {IN_TRANSFORMERS_5}")
+        if self.tied_head:
+            params["lm_head/kernel"] = params["shared/embedding"].T
+        return dataclasses.replace(self, tied_head=False)
 
     def facts(self) -> dict[str, object]:
-        """See `Backbone`."""
-        return super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
+        """See `Backbone`. transformers 5 reads none of both keys, and takes the head to be scaled."""
+        facts = super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
+        return facts | {"tie_word_embeddings": facts.pop("scale_decoder_outputs")}
 
 
 def is_stock(model: Any) -> bool:
