@@ -6,6 +6,7 @@ backbone knows the names and shapes of its tensors and the keys of its config.js
 
 import dataclasses
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model"),
 )
+SENTINEL = re.compile(r"<extra_id_\d+>")  # an added token of T5's tokenizers
 OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")  # fetched of a model, if they are there
 
 
@@ -157,7 +159,7 @@ def from_hf(
         if tokenizer is None:
             note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
         else:
-            _check_vocabulary(Tokenizer.load(tokenizer, copy_of=own), model, own, files)
+            _check_vocabulary(_fitting_tokenizer(tokenizer, model, own), model, own, files)
         factors = adapters.read_factors(given, model) if is_adapter else {}
         model, params = _read_params(directory, model)
         params = unflatten_dict(flatten_dict(params, sep="/") | factors, sep="/")
@@ -242,6 +244,47 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
     for line in lines:
         note(line)
     return config
+
+
+def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
+    """The tokenizer copied from `own`, without sentinels that the model has no embeddings for.
+
+    T5's class adds 100 of them to a vocabulary unless its files say otherwise: to MADLAD's, which has none.
+    """
+    tokenizer, most = Tokenizer.load(copied, copy_of=own), model.vocab_size
+    if tokenizer.size <= most:
+        return tokenizer
+    within, beyond = (
+        [bool(SENTINEL.fullmatch(tokenizer.piece(i))) for i in ids]
+        for ids in (range(most), range(most, tokenizer.size))
+    )
+    if any(within) or not all(beyond):
+        return tokenizer
+    for name in ("tokenizer_config.json", *(x for x in TOKENIZER_FILES if x.endswith(".json") and look(copied / x))):
+        if name != "vocab.json":
+            facts = _without_sentinels(read_json(copied / name) if look(copied / name) else {})
+            facts |= {"extra_ids": 0} if name == "tokenizer_config.json" else {}
+            (copied / name).write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+    note(f"{own}: its tokenizer has {len(beyond)} sentinels beyond the vocabulary of {most}: left out")
+    return Tokenizer.load(copied, copy_of=own)
+
+
+def _without_sentinels(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer's file without sentinels among its pieces and added tokens."""
+
+    def is_kept(token: object) -> bool:
+        piece = token.get("content") if isinstance(token, dict) else token[0] if isinstance(token, list) else token
+        return not SENTINEL.fullmatch(str(piece))
+
+    kept = dict(facts)
+    if isinstance(model := facts.get("model"), dict) and isinstance(model.get("vocab"), list):  # [piece, score] each
+        kept["model"] = model | {"vocab": [pair for pair in model["vocab"] if is_kept(pair)]}
+    for key in ("added_tokens", "additional_special_tokens", "extra_special_tokens"):
+        if isinstance(facts.get(key), list):
+            kept[key] = [token for token in facts[key] if is_kept(token)]
+    if isinstance(decoder := facts.get("added_tokens_decoder"), dict):
+        kept["added_tokens_decoder"] = {i: token for i, token in decoder.items() if is_kept(token)}
+    return {key: value for key, value in kept.items() if not SENTINEL.fullmatch(key)}  # as of added_tokens.json
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
