@@ -1,6 +1,7 @@
 """T5Gemma 2, text alone, beside transformers: weights, logits, gradients, rows."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 
 from pipejax import checkpoint, testing
 from pipejax.convert.huggingface import from_hf, to_hf
+from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack
 from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.system.errors import UserError
@@ -215,6 +217,19 @@ def test_rotations_of_both_kinds_of_layers_are_read():
         UserError, match=r"decoder.rope_parameters: found .*; expected rope_type default, or full ones lin"
     ):
         T5Gemma2Config.read_facts(facts)
+
+
+@pytest.mark.parametrize("size", ["270m", "1b", "4b"])
+def test_published_sizes_turn_full_layers_by_an_eighth(size):
+    """As the published config.json of 270m-270m says of both sides; read again, it is the same config."""
+    model = architecture(f"t5gemma-2-{size}-{size}")
+    facts: Any = json.loads(json.dumps(model.facts()))
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    for side in (facts["encoder"]["text_config"], facts["decoder"]):
+        sliding = {"rope_type": "default", "rope_theta": 10_000.0}
+        assert side["rope_parameters"] == {"full_attention": full, "sliding_attention": sliding}
+        assert side["layer_types"][:7] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    assert T5Gemma2Config(**T5Gemma2Config.read_facts(facts)) == model
 
 
 def test_sides_are_equally_wide():

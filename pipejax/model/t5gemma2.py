@@ -194,8 +194,8 @@ class T5Gemma2Config(T5GemmaConfig):
 
 # The published sizes: layers, width, that of feed-forward, groups of heads, window, and what divides full positions.
 _SIZES = {
-    "270m": (18, 640, 2048, 4, 1, 512, 1.0),
-    "1b": (26, 1152, 6912, 4, 1, 512, 1.0),
+    "270m": (18, 640, 2048, 4, 1, 512, 8.0),
+    "1b": (26, 1152, 6912, 4, 1, 512, 8.0),
     "4b": (34, 2560, 10240, 8, 4, 1024, 8.0),
 }
 
