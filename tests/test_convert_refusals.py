@@ -169,11 +169,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "other model": (setting(model_type="bart"), ("model_type: found 'bart'; expected t5 or mt5 or umt5",)),
     "model type a list": (setting(model_type=["t5"]), ("config.json", "model_type", "['t5']")),
     "no model type": (setting(model_type=...), ("config.json", "model_type: missing")),
-    "no d_model": (setting(d_model=...), ("config.json", "d_model: missing")),
+    "no d_model": (setting(d_model=...), ("shared.weight", "[50, 16]", "d_model 512")),
     "text d_ff": (setting(d_ff="24"), ("config.json", "d_ff", "'24'", "a whole number")),
     "true layers": (setting(num_layers=True), ("config.json", "num_layers", "True")),
     "negative heads": (setting(num_heads=-3), ("config.json: num_heads: found -3; expected at least 1",)),
-    "null vocabulary": (setting(vocab_size=None), ("config.json", "vocab_size", "None")),
+    "null vocabulary": (setting(vocab_size=None), ("config.json: vocab_size: found null; expected a whole",)),
     "nan epsilon": (setting(layer_norm_epsilon=float("nan")), ("config.json", "layer_norm_epsilon", "nan")),
     "eos too large": (both(generation(None), setting(eos_token_id=50)), (f"source/{EOS} found 50", "vocab_size = 50")),
     "two eos": (
@@ -189,7 +189,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "an eos in words": (generation('{"eos_token_id": "</s>"}'), (f"generation_{EOS} found '</s>'; expected a whole",)),
     "text tie": (setting(tie_word_embeddings="no", scale_decoder_outputs=...), ("tie_word", "'no'")),
     "text tie beside a scale": (setting(tie_word_embeddings="no"), ("tie_word_embeddings: found 'no'; expected true",)),
-    "activation": (setting(feed_forward_proj="gated-tanh"), ("_proj: found 'gated-tanh'", "gated-gelu")),
+    "activation": (
+        setting(feed_forward_proj="gated-tanh", dense_act_fn=...),
+        ("_proj: found 'gated-tanh'", "gated-gelu"),
+    ),
     "activation list": (setting(feed_forward_proj=["relu"]), ("feed_forward_proj: found ['relu']",)),
     "other gelu": (setting(dense_act_fn="gelu"), ("config.json: dense_act_fn: found 'gelu'", "'gelu_new'")),
     "lies on gating": (

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
 
 from pipejax import checkpoint, testing
-from pipejax.convert.huggingface import from_hf, to_hf
+from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
 from pipejax.model.t5_config import architecture
 from pipejax.model.t5gemma import GemmaStack
 from pipejax.model.t5gemma2 import T5Gemma2Config
@@ -230,6 +231,45 @@ def test_published_sizes_turn_full_layers_by_an_eighth(size):
         assert side["rope_parameters"] == {"full_attention": full, "sliding_attention": sliding}
         assert side["layer_types"][:7] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     assert T5Gemma2Config(**T5Gemma2Config.read_facts(facts)) == model
+    of_old_releases = {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    facts["decoder"] |= of_old_releases | {"layer_types": None, "sliding_window_pattern": 6}
+    assert T5Gemma2Config(**T5Gemma2Config.read_facts(facts)) == model
+
+
+def test_a_file_may_hold_the_table_of_tokens_twice(tmp_path):
+    """As torch's .bin files do; a table of the decoder's own is refused."""
+    model = dataclasses.replace(TINY, tied_head=False)
+    params = params_of(3, model)
+    write_hf(model, params, tmp_path, None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("weight", "eoi_embedding"):
+        tensors[f"model.decoder.embed_tokens.{name}"] = tensors[f"model.encoder.embed_tokens.{name}"].copy()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found, same = read_hf(tmp_path)
+    one, two = (flatten_dict(x, sep="/") for x in (params, same))
+    assert found == model and one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
+    tensors["model.decoder.embed_tokens.weight"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    line = r"decoder\.embed_tokens\.weight: differs from model\.encoder\.embed_tokens\.weight; expected one table"
+    with pytest.raises(UserError, match=line):
+        read_hf(tmp_path)
+
+
+def test_a_head_of_its_own_is_read_back_by_transformers(tmp_path):
+    """Beside it the decoder's table is the encoder's, which takes a config.json that ties."""
+    model = dataclasses.replace(TINY, tied_head=False)
+    params = params_of(3, model)
+    write_hf(model, params, tmp_path, None)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.encoder = transformers.T5Gemma2EncoderConfig(
+        **config.encoder.to_dict() | {"vision_config": VISION, "mm_tokens_per_image": 4}
+    )
+    again = transformers.T5Gemma2ForConditionalGeneration.from_pretrained(tmp_path, config=config).eval()
+    given = in_transformers.batch(model, 9)
+    with torch.no_grad():
+        tensors = [torch.from_numpy(x) for x in given]
+        wanted = logits_of(again)(*tensors[:3], tensors[3][0], tensors[4][0]).numpy()
+    np.testing.assert_allclose(model.module().apply({"params": params}, *given), wanted, atol=1e-4)
 
 
 def test_sides_are_equally_wide():

@@ -91,7 +91,10 @@ def read_generation(directory: Path, facts: Mapping[str, object]) -> Generation:
 def special_ids(
     generation: Generation, facts: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, Path]], list[str]]:
-    """The special ids that `generate` goes by, each with its file, those of eos in a list; a line for each remark."""
+    """The special ids that `generate` takes, each with its file, those of eos in a list; a line for each remark.
+
+    `facts`: the architecture.
+    """
     config, file, values = generation.file.with_name("config.json"), generation.file, generation.values
     given = {key: values.get(key) for key in IDS}
     if given["decoder_start_token_id"] is None:

@@ -35,8 +35,6 @@ from pipejax.system.files import VOCABULARY, absolute, look, new_directory, read
 Params = dict[str, Any]  # nested; the leaves are float32 arrays
 Model = TypeVar("Model", bound=Backbone)
 
-# Keys of config.json whose null means that they are absent.
-NULLABLE = ("num_decoder_layers", "tie_word_embeddings", "pad_token_id", "eos_token_id", "decoder_start_token_id")
 TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer.json",
@@ -312,7 +310,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
         found = "a LoRA adapter, which has no weights of its own" if adapters.is_adapter(directory) else found
         raise UserError(f"{directory}: found {found}; expected a directory as transformers saves a T5")
-    facts = {key: value for key, value in read_json(file).items() if value is not None or key not in NULLABLE}
+    facts = read_json(file)
     kind = facts.get("model_type")
     if kind is not None and kind not in (known := backbone.model_types if backbone else (*BACKBONES,)):
         raise UserError(f"{file}: model_type: found {kind!r}; expected {' or '.join(known)}")
@@ -321,10 +319,14 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
         values = backbone.read_facts(facts)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
-    ids, lines = generation.special_ids(generation.read_generation(directory, facts), facts)
+    ids, lines = generation.special_ids(generation.read_generation(directory, facts), facts | values)
     for line in lines:
         note(line)
     values |= {key: value for key, (value, _) in ids.items()}
+    for key in (key for key in generation.IDS if key in values and values[key] is None):
+        del values[key]
+        if key == "eos_token_id":
+            note(f"{file}: eos_token_id: found null; rows end with {backbone.eos_token_id}, the backbone's default")
     files = dict.fromkeys(generation.IDS, file) | {key: place for key, (_, place) in ids.items()}
     if "eos_token_id" in values:
         where = f"{files['eos_token_id']}: eos_token_id"

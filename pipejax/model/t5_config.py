@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pipejax.model.config_json import REQUIRED, Key, Keys, read_keys
 from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import setting
@@ -19,7 +20,40 @@ if TYPE_CHECKING:
     import numpy as np
 
 FEED_FORWARDS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}  # with transformers' dense_act_fn
-REQUIRED = ("model_type", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers")  # of config.json
+# The keys of config.json, as transformers' T5Config reads them.
+KEYS: Keys = {
+    "model_type": Key(str, REQUIRED),
+    "vocab_size": Key(int, 32128),
+    "d_model": Key(int, 512, names=("hidden_size",)),
+    "d_kv": Key(int, 64, names=("head_dim",)),
+    "d_ff": Key(int, 2048),
+    "num_heads": Key(int, 8, names=("num_attention_heads",)),
+    "num_layers": Key(int, 6),
+    "num_hidden_layers": Key(int, None),  # another name of num_layers, which num_decoder_layers does not follow
+    "num_decoder_layers": Key(int, None, null=None),  # None: as many as num_layers
+    "relative_attention_num_buckets": Key(int, 32),
+    "relative_attention_max_distance": Key(int, 128),
+    "dropout_rate": Key(float, 0.1),
+    "layer_norm_epsilon": Key(float, 1e-6),
+    "feed_forward_proj": Key(str, "relu"),
+    "dense_act_fn": Key(str, None),  # goes before feed_forward_proj, and so does the next
+    "is_gated_act": Key(bool, None, null=False),
+    "tie_word_embeddings": Key(bool, True, null=True),
+    "scale_decoder_outputs": Key(bool, None, null=False),  # None: whether tie_word_embeddings is true
+    "pad_token_id": Key(Any, 0, null=None),
+    "eos_token_id": Key(Any, 1, null=None),
+    "decoder_start_token_id": Key(Any, None, null=None),
+}
+# The same of MT5Config.
+MT5_KEYS: Keys = KEYS | {
+    "vocab_size": Key(int, 250_112),
+    "d_ff": Key(int, 1024),
+    "num_heads": Key(int, 6, names=("num_attention_heads",)),
+    "num_layers": Key(int, 8),
+    "feed_forward_proj": Key(str, "gated-gelu"),
+    "tie_word_embeddings": Key(bool, True),
+    "decoder_start_token_id": Key(Any, 0, null=None),
+}
 # Our path, Hugging Face's name without ".weight", our axes; `tensors` prefixes the layer.
 ATTENTION = (
     ("norm/scale", "layer_norm", "D"),
@@ -138,27 +172,31 @@ class T5Config(Backbone):
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, object]) -> dict[str, object]:
-        """See `Backbone`. Whether the head is tied is left to the weights."""
-        for key in REQUIRED:
-            if key not in facts:
-                raise UserError(f"{key}: missing; expected it, as in every T5's config.json")
-        for key in ("tie_word_embeddings", "scale_decoder_outputs"):
-            if not isinstance(facts.get(key, True), bool):
-                raise UserError(f"{key}: found {facts[key]!r}; expected true or false")
-        values = {key: facts[key] for key in (field.name for field in dataclasses.fields(cls)) if key in facts}
-        # transformers 5 has the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0; the
-        # head of v1.1 is untied. mT5 never scales, whatever its config.json says.
-        is_t5, is_mt5 = (facts["model_type"] == kind for kind in T5Config.model_types)
-        scaled = facts.get("scale_decoder_outputs", is_t5 and facts.get("tie_word_embeddings", True))
-        values["scale_head"] = scaled and not is_mt5
-        kind = values["feed_forward"] = facts.get("feed_forward_proj", "relu" if is_t5 else "gated-gelu")
-        values.setdefault("num_decoder_layers", facts["num_layers"])
-        for key, expected in (("dense_act_fn", FEED_FORWARDS.get(str(kind))), ("is_gated_act", kind != "relu")):
-            if (
-                kind in tuple(FEED_FORWARDS) and facts.get(key, expected) != expected
-            ):  # transformers would prefer this key
-                raise UserError(f"{key}: found {facts[key]!r}; expected {expected!r}, as feed_forward_proj is {kind}")
-        return values
+        """See `Backbone`. The weights show whether the head is tied."""
+        own = {field.name for field in dataclasses.fields(cls)} - {field.name for field in dataclasses.fields(T5Config)}
+        given = read_keys(facts, cls.keys_of(facts.get("model_type")))
+        names = {field.name for field in dataclasses.fields(T5Config)} & given.keys()
+        values = {key: given[key] for key in names} | {key: facts[key] for key in own & facts.keys()}
+        if values["num_decoder_layers"] is None:
+            values["num_decoder_layers"] = given["num_layers"]
+        if given["num_hidden_layers"] is not None:
+            values["num_layers"] = given["num_hidden_layers"]
+        return values | {"feed_forward": _feed_forward(given), "scale_head": cls.scales_head(given)}
+
+    @classmethod
+    def keys_of(cls, model_type: object) -> Keys:
+        """The table of the keys that are read of a config.json of that model_type."""
+        return MT5_KEYS if model_type == "mt5" else KEYS
+
+    @classmethod
+    def scales_head(cls, given: Mapping[str, Any]) -> bool:
+        """Whether the head is scaled, by the keys of config.json. mT5 never scales, whatever its config.json says.
+
+        transformers 5 has the key scale_decoder_outputs. Older versions scale a head that is tied, as v1.0's is; v1.1's
+        is not.
+        """
+        scaled: bool | None = given["scale_decoder_outputs"]
+        return given["model_type"] != "mt5" and (given["tie_word_embeddings"] if scaled is None else scaled)
 
     def facts(self) -> dict[str, object]:
         """See `Backbone`. An mT5 is written as a t5 without scaling, as only t5 has scale_decoder_outputs."""
@@ -228,6 +266,21 @@ class T5Config(Backbone):
                     f"{where}: {key}: found {getattr(self, key)}; expected {len(there)}, the number of {stack} blocks "
                     f"in {weights.name}"
                 )
+
+
+def _feed_forward(given: Mapping[str, Any]) -> str:
+    """The name of the network that the keys of config.json describe."""
+    name: str = given["feed_forward_proj"]
+    function = FEED_FORWARDS.get(name, name.split("-")[-1])
+    named = {"dense_act_fn": function, "is_gated_act": name.split("-")[0] == "gated"}
+    found = {key: value if given[key] is None else given[key] for key, value in named.items()}
+    known = {(act, gate != "relu"): gate for gate, act in FEED_FORWARDS.items()}
+    if (described := known.get((found["dense_act_fn"], found["is_gated_act"]))) is not None:
+        return described
+    for key, expected in named.items():
+        if name in FEED_FORWARDS and found[key] != expected:
+            raise UserError(f"{key}: found {found[key]!r}; expected {expected!r}, as feed_forward_proj is {name}")
+    return name
 
 
 # The published sizes, for planning and measuring without their weights (Raffel et al. 2020; T5 v1.1; Xue et al. 2021).

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from pipejax.model import layers as parts
 from pipejax.model import t5
+from pipejax.model.config_json import Key, Keys, read_keys
 from pipejax.model.embedding import look_up
 from pipejax.model.interface import Backbone
 from pipejax.model.layers import Dropout, Head, Linear, RMSNorm, capped_by, multiplies_with, normal
@@ -38,6 +39,48 @@ Source = tuple[Array, Array, Array]  # keys, values, mask
 EVERYTHING = 2**30  # a window that holds all positions
 LAYER_TYPES = ("sliding_attention", "full_attention")
 HEAD = "lm_head.out_proj.weight"
+# The keys of config.json, as transformers reads them: of `rope_parameters`, of a side, and of the whole.
+ROPE: Keys = {
+    "rope_type": Key(str, None),
+    "type": Key(str, None),  # an older name, which rope_type goes before
+    "rope_theta": Key(float, None),
+    "factor": Key(float, None, null=None),
+    "partial_rotary_factor": Key(float, None, null=None),  # of type linear alone
+}
+SIDE: Keys = {
+    "vocab_size": Key(int, 256_000),
+    "hidden_size": Key(int, 2304),
+    "intermediate_size": Key(int, 9216),
+    "num_hidden_layers": Key(int, 26),
+    "num_attention_heads": Key(int, 8),
+    "num_key_value_heads": Key(int, 4),
+    "head_dim": Key(int, 256),
+    "hidden_activation": Key(str, "gelu_pytorch_tanh"),
+    "attention_bias": Key(bool, False),
+    "rms_norm_eps": Key(float, 1e-6),
+    "query_pre_attn_scalar": Key(int, 256),
+    "sliding_window": Key(int, 4096),
+    "layer_types": Key(list, None, null=None),  # None: every second layer is full
+    "attn_logit_softcapping": Key(float, 50.0, null=0.0),
+    "final_logit_softcapping": Key(float, 30.0, null=0.0),
+    "rope_parameters": Key(dict, None, null=None),
+    "rope_scaling": Key(dict, None, null=None),  # of older files, as the next
+    "rope_theta": Key(float, 10_000.0, null=None),
+    "pad_token_id": Key(Any, 0, null=None),
+    "eos_token_id": Key(Any, 1, null=None),
+    "bos_token_id": Key(Any, 2, null=None),
+}
+KEYS: Keys = {
+    "encoder": Key(dict, {}, null={}, keys=SIDE),
+    "decoder": Key(dict, {}, null={}, keys=SIDE),
+    "dropout_rate": Key(float, 0.0),
+    "tie_word_embeddings": Key(bool, True),
+    # They go before the decoder's, which has no `decoder_start_token_id`.
+    "pad_token_id": Key(Any, None, null=None),
+    "eos_token_id": Key(Any, None, null=None),
+    "bos_token_id": Key(Any, None, null=None),
+    "decoder_start_token_id": Key(Any, None, null=None),
+}
 INNER, SHARED = (f"num_{kind}_heads * head_dim" for kind in ("attention", "key_value"))
 SIZES = ("hidden_size", "intermediate_size", INNER, SHARED, "head_dim")  # of a side, with a letter each
 # Our path, Hugging Face's name and our axes, in small letters.
@@ -403,6 +446,7 @@ class T5GemmaConfig(Backbone):
     other_eos_token_ids: tuple[int, ...] = setting(())  # end rows as well, in decoding
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)
+    keys: ClassVar[Keys] = KEYS  # of config.json
     attention_class: ClassVar[type[GemmaAttention]] = GemmaAttention  # in every layer
     tables: ClassVar[tuple[str, ...]] = ("encoder/embedder/embedding", "decoder/embedder/embedding")
     has_one_table: ClassVar[bool] = False  # of tokens, for both sides
@@ -459,58 +503,68 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
-        try:
-            encoder, decoder = cls.sides(facts)
-            for key in ("vocab_size", "rms_norm_eps"):
-                if encoder[key] != decoder[key]:
-                    raise UserError(f"encoder.{key}: found {encoder[key]!r:.60}; expected the decoder's")
-            return {
-                "vocab_size": decoder["vocab_size"],
-                "num_layers": encoder["num_hidden_layers"],
-                "num_decoder_layers": decoder["num_hidden_layers"],
-                "encoder": cls.read_stack(encoder, "encoder"),
-                "decoder": cls.read_stack(decoder, "decoder"),
-                "final_logit_softcapping": decoder.get("final_logit_softcapping") or 0.0,
-                "rms_norm_eps": decoder["rms_norm_eps"],
-                "dropout_rate": facts.get("dropout_rate", 0.0),
-                "pad_token_id": decoder.get("pad_token_id", 0),
-                "eos_token_id": decoder.get("eos_token_id", 1),
-                "decoder_start_token_id": decoder.get("bos_token_id", 2),
-            }
-        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            found = f"{type(error).__name__}: {error!s:.60}"
-            raise UserError(
-                f"encoder, decoder: cannot be read ({found}); expected them as transformers writes them"
-            ) from error
+        given = read_keys(facts, cls.keys)
+        encoder, decoder = cls.sides(given)
+        for key in ("vocab_size", "rms_norm_eps"):
+            if encoder[key] != decoder[key]:
+                raise UserError(
+                    f"encoder.{key}: found {encoder[key]!r:.60}; expected the decoder's, {decoder[key]!r:.60}"
+                )
+        ids = {key: decoder[key] if given[key] is None else given[key] for key in SIDE if key.endswith("_token_id")}
+        start = given["decoder_start_token_id"]
+        return {
+            "vocab_size": decoder["vocab_size"],
+            "num_layers": encoder["num_hidden_layers"],
+            "num_decoder_layers": decoder["num_hidden_layers"],
+            "encoder": cls.read_stack(encoder, "encoder"),
+            "decoder": cls.read_stack(decoder, "decoder"),
+            "final_logit_softcapping": decoder["final_logit_softcapping"],
+            "rms_norm_eps": decoder["rms_norm_eps"],
+            "dropout_rate": given["dropout_rate"],
+            "tied_head": given["tie_word_embeddings"],
+            "pad_token_id": ids["pad_token_id"],
+            "eos_token_id": ids["eos_token_id"],
+            "decoder_start_token_id": ids["bos_token_id"] if start is None else start,
+        }
 
     @classmethod
-    def sides(cls, facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def sides(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The objects of both sides in config.json."""
-        return facts["encoder"], facts["decoder"]
+        return given["encoder"], given["decoder"]
 
     @classmethod
-    def read_stack(cls, facts: Mapping[str, Any], side: str) -> GemmaStack:
-        """One side, from its object in config.json."""
-        fields = {field.name for field in dataclasses.fields(GemmaStack)}
+    def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
+        """One side, from the keys of its object in config.json."""
         for key, expected in (("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False)):
-            if facts.get(key, expected) != expected:
-                raise UserError(f"{side}.{key}: found {facts[key]!r}; expected {expected!r}")
-        values = {key: facts[key] for key in fields & facts.keys()} | cls.read_rotations(facts, side)
-        values["attn_logit_softcapping"] = facts.get("attn_logit_softcapping") or 0.0
-        types = facts.get("layer_types") or GemmaStack(**values).layer_types(facts["num_hidden_layers"])
-        every = types.index(LAYER_TYPES[1]) + 1 if LAYER_TYPES[1] in types else len(types) + 1
-        stack = GemmaStack(**values | {"full_every": every})
-        if types != stack.layer_types(facts["num_hidden_layers"]):
-            raise UserError(f"{side}.layer_types: found {types!r:.80}; expected each n-th to be {LAYER_TYPES[1]}")
+            if given[key] != expected:
+                raise UserError(f"{side}.{key}: found {given[key]!r}; expected {expected!r}")
+        fields, depth = {field.name for field in dataclasses.fields(GemmaStack)}, given["num_hidden_layers"]
+        types = given["layer_types"]
+        if types is None:
+            every = min(cls.default_pattern(given, side), depth + 1)
+        else:
+            every = types.index(LAYER_TYPES[1]) + 1 if LAYER_TYPES[1] in types else len(types) + 1
+        values = {key: given[key] for key in fields & given.keys()} | {"full_every": every}
+        stack = GemmaStack(**values | cls.read_rotations(given, side))
+        if types is not None and types != stack.layer_types(depth):
+            raise UserError(
+                f"{side}.layer_types: found {types!r:.80}; expected {depth}, of which each n-th is {LAYER_TYPES[1]}"
+            )
         return stack
 
     @classmethod
-    def read_rotations(cls, facts: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """The values that say how positions turn; in older files they have one key."""
-        given = facts.get("rope_parameters") or {"rope_theta": facts.get("rope_theta", 10_000.0)}
-        if given.get("rope_type", "default") != "default" or facts.get("rope_scaling"):
-            raise UserError(f"{side}.rope_parameters: found {given!r:.80}; expected rope_type default")
-        return {"rope_theta": given["rope_theta"], "full_rope_theta": given["rope_theta"]}
+    def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
+        """`GemmaStack.full_every` of a side without layer_types."""
+        return 2
+
+    @classmethod
+    def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
+        """The values of the rotations of a side; rope_scaling goes before rope_parameters."""
+        place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
+        kind, theta, _ = read_rope(found, given["rope_theta"], place)
+        if kind != "default" or found.keys() & set(LAYER_TYPES):
+            raise UserError(f"{place}: found {found!r:.80}; expected one object, of rope_type default")
+        return {"rope_theta": theta, "full_rope_theta": theta}
 
     def facts(self) -> dict[str, object]:
         ids = {"pad_token_id": self.pad_token_id, "eos_token_id": self.eos_fact}
@@ -538,14 +592,28 @@ class T5GemmaConfig(Backbone):
         return {"rope_parameters": {"rope_type": "default", "rope_theta": stack.rope_theta}}
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """Without a tensor of its own the head is the table."""
-        return dataclasses.replace(self, tied_head=HEAD not in tensors)
+        """A head with a tensor of its own is not tied, whatever config.json says, as in transformers."""
+        return dataclasses.replace(self, tied_head=self.tied_head and HEAD not in tensors)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
         if self.tied_head or not np.array_equal(params["lm_head/kernel"].T, params[self.tables[-1]]):
             return self
         del params["lm_head/kernel"]
         return dataclasses.replace(self, tied_head=True)
+
+
+def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tuple[str, float, float]:
+    """The type, theta and factor of an object of rotations; `theta`: where it has none."""
+    found = read_keys(given, ROPE, f"{where}.")
+    kind: str = found["rope_type"] or found["type"] or "default"
+    theta, factor = found["rope_theta"] or theta, found["factor"]
+    if theta is None:
+        raise UserError(f"{where}.rope_theta: found null; expected a number")
+    if kind == "default":
+        return kind, theta, 1.0
+    if factor is None or found["partial_rotary_factor"] not in (None, 1):
+        raise UserError(f"{where}: found {given!r:.80}; expected a factor, and no partial_rotary_factor")
+    return kind, theta, factor
 
 
 # The published sizes: layers, and a side's widths, heads, groups and widths of heads.

@@ -13,17 +13,37 @@ from typing import Any, ClassVar, Self
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipejax.model import t5gemma
+from pipejax.model.config_json import Key, Keys, read_keys
 from pipejax.model.layers import normal
-from pipejax.model.t5gemma import GemmaStack, Norm, Slots, Source, T5GemmaConfig
+from pipejax.model.t5gemma import LAYER_TYPES, GemmaStack, Norm, Slots, Source, T5GemmaConfig, read_rope
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
 
 Array = jax.Array
 EOI = "eoi_embedding"
+NONE = -1  # where no token has a vector apart
 TEXT = "text_model."  # a part of names in the module, and none in files
+# The keys of config.json, as transformers reads them.
+SIDE: Keys = t5gemma.SIDE | {
+    "vocab_size": Key(int, 262_208),
+    "attn_logit_softcapping": Key(float, 0.0, null=0.0),
+    "final_logit_softcapping": Key(float, 0.0, null=0.0),
+    "sliding_window_pattern": Key(int, 6, null=None),  # of older files: of so many layers the last is full
+    "rope_theta": Key(float, 1e6, null=None),  # of older files, for full layers, and the next for the others
+    "rope_local_base_freq": Key(float, 10_000.0, null=None),
+}
+ENCODER: Keys = {
+    "text_config": Key(dict, {}, null={}, keys=SIDE),
+    "eoi_token_index": Key(int, 256_000, null=NONE, names=("eoi_token_id",)),
+}
+KEYS: Keys = t5gemma.KEYS | {
+    "encoder": Key(dict, {}, null={}, keys=ENCODER),
+    "decoder": Key(dict, {}, null={}, keys=SIDE),
+}
 
 
 class Gemma2Attention(t5gemma.GemmaAttention):
@@ -97,9 +117,10 @@ class T5Gemma2(t5gemma.T5Gemma):
 class T5Gemma2Config(T5GemmaConfig):
     """The architecture of a T5Gemma 2."""
 
-    eoi_token_index: int = setting(256_000, least=0)  # the token that ends an image, with a vector apart
+    eoi_token_index: int = setting(256_000, least=NONE)  # the token that ends an image, with a vector apart; -1: none
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma2",)
+    keys: ClassVar[Keys] = KEYS
     attention_class: ClassVar[type[t5gemma.GemmaAttention]] = Gemma2Attention
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)
     sharding: ClassVar[Any] = ((rf"shared/{EOI}", ()), *T5GemmaConfig.sharding)
@@ -141,36 +162,41 @@ class T5Gemma2Config(T5GemmaConfig):
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
-        return super().read_facts(facts) | {"eoi_token_index": facts["encoder"].get("eoi_token_index", 256_000)}
+        encoder = read_keys(facts, cls.keys)["encoder"]
+        return super().read_facts(facts) | {"eoi_token_index": encoder["eoi_token_index"]}
 
     @classmethod
-    def sides(cls, facts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return facts["encoder"]["text_config"], facts["decoder"]
+    def sides(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return given["encoder"]["text_config"], given["decoder"]
 
     @classmethod
-    def read_stack(cls, facts: Mapping[str, Any], side: str) -> GemmaStack:
-        return super().read_stack({**facts, "attn_logit_softcapping": 0.0}, side)
+    def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
+        return super().read_stack({**given, "attn_logit_softcapping": 0.0}, side)
 
     @classmethod
-    def read_rotations(cls, facts: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """Full layers have values of their own; older files have a key for each."""
-        old = {"rope_theta": facts.get("rope_theta", 1e6), **(facts.get("rope_scaling") or {})}
-        given = facts.get("rope_parameters") or {
-            "full_attention": old,
-            "sliding_attention": {"rope_theta": facts.get("rope_local_base_freq", 1e4)},
-        }
-        full, sliding = given["full_attention"], given["sliding_attention"]
-        kinds = [each.get("rope_type", "default") for each in (full, sliding)]
-        if kinds not in (["default", "default"], ["linear", "default"]):
-            raise UserError(
-                f"{side}.rope_parameters: found {given!r:.80}; expected rope_type default, or full ones linear"
-            )
-        thetas = {"rope_theta": sliding["rope_theta"], "full_rope_theta": full["rope_theta"]}
-        return thetas | {"full_rope_factor": full.get("factor", 1.0)}
+    def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
+        every: int | None = given["sliding_window_pattern"]
+        if every is None or every < 1:
+            raise UserError(f"{side}.sliding_window_pattern: found {every}; expected at least 1")
+        return every
+
+    @classmethod
+    def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
+        """Full layers have values of their own; rope_scaling of older files is added to these."""
+        place, found, more = f"{side}.rope_parameters", given["rope_parameters"], given["rope_scaling"] or {}
+        sliding, full = ({"rope_type": "default"} if found is None else found.get(kind) or {} for kind in LAYER_TYPES)
+        if not (isinstance(sliding, dict) and isinstance(full, dict) and (full or not more)):
+            raise UserError(f"{place}: found {found!r:.80}; expected an object for {' and for '.join(LAYER_TYPES)}")
+        kind, theta, _ = read_rope(sliding, given["rope_local_base_freq"], f"{place}.{LAYER_TYPES[0]}")
+        full_kind, full_theta, factor = read_rope({**full, **more}, given["rope_theta"], f"{place}.{LAYER_TYPES[1]}")
+        if kind != "default" or full_kind not in ("default", "linear"):
+            raise UserError(f"{place}: found {found!r:.80}; expected rope_type default, or full ones linear")
+        return {"rope_theta": theta, "full_rope_theta": full_theta, "full_rope_factor": factor}
 
     def facts(self) -> dict[str, object]:
-        facts: dict[str, Any] = super().facts()
-        eoi = {"eoi_token_index": self.eoi_token_index}
+        """The two tables of tokens are one where config.json ties, so it does, also beside a head of its own."""
+        facts: dict[str, Any] = super().facts() | {"tie_word_embeddings": True}
+        eoi = {"eoi_token_index": None if self.eoi_token_index == NONE else self.eoi_token_index}
         facts["encoder"] = {"model_type": "t5gemma2_encoder", "text_config": facts["encoder"], **eoi}
         return facts | eoi | {"architectures": ["T5Gemma2ForConditionalGeneration"]}
 
@@ -189,6 +215,13 @@ class T5Gemma2Config(T5GemmaConfig):
             note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text alone here")
         for name in vision:
             del tensors[name]
+        copies = [f"{self.prefixes[side]}.embed_tokens" for side in ("encoder", "decoder")]
+        for end in (".weight", f".{EOI}"):
+            table, copy = (tensors.get(f"{name}{end}") for name in copies)
+            if table and copy:
+                if not np.array_equal(table.read(), copy.read()):
+                    raise UserError(f"{copy.file}: {copy.name}: differs from {table.name}; expected one table")
+                del tensors[copy.name]
         return super().fitted(tensors, weights)
 
 

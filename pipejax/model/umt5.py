@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.model import stock, t5, t5_config
+from pipejax.model.config_json import Key, Keys
 from pipejax.model.layers import RelativeBias
 from pipejax.system.cli import note
 
 Array = jax.Array
+KEYS: Keys = t5_config.MT5_KEYS | {"tie_word_embeddings": Key(bool, True, null=True)}  # of config.json
 IN_TRANSFORMERS_5 = "transformers 5 multiplies by d_model**-0.5 before it: the same tokens, other log-probabilities"
 
 
@@ -99,9 +101,14 @@ class UMT5Config(t5_config.T5Config):
         }
 
     @classmethod
-    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
-        """See `Backbone`. Another config.json than T5's says whether the head is scaled."""
-        return super().read_facts(facts) | {"scale_head": facts.get("tie_word_embeddings", True)}
+    def keys_of(cls, model_type: object) -> Keys:
+        """See `T5Config`."""
+        return KEYS
+
+    @classmethod
+    def scales_head(cls, given: Mapping[str, Any]) -> bool:
+        """See `T5Config`."""
+        return bool(given["tie_word_embeddings"])
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
         """See `Backbone`."""

@@ -112,6 +112,8 @@ def noun(kind: Kind) -> str:
         float: "a number",
         bool: "true or false",
         str: "text",
+        list: "a list",
+        dict: "an object",
         TEXTS: 'a list of texts, such as ["date:", "party:"] (in a config file a tuple)',
         IDS: "a list of whole numbers, such as [107] (in a config file a tuple)",
     }

@@ -1,0 +1,688 @@
+"""Keys of config.json are read as transformers' config classes read them: absent, null, and as older releases wrote."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
+from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
+from transformers.models.t5gemma2.configuration_t5gemma2 import (
+    T5Gemma2DecoderConfig,
+    T5Gemma2EncoderConfig,
+    T5Gemma2TextConfig,
+)
+
+from pipejax.config import Config, DecodeConfig, TrainConfig, check
+from pipejax.convert.huggingface import read_hf, write_hf
+from pipejax.inference.generator import Generator
+from pipejax.methods.losses import cross_entropy
+from pipejax.model import t5_config, t5gemma, t5gemma2, umt5
+from pipejax.model.config_json import REFUSED, REQUIRED, Keys
+from pipejax.model.t5_config import T5Config
+from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.model.t5gemma2 import T5Gemma2Config
+from pipejax.model.umt5 import UMT5Config
+from pipejax.system.errors import UserError
+
+ABSENT = object()
+SIDES = ("encoder", "decoder")
+Facts = dict[str, Any]
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CLASSES: dict[str, Any] = {
+    "t5": (T5Config, transformers.T5Config),
+    "mt5": (T5Config, transformers.MT5Config),
+    "umt5": (UMT5Config, transformers.UMT5Config),
+    "t5gemma": (T5GemmaConfig, transformers.T5GemmaConfig),
+    "t5gemma2": (T5Gemma2Config, transformers.T5Gemma2Config),
+}
+# The tables of keys, each with the class of the object that it describes.
+TABLES: dict[str, tuple[Keys, Any]] = {
+    "t5": (t5_config.KEYS, transformers.T5Config),
+    "mt5": (t5_config.MT5_KEYS, transformers.MT5Config),
+    "umt5": (umt5.KEYS, transformers.UMT5Config),
+    "t5gemma": (t5gemma.KEYS, transformers.T5GemmaConfig),
+    "t5gemma side": (t5gemma.SIDE, T5GemmaModuleConfig),
+    "t5gemma2": (t5gemma2.KEYS, transformers.T5Gemma2Config),
+    "t5gemma2 encoder": (t5gemma2.ENCODER, T5Gemma2EncoderConfig),
+    "t5gemma2 text": (t5gemma2.SIDE, T5Gemma2TextConfig),
+    "t5gemma2 decoder": (t5gemma2.SIDE, T5Gemma2DecoderConfig),
+}
+# Keys that transformers' classes have under another name, or not at all until a file has them.
+LEGACY = {
+    *("num_hidden_layers", "rope_scaling", "rope_theta", "rope_local_base_freq", "sliding_window_pattern"),
+    "decoder_start_token_id",
+}
+
+
+def config_of(kind: str, facts: Facts) -> Any:
+    """The config that transformers makes of a file."""
+    given = {key: value for key, value in copy.deepcopy(facts).items() if key != "model_type"}
+    if kind == "t5gemma2":
+        given["encoder"] = {"vision_config": VISION, "mm_tokens_per_image": 4} | (given.get("encoder") or {})
+    return CLASSES[kind][1](**given)
+
+
+def stack_of(config: Any, *, is_capped: bool) -> GemmaStack:
+    """A side of a T5Gemma, by its config in transformers."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    values = {key: getattr(config, key) for key in (*names, "query_pre_attn_scalar", "sliding_window")}
+    full, rope = config.layer_types, config.rope_parameters
+    values["full_every"] = full.index("full_attention") + 1 if "full_attention" in full else len(full) + 1
+    values["attn_logit_softcapping"] = (config.attn_logit_softcapping or 0.0) if is_capped else 0.0
+    sliding, whole = (rope["sliding_attention"], rope["full_attention"]) if "full_attention" in rope else (rope, rope)
+    values |= {"rope_theta": sliding["rope_theta"], "full_rope_theta": whole["rope_theta"]}
+    values["full_rope_factor"] = whole["factor"] if whole.get("rope_type") == "linear" else 1.0
+    groups = values["num_attention_heads"] % values["num_key_value_heads"] == 0
+    assert groups and None not in values.values(), "no model"
+    return GemmaStack(**values)
+
+
+def expected(kind: str, facts: Facts) -> Facts:
+    """What `read_facts` has to return, by transformers' config."""
+    config = config_of(kind, facts)
+    if kind in ("t5gemma", "t5gemma2"):
+        encoder, decoder = config.encoder.text_config if kind == "t5gemma2" else config.encoder, config.decoder
+        ids = transformers.GenerationConfig.from_model_config(config)
+        start = ids.bos_token_id if ids.decoder_start_token_id is None else ids.decoder_start_token_id
+        more = {} if kind == "t5gemma" else {"eoi_token_index": -1 if (x := config.eoi_token_index) is None else x}
+        return more | {
+            "vocab_size": decoder.vocab_size,
+            "num_layers": encoder.num_hidden_layers,
+            "num_decoder_layers": decoder.num_hidden_layers,
+            "encoder": stack_of(encoder, is_capped=kind == "t5gemma"),
+            "decoder": stack_of(decoder, is_capped=kind == "t5gemma"),
+            "final_logit_softcapping": decoder.final_logit_softcapping or 0.0,
+            "rms_norm_eps": decoder.rms_norm_eps,
+            "dropout_rate": config.dropout_rate,
+            "tied_head": config.tie_word_embeddings,
+            "pad_token_id": ids.pad_token_id,
+            "eos_token_id": ids.eos_token_id,
+            "decoder_start_token_id": start,
+        }
+    names = {"relu": (False, "relu"), "gated-gelu": (True, "gelu_new"), "gated-silu": (True, "silu")}
+    network = bool(config.is_gated_act), config.dense_act_fn
+    scaled = {"t5": lambda: bool(config.scale_decoder_outputs), "mt5": lambda: False}
+    # Of an UMT5 transformers 5 forgets the key: see its own tests.
+    scales = scaled.get(kind, lambda: facts.get("tie_word_embeddings") is not False)()
+    same = {key: getattr(config, key, None) for key in vars(t5_config.ARCHITECTURES["base"])}
+    del same["tied_head"]
+    buckets, most = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    assert same["num_layers"] is not None and most > buckets // 2, "no model"
+    return same | {"feed_forward": next(x for x, y in names.items() if y == network), "scale_head": scales}
+
+
+def whole(kind: str) -> Facts:
+    """The content of a config.json that has every key, with values that are nobody's default."""
+    if kind in ("t5", "mt5", "umt5"):
+        return {
+            "model_type": kind,
+            "vocab_size": 60,
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 24,
+            "num_heads": 2,
+            "num_layers": 2,
+            "num_decoder_layers": 3,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 20,
+            "dropout_rate": 0.25,
+            "layer_norm_epsilon": 1e-3,
+            "feed_forward_proj": "gated-silu",
+            "tie_word_embeddings": False,
+            "pad_token_id": 3,
+            "eos_token_id": 4,
+            "decoder_start_token_id": 5,
+        }
+    side: Facts = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "rms_norm_eps": 1e-3,
+        "query_pre_attn_scalar": 2,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        "pad_token_id": 3,
+        "eos_token_id": 4,
+        "bos_token_id": 5,
+    }
+    if kind == "t5gemma2":
+        full = {"rope_type": "linear", "rope_theta": 70.0, "factor": 1.5}
+        side["rope_parameters"] = {"full_attention": full, "sliding_attention": {"rope_theta": 50.0}}
+    encoder = {"text_config": side, "eoi_token_index": 7} if kind == "t5gemma2" else copy.deepcopy(side)
+    facts = {"model_type": kind, "dropout_rate": 0.25, "encoder": encoder, "decoder": copy.deepcopy(side)}
+    return copy.deepcopy(facts)
+
+
+def objects(kind: str) -> dict[str, tuple[str, ...]]:
+    """The objects of a config.json, each with the keys on the way to it."""
+    sides = {"t5gemma": [("encoder",), ("decoder",)], "t5gemma2": [("encoder", "text_config"), ("decoder",)]}
+    more = [("encoder",)] if kind == "t5gemma2" else []
+    return {".".join(way): way for way in [(), *sides.get(kind, []), *more]}
+
+
+def at(facts: Facts, way: tuple[str, ...]) -> Facts:
+    for key in way:
+        facts = facts[key]
+    return facts
+
+
+def keys_at(kind: str, way: tuple[str, ...]) -> Keys:
+    keys = TABLES[kind][0]
+    for key in way:
+        keys = keys[key].keys
+    return keys
+
+
+def cases() -> Iterator[Any]:
+    """Every key that is read, absent, null, and under each of its names, alone or beside the usual one."""
+    for kind in CLASSES:
+        sides = [way for way in objects(kind).values() if way[-1:] != () and "layer_types" in keys_at(kind, way)]
+        for name, way in objects(kind).items():
+            for key, row in keys_at(kind, way).items():
+                if key == "model_type":
+                    continue
+                given = at(whole(kind), way).get(key, 3)
+                changes: dict[str, Facts] = {"absent": {key: ABSENT}, "null": {key: None}}
+                changes |= {other: {key: ABSENT, other: given} for other in row.names}
+                changes |= {f"{other} beside it": {other: 2} for other in row.names}
+                for what, change in changes.items():
+                    places = [(way, change)]
+                    if key in ("vocab_size", "rms_norm_eps", "hidden_size") and sides:  # of both sides alike
+                        places = [(side, change) for side in sides]
+                    elif row.keys:  # both sides, as they have to fit
+                        places = [
+                            (way, change),
+                            ((), {"decoder": change[key]} if way else dict.fromkeys(SIDES, change[key])),
+                        ]
+                    yield pytest.param(kind, places, id=f"{kind}-{name}.{key}-{what}")
+
+
+def changed(facts: Facts, way: tuple[str, ...], change: Facts) -> Facts:
+    facts = copy.deepcopy(facts)
+    part = at(facts, way)
+    part |= change
+    for key in [key for key, value in part.items() if value is ABSENT]:
+        del part[key]
+    return facts
+
+
+def check_read(kind: str, facts: Facts) -> str:
+    """Reads a file as transformers does; returns why, if that has no model for it and the file is refused."""
+    backbone = CLASSES[kind][0]
+    try:
+        wanted = expected(kind, facts)
+    except Exception:  # of many kinds: those of transformers, for a value that it does not take
+        with pytest.raises(UserError) as refused:
+            check(Config(model=backbone(**backbone.read_facts(facts))), where="config.json")
+        return str(refused.value)
+    assert backbone.read_facts(facts) == wanted
+    return ""
+
+
+@pytest.mark.parametrize("kind, places", [*cases()])
+def test_a_key_is_read_as_the_config_class_reads_it(kind: str, places: Any) -> None:
+    facts = whole(kind)
+    for way, change in places:
+        facts = changed(facts, way, change)
+    check_read(kind, facts)
+
+
+def test_nothing_is_needed_but_the_model_type() -> None:
+    for kind in CLASSES:
+        assert not check_read(kind, {"model_type": kind}), kind
+        assert not check_read(kind, whole(kind)), kind
+    assert not check_read("t5gemma2", {"model_type": "t5gemma2", "encoder": {"text_config": None}, "decoder": None})
+    with pytest.raises(UserError, match=r"^model_type: missing; expected it, as in every config\.json$"):
+        T5Config.read_facts({})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_defaults_are_those_of_the_config_class(name: str) -> None:
+    """Row by row; None stands for what is made of other keys."""
+    keys, kind = TABLES[name]
+    config = kind()
+    for key, row in keys.items():
+        if row.default is REQUIRED or row.default is None or row.keys or key in LEGACY:
+            continue
+        found = getattr(config, key)
+        assert (0.0 if found is None and key.endswith("softcapping") else found) == row.default, key
+
+
+class Watched(dict[str, Any]):
+    """An object of config.json that knows which of its keys were read."""
+
+    def __init__(self, facts: Mapping[str, Any], read: set[str], where: str = "") -> None:
+        inner = {key: Watched(x, read, f"{where}{key}.") if isinstance(x, dict) else x for key, x in facts.items()}
+        super().__init__(inner)
+        self.read, self.where = read, where
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(self.where + key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(f"{self.where}{key}")
+        return super().__contains__(key)
+
+    def get(self, key: str, *default: Any) -> Any:
+        self.read.add(self.where + key)
+        return super().get(key, *default)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_no_key_is_read_that_is_not_in_a_table(kind: str) -> None:
+    read: set[str] = set()
+    CLASSES[kind][0].read_facts(Watched(whole(kind), read))
+    known = {
+        ".".join((*way, name))
+        for way in objects(kind).values()
+        for key, row in keys_at(kind, way).items()
+        for name in (key, *row.names)
+    }
+    assert read and {key for key in read if "rope_parameters." not in key} <= known
+
+
+ROPES: dict[str, Facts] = {
+    "theta alone": {"rope_parameters": ABSENT, "rope_theta": 30.0},
+    "theta that is a whole number": {"rope_parameters": ABSENT, "rope_theta": 30},
+    "theta beside parameters": {"rope_theta": 30.0},
+    "theta of null beside parameters": {"rope_theta": None},
+    "theta of null": {"rope_parameters": ABSENT, "rope_theta": None},
+    "no theta in parameters": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 30.0},
+    "theta of null in parameters": {"rope_parameters": {"rope_theta": None}},
+    "empty parameters": {"rope_parameters": {}},
+    "flat parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
+    "a factor of type default": {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "factor": 3.0}},
+    "an older name of the type": {"rope_parameters": {"type": "default", "rope_theta": 30.0}},
+    "scaling of type default": {"rope_scaling": {"rope_type": "default"}, "rope_parameters": ABSENT},
+    "scaling before parameters": {"rope_scaling": {"rope_type": "default", "rope_theta": 20.0}},
+    "scaling of an older name": {"rope_scaling": {"type": "default", "factor": 2.0}, "rope_theta": 9.0},
+    "empty scaling": {"rope_scaling": {}},
+    "scaling of null": {"rope_scaling": None},
+    "a partial factor": {"rope_parameters": ABSENT, "partial_rotary_factor": 0.5},
+}
+LINEAR = {"rope_type": "linear", "factor": 2.5}
+# The same of T5Gemma 2, whose full layers have rotations of their own.
+TWO_ROPES: dict[str, Facts] = {
+    "both thetas": {"rope_parameters": ABSENT, "rope_theta": 30.0, "rope_local_base_freq": 20.0},
+    "one theta": {"rope_parameters": ABSENT, "rope_local_base_freq": 20.0},
+    "full alone": {"rope_parameters": {"full_attention": {"rope_theta": 30.0}}},
+    "sliding alone": {"rope_parameters": {"sliding_attention": {"rope_theta": 30.0}}},
+    "both null": {"rope_parameters": {"full_attention": None, "sliding_attention": None}},
+    "no thetas": {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}, "rope_theta": 9.0},
+    "linear by parameters": {"rope_parameters": {"full_attention": LINEAR}},
+    "linear by an older name": {"rope_parameters": {"full_attention": {"type": "linear", "factor": 2.5}}},
+    "linear by scaling": {"rope_parameters": ABSENT, "rope_scaling": LINEAR},
+    "linear by scaling, and a theta": {"rope_parameters": ABSENT, "rope_scaling": LINEAR, "rope_theta": 30.0},
+    "scaling beside parameters": {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}, "rope_scaling": LINEAR},
+    "scaling with a theta": {"rope_scaling": {"rope_theta": 8.0, "factor": 3.0}},
+    "scaling of an older type alone": {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "scaling of nothing": {"rope_parameters": {}, "rope_scaling": LINEAR},
+    "a factor of type default of full layers": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "factor": 4.0}}
+    },
+    "a factor of null": {"rope_parameters": {"full_attention": {"rope_type": "default", "factor": None}}},
+    "linear without a factor": {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+}
+PATTERNS: dict[str, Facts] = {
+    "no types": {"layer_types": ABSENT},
+    "types of null": {"layer_types": None},
+    "a pattern": {"layer_types": ABSENT, "sliding_window_pattern": 3},
+    "a pattern of all full layers": {"layer_types": None, "sliding_window_pattern": 1},
+    "a pattern beside types": {"sliding_window_pattern": 2},
+    "a pattern of null beside types": {"sliding_window_pattern": None},
+    "a pattern under the name that was written": {"layer_types": ABSENT, "_sliding_window_pattern": 3},
+    "more layers than a pattern": {"layer_types": ABSENT, "num_hidden_layers": 13},
+    "all layers full": {"layer_types": ["full_attention"] * 4},
+    "no layer full": {"layer_types": ["sliding_attention"] * 4},
+}
+SPELLINGS = {
+    **{("t5gemma", name): change for name, change in (ROPES | PATTERNS).items()},
+    **{("t5gemma2", name): change for name, change in (ROPES | TWO_ROPES | PATTERNS).items()},
+}
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind, name", SPELLINGS)
+def test_rotations_and_windows_of_all_releases(kind: str, name: str, side: str) -> None:
+    way = next(way for way in objects(kind).values() if way[:1] == (side,))
+    facts = changed(whole(kind), way, SPELLINGS[kind, name])
+    refused = check_read(kind, facts)
+    assert not refused or re.match(rf"(config.json: model.)?{side}\.", refused)
+
+
+FEED_FORWARDS: tuple[Facts, ...] = (
+    {"feed_forward_proj": ABSENT},
+    {"feed_forward_proj": ABSENT, "dense_act_fn": "gelu_new", "is_gated_act": True},
+    {"feed_forward_proj": "relu", "dense_act_fn": "silu", "is_gated_act": True},
+    {"feed_forward_proj": "gated-silu", "dense_act_fn": "relu", "is_gated_act": None},
+    {"feed_forward_proj": "gated-tanh", "dense_act_fn": "gelu_new"},
+    {"feed_forward_proj": "silu", "is_gated_act": True},
+    {"feed_forward_proj": "gated-gelu", "dense_act_fn": "silu"},
+)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
+def test_networks_and_numbers_of_layers_as_the_config_class_has_them(kind: str) -> None:
+    for change in FEED_FORWARDS:
+        assert not check_read(kind, changed(whole(kind), (), change)), change
+    for change in (
+        {"num_layers": ABSENT, "num_decoder_layers": ABSENT, "num_hidden_layers": 3},
+        {"num_decoder_layers": None, "num_hidden_layers": 3},
+        {"num_decoder_layers": ABSENT},
+    ):
+        assert not check_read(kind, changed(whole(kind), (), change)), change
+
+
+def test_null_has_a_meaning_of_its_own_where_the_config_class_takes_it() -> None:
+    """No default stands in for the null of a soft cap, a scale or a token."""
+    assert {key for key, row in t5gemma.SIDE.items() if row.null not in (REFUSED, row.default)} == {
+        *("attn_logit_softcapping", "final_logit_softcapping", "rope_theta"),
+        *("pad_token_id", "eos_token_id", "bos_token_id"),
+    }
+    side = T5GemmaConfig.read_facts(changed(whole("t5gemma"), ("decoder",), {"attn_logit_softcapping": ABSENT}))
+    assert side["decoder"].attn_logit_softcapping == 50.0 and side["encoder"].attn_logit_softcapping == 2.0
+    facts = changed(whole("t5gemma"), ("decoder",), {"final_logit_softcapping": ABSENT})
+    assert T5GemmaConfig.read_facts(facts)["final_logit_softcapping"] == 30.0
+    facts = changed(whole("t5"), (), {"scale_decoder_outputs": None, "tie_word_embeddings": ABSENT})
+    assert T5Config.read_facts(facts)["scale_head"] is False
+
+
+# Random models of transformers, whose config.json then lacks keys, has nulls, and spells keys as older releases do.
+
+SURE = 1e-3  # a choice by less may be another after other rounding
+MOST = 10  # tokens of an answer
+
+
+def draw(kind: str, rng: np.random.Generator) -> Facts:
+    """The whole content of a config.json, of random sizes and values."""
+
+    def one(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    eos, start = one(1, 2), one(0, 3)
+    if kind in ("t5", "mt5", "umt5"):
+        return {
+            "model_type": kind,
+            "vocab_size": one(9, 12),
+            "d_model": one(8, 12, 16),
+            "d_kv": one(4, 6),
+            "d_ff": one(16, 20),
+            "num_heads": one(1, 2, 3),
+            "num_layers": one(1, 2),
+            "num_decoder_layers": one(1, 2),
+            "relative_attention_num_buckets": one(4, 8),
+            "relative_attention_max_distance": one(12, 20),
+            "dropout_rate": one(0.0, 0.1, 0.2),
+            "layer_norm_epsilon": one(1e-6, 1e-2),
+            "feed_forward_proj": one("relu", "gated-gelu", "gated-silu"),
+            "tie_word_embeddings": one(True, False),
+            "pad_token_id": one(0, 4),
+            "eos_token_id": eos,
+            "decoder_start_token_id": start,
+        }
+    heads = one((4, 2), (2, 1), (2, 2))
+    sides: list[Facts] = []
+    for _ in SIDES:
+        depth = one(1, 2, 3)
+        side: Facts = {
+            "vocab_size": sides[0]["vocab_size"] if sides else one(9, 12),
+            "hidden_size": sides[0]["hidden_size"] if sides and kind == "t5gemma2" else one(8, 16),
+            "intermediate_size": one(16, 20),
+            "num_hidden_layers": depth,
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            "head_dim": one(4, 6),
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            "rms_norm_eps": sides[0]["rms_norm_eps"] if sides else one(1e-6, 1e-2),
+            "query_pre_attn_scalar": one(2, 5),
+            "sliding_window": one(2, 3, 4),
+            "attn_logit_softcapping": one(2.0, 50.0, None),
+            "final_logit_softcapping": one(3.0, 30.0, None),
+            "pad_token_id": one(0, 4),
+            "eos_token_id": eos,
+            "bos_token_id": start,
+        }
+        every = one(1, 2, 3)
+        side["layer_types"] = [t5gemma.LAYER_TYPES[(i + 1) % every == 0] for i in range(depth)]
+        rope = {"rope_type": "default", "rope_theta": one(20.0, 1e4)}
+        if kind == "t5gemma2":
+            full = one({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}) | {
+                "rope_theta": one(50.0, 1e6)
+            }
+            rope = {"full_attention": full, "sliding_attention": rope}
+        sides.append(side | {"rope_parameters": rope})
+    ids = {key: sides[1][key] for key in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    encoder = sides[0]
+    if kind == "t5gemma2":
+        encoder = {"text_config": sides[0], "eoi_token_index": one(5, 7), "vision_config": VISION}
+        encoder |= {"mm_tokens_per_image": 4}
+    facts = {"model_type": kind, "dropout_rate": one(0.0, 0.1), "tie_word_embeddings": True}
+    return facts | ids | {"encoder": encoder, "decoder": sides[1]}
+
+
+# Keys without which a model is too large for a test; and those of both sides, which have to be equal.
+LARGE = {"hidden_size", "num_hidden_layers", "vocab_size", "d_model"}
+EQUAL = {"rms_norm_eps"}
+NEEDED = {"model_type", "eos_token_id", "decoder_start_token_id", "bos_token_id"}  # by `generate`
+FIXED = LARGE | EQUAL | NEEDED | {"encoder", "decoder", "text_config", "vision_config", "mm_tokens_per_image"}
+
+
+def respelt(part: Facts, rng: np.random.Generator) -> None:
+    """An object of config.json with some keys as older releases write them."""
+    for key, other in (("d_model", "hidden_size"), ("d_kv", "head_dim"), ("num_heads", "num_attention_heads")):
+        if key in part and rng.random() < 0.2:
+            part[other] = part.pop(key)
+    if "num_layers" in part and rng.random() < 0.2:
+        part["num_hidden_layers"] = part.pop("num_layers")
+    if "eoi_token_index" in part and rng.random() < 0.4:
+        part["eoi_token_id"] = part.pop("eoi_token_index")
+    if "layer_types" in part and rng.random() < 0.4:
+        del part["layer_types"]
+        if rng.random() < 0.7:
+            part["sliding_window_pattern"] = int(rng.integers(1, 4))
+    if "rope_parameters" in part and rng.random() < 0.6:
+        rope = part.pop("rope_parameters")
+        if "full_attention" in rope:
+            full, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
+            part |= {"rope_theta": full.pop("rope_theta"), "rope_local_base_freq": sliding["rope_theta"]}
+            part["rope_scaling"] = full if "factor" in full else None
+        else:
+            part["rope_theta"] = rope["rope_theta"]
+            if rng.random() < 0.5:
+                part["rope_scaling"] = {"type": "default", "factor": 2.0}
+    elif "rope_parameters" in part and rng.random() < 0.6:
+        each = [x for x in part["rope_parameters"].values() if isinstance(x, dict)] or [part["rope_parameters"]]
+        for rope in each:
+            if rope.get("rope_type") == "default":
+                rope |= {"factor": 3.0}
+            if rng.random() < 0.5:
+                rope["type"] = rope.pop("rope_type", "default")
+            if rng.random() < 0.3:
+                rope.pop("rope_theta")
+
+
+def mutated(kind: str, facts: Facts, rng: np.random.Generator) -> Facts:
+    """A config.json that transformers takes, made of a whole one."""
+    while True:
+        changed = copy.deepcopy(facts)
+        for way in objects(kind).values():
+            part = at(changed, way)
+            respelt(part, rng)
+            for key in [key for key in part if key not in FIXED]:
+                chance = rng.random()
+                if chance < 0.15:
+                    del part[key]
+                elif chance < 0.25 and key != "pad_token_id":  # without which transformers computes no loss
+                    part[key] = None
+        try:
+            expected(kind, changed)
+        except Exception:  # it has no such model
+            continue
+        if changed != facts:
+            return changed
+
+
+def randomize(model: Any, *, centered: bool, rng: np.random.Generator) -> None:
+    """Weights with which greedy answers vary; `centered`: of norms that multiply by 1 + weight."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 2 or "vision" in name:
+            continue
+        scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.2
+        if "norm" in name:
+            last = re.search(r"decoder\.(final_layer_)?norm", name)
+            drawn = (-1.0 if last else 1.0) - centered + 0.2 * rng.standard_normal(weight.shape)
+        else:
+            scale = 1.5 if "embed_tokens" in name or "shared" in name else 4.0 if "relative" in name else scale
+            drawn = scale * rng.standard_normal(weight.shape)
+        weight.data = torch.tensor(drawn, dtype=torch.float32)
+
+
+def saved(kind: str, place: Path, rng: np.random.Generator) -> None:
+    """A model of transformers with random weights, and a config.json that is not as `save_pretrained` writes it."""
+    facts = mutated(kind, draw(kind, rng), rng)
+    config = config_of(kind, facts)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    randomize(model, centered="gemma" in kind, rng=rng)
+    head = model.lm_head if "gemma" not in kind else model.lm_head.out_proj
+    model.tie_weights()
+    # Published UMT5s have a head of their own, which transformers 5 scales, and nobody else: see its own tests.
+    if rng.random() < 0.5 and not (kind == "umt5" and facts.get("tie_word_embeddings") is False):
+        head.weight = torch.nn.Parameter(torch.tensor(rng.standard_normal(head.weight.shape), dtype=torch.float32))
+        model.all_tied_weights_keys = {
+            key: x for key, x in model.all_tied_weights_keys.items() if not key.startswith("lm_head")
+        }
+    model.save_pretrained(place)
+    (place / "config.json").write_text(json.dumps({**facts, "architectures": [type(model).__name__]}))
+    if rng.random() < 0.5:
+        (place / "generation_config.json").unlink()
+
+
+def of_transformers(place: Path, model: Any) -> Any:
+    """The model, as transformers loads it, which must find all tensors; `generate` takes the ids of its config."""
+    torchs, found = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        place, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(found.values()), found
+    ids = {key: getattr(model, key) for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
+    torchs.generation_config = transformers.GenerationConfig(**ids)
+    return torchs.eval()
+
+
+def check_case(kind: str, seed: int, place: Path, *, decodes: bool) -> None:
+    """Logits, losses, answers and their log-probabilities of a random model, and its way there and back."""
+    rng = np.random.default_rng([seed, *kind.encode()])
+    saved(kind, place / "there", rng)
+    model, params = read_hf(place / "there")
+    torchs = of_transformers(place / "there", model)
+    sources = rng.integers(3, 9, (3, 7))
+    real = np.arange(7) < np.asarray([[7], [4], [6]])
+    targets = rng.integers(3, 9, (3, 8))
+    tokens = np.concatenate([np.full((3, 1), model.decoder_start_token_id), targets[:, :-1]], axis=1)
+    with torch.no_grad():
+        given = {"input_ids": torch.tensor(sources), "attention_mask": torch.tensor(real).long()}
+        given["decoder_attention_mask"] = torch.ones(tokens.shape)  # else T5Gemma hides what has the id that pads
+        wanted = torchs(**given, decoder_input_ids=torch.tensor(tokens)).logits
+        loss = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), torch.tensor(targets).flatten())
+        if getattr(torchs.config, "decoder_start_token_id", None) is not None or "gemma" in kind:
+            torch.testing.assert_close(torchs(**given, labels=torch.tensor(targets)).loss, loss)
+    apply, causal = jax.jit(model.module().apply), np.tril(np.ones((8, 8), bool))[None]
+    logits = apply({"params": params}, sources, real, tokens, causal, np.arange(8)[None])
+    np.testing.assert_allclose(logits, wanted.numpy(), atol=1e-4, rtol=0)
+    total, count = cross_entropy(jnp.asarray(logits), jnp.asarray(targets), jnp.ones(targets.shape))
+    assert float(total / count) == pytest.approx(float(loss), abs=1e-4)
+    check_there_and_back(kind, place, model, params, torchs)
+    if decodes:
+        check_answers(model, params, torchs, [row[keep].tolist() for row, keep in zip(sources, real, strict=True)])
+
+
+def check_there_and_back(kind: str, place: Path, model: Any, params: Any, torchs: Any) -> None:
+    """The tensors bit by bit, and a config.json that means the same to transformers and to us."""
+    write_hf(model, params, place / "back", None)
+    there, back = (load_file(place / name / "model.safetensors") for name in ("there", "back"))
+    left = {name for name in there if ".vision_tower." in name or ".multi_modal_projector." in name}
+    assert there.keys() - left == back.keys() and all(np.array_equal(there[name], x) for name, x in back.items())
+    again, same = read_hf(place / "back")
+    one, two = (flatten_dict(x, sep="/") for x in (params, same))
+    assert again == model and one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
+    written = json.loads((place / "back" / "config.json").read_text())
+    facts = json.loads((place / "there" / "config.json").read_text())
+    told = {"tied_head": model.tied_head} | ({"scale_head": model.scale_head} if kind == "umt5" else {})  # by tensors
+    assert expected(written["model_type"], written) | told == expected(kind, facts) | told
+
+
+def check_answers(model: Any, params: Any, torchs: Any, sources: list[list[int]]) -> None:
+    """Greedy ones with log-probabilities, and those of beams."""
+    config = Config(model=model, decode=DecodeConfig(max_length=MOST, scores=True), train=TrainConfig(objective="none"))
+    greedy = Generator(config, params, None)
+    beams = Generator(
+        Config(model=model, decode=DecodeConfig(max_length=MOST, beams=3), train=TrainConfig(objective="none")),
+        params,
+        None,
+    )
+    how = {"max_new_tokens": MOST, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    if isinstance(model, T5Config):  # the cache has as many layers as the encoder
+        how["use_cache"] = model.num_decoder_layers <= model.num_layers
+    for source, one, best in zip(sources, greedy.decode(sources), beams.decode(sources), strict=True):
+        with torch.no_grad():
+            given = torch.tensor([source])
+            how |= {"attention_mask": torch.ones_like(given)}
+            found, several = torchs.generate(given, **how), torchs.generate(given, num_beams=3, **how)
+        steps = torch.stack(found.logits)[:, 0]
+        margins = steps.topk(2).values
+        answer = found.sequences[0, 1:].tolist()
+        if (margins[:, 0] - margins[:, 1]).min() > SURE:
+            wanted = [token for token in answer if token != model.eos_token_id]
+            chosen = steps.log_softmax(-1)[range(len(answer)), answer].tolist()
+            assert one["row_ids"] == [wanted]
+            np.testing.assert_allclose(one["log_probs"][0], chosen[: len(wanted)], atol=1e-4)
+            assert one["log_prob"] == pytest.approx(sum(chosen), abs=1e-3)
+        ids = several.sequences[0, 1:].tolist()
+        ends = ids.index(model.eos_token_id) if model.eos_token_id in ids else len(ids)
+        assert best["row_ids"] == [ids[:ends]]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_random_config_is_computed_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    check_case(kind, 0, tmp_path, decodes=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLASSES)
+def test_random_configs_decode_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    for seed in range(1, 4):
+        check_case(kind, seed, tmp_path / str(seed), decodes=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("kind", CLASSES)
+def test_many_random_configs_decode_as_transformers_does(kind: str, part: int, tmp_path: Path) -> None:
+    for seed in range(10 * part + 10, 10 * part + 20):
+        check_case(kind, seed, tmp_path / str(seed), decodes=True)
