@@ -30,7 +30,7 @@ from pipejax.data.batches import TrainingBatches
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
-from pipejax.data.tokenizer import Tokenizer
+from pipejax.data.tokenizer import Affixes, Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.training import compare, examiner, loop
 from pipejax.training.loop import fit
@@ -57,7 +57,7 @@ def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
     class Counting(Tokenizer):
         calls = 0
         eos = None
-        added = ()
+        affixes = Affixes()
 
         def encode(self, text):
             Counting.calls += 1
@@ -546,5 +546,5 @@ def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
 @pytest.mark.slow
 def test_resolved_config_is_written_beside_the_checkpoint(finished):
     written = config_lib.from_json((finished / "config.json").read_text(), where="config.json")
-    resolved = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, remat="none"))  # from "auto"
+    resolved = change(CONFIG, train={"remat": "none"}, data={"special_tokens": "template"})  # from "auto"
     assert written == resolved == checkpoint.open_run(finished).config
