@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 
 from pipejax.apps.command import main
 from pipejax.apps.serving import app
+from pipejax.data import json_schema
 from pipejax.data.examples import Example
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
@@ -294,6 +295,16 @@ def test_schemas_that_rows_cannot_follow(case: str, made: Any) -> None:
     assert "\n" not in str(told.value)
 
 
+def test_equal_values_are_those_of_json_schema() -> None:
+    """As the library jsonschema has it for `const`."""
+    values: list[Any] = [0, 1, 1.0, True, False, None, "1", "", [], [1], [True], [1.0], {}, {"a": 1}, {"a": True}]
+    values += [{"a": 1.0}, {"a": [False]}, {"a": [0]}, {"b": 1}, [[1], [True]], [[True], [1]], 2**60, float(2**60)]
+    for one in values:
+        judge = jsonschema.Draft202012Validator({"const": one})
+        for other in values:
+            assert json_schema.equal(one, other) == judge.is_valid(other), (one, other)
+
+
 SHAPES: list[Any] = [5, True, None, 2.5, "x", "a\n\x1b[31mb", [], ["a"], [5], [[]], {}, {"a": 1}, {"type": "string"}]
 SHAPES += ["#/x", -1, 10**30]
 KEYS = [
@@ -389,6 +400,16 @@ REFERENCES = {
     "with escapes": ({"$ref": "#/$defs/a~1b~0c%25d%20"}, {"type": "integer"}),
     "an escape of an escape": ({"$ref": "#/$defs/~01"}, {"type": "integer"}),
     "to a property": ({"$ref": "#/properties/b"}, {"type": "boolean"}),
+    "to an item": ({"$ref": "#/$defs/Pair/prefixItems/0"}, {"type": "integer"}),
+    "to another item": ({"$ref": "#/$defs/Pair/prefixItems/1"}, {"type": "boolean"}),
+    "to one of anyOf": ({"$ref": "#/$defs/Either/anyOf/1"}, COLOUR),
+    "to an item of an item": ({"$ref": "#/$defs/Either/prefixItems/0/0"}, {"type": "null"}),
+    "to a member, with a rule": (
+        {"$ref": "#/$defs/Either/anyOf/0", "maxLength": 3},
+        {"type": "string", "maxLength": 3},
+    ),
+    "equal numbers": ({"$ref": "#/$defs/One", "const": 1.0}, {"const": 1.0}),
+    "a whole number of another kind": ({"$ref": "#/$defs/Short", "maxLength": 3.0}, {"type": "string", "maxLength": 3}),
 }
 DEFINED: dict[str, Any] = {
     "$defs": {
@@ -396,6 +417,11 @@ DEFINED: dict[str, Any] = {
         "Colors": {"type": "array", "items": {"$ref": "#/$defs/Color"}},
         "Null": {"type": "null"},
         "Short": {"type": "string", "maxLength": 3},
+        "One": {"const": 1},
+        "True": {"const": True},
+        "Deep": {"type": "array", "items": {"minimum": 1}},
+        "Pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}]},
+        "Either": {"anyOf": [{"type": "string"}, COLOUR], "prefixItems": [[{"type": "null"}]]},
         "a/b~c%d ": {"type": "integer"},
         "~1": {"type": "integer"},
         "Loop": {"$ref": "#/$defs/Pool"},
@@ -426,11 +452,20 @@ def test_references_mean_the_schema_that_they_name(case: str, made: Any) -> None
         ({"$ref": "#Color"}, "expected a place in this schema"),
         ({"$ref": "https://example.org/s#/$defs/Color"}, "expected a place in this schema"),
         ({"$ref": "#/$defs/Colour"}, "expected a place in this schema"),
-        ({"$ref": "#/$defs/Color/enum/0"}, "expected a place in this schema"),
+        ({"$ref": "#/$defs/Color/enum/0"}, r"a: \$ref: found 'red'; expected a schema there"),
+        ({"$ref": "#/$defs/Color/enum/2"}, "expected a place in this schema"),
+        ({"$ref": "#/$defs/Color/enum/-"}, "expected a place in this schema"),
+        ({"$ref": "#/$defs/Color/enum/01"}, "expected a place in this schema"),
+        ({"$ref": "#/$defs/Color/enum/\u0661"}, "expected a place in this schema"),
         ({"$ref": "#/$defs/Color/title"}, r"a: \$ref: found 'Color'; expected a schema there"),
         ({"$ref": ["#/$defs/Color"]}, "expected a place in this schema"),
         ({"$ref": "#/$defs/Short", "maxLength": 2}, r"a: maxLength: found 2; expected 3, as in \$ref"),
         ({"allOf": [{"$ref": "#/$defs/Color"}, {"type": "string"}]}, "a: allOf: found .*; expected a list of one"),
+        ({"$ref": "#/$defs/One", "const": True}, r"a: const: found True; expected 1, as in \$ref"),
+        ({"$ref": "#/$defs/True", "const": 1}, r"a: const: found 1; expected True, as in \$ref"),
+        ({"$ref": "#/$defs/True", "const": 1.0}, r"a: const: found 1\.0; expected True, as in \$ref"),
+        ({"allOf": [{"enum": [0, "a"]}], "enum": [False, "a"]}, r"a: enum: found \[False, 'a'\]; expected \[0, 'a'\]"),
+        ({"$ref": "#/$defs/Deep", "items": {"minimum": True}}, "a: items: found .*'minimum': True.*; expected .*1"),
     ],
 )
 def test_references_that_cannot_be_followed(reference: Any, words: str, made: Any) -> None:

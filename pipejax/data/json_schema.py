@@ -5,8 +5,9 @@ A row is the text of its value, without quotes, and may begin with a space. The 
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from pipejax.data import patterns
@@ -30,6 +31,7 @@ DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
 LARGEST = 10**DIGITS - 1
 HUGE = 1e300  # bounds are less
 REFERENCES = 32  # one after the other, at the most
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # of an item, in a JSON pointer
 NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double, whatever its digits
 _DAY = r"(0[1-9]|1\d|2[0-8])"
 _LEAP = r"([12]\d(0[48]|[2468][048]|[13579][26])|(12|16|20|24|28)00)"
@@ -75,6 +77,17 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
     return {name: reader.row(one, f"{where}: properties.{named(name)}") for name, one in properties.items()}
 
 
+def equal(one: object, other: object) -> bool:
+    """Whether two values are equal in JSON Schema: 1 is 1.0, and true is no number."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    return one == other
+
+
 class _SchemaReader:
     def __init__(self, made: Expressions, longest: int, root: object) -> None:
         self._made, self._longest, self._root = made, longest, root
@@ -103,7 +116,7 @@ class _SchemaReader:
             if not isinstance(other, Mapping):
                 raise _schema_refusal(f"{where}: {key}", other, "a schema there, which is an object")
             both = {*rest} & {*other} - {*SAY_NOTHING}
-            if twice := [name for name in other if name in both and other[name] != rest[name]]:
+            if twice := [name for name in other if name in both and not equal(other[name], rest[name])]:
                 raise _schema_refusal(
                     f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown_value(other[twice[0]])}, as in {key}"
                 )
@@ -118,9 +131,12 @@ class _SchemaReader:
         if place or not begin or first:
             raise _schema_refusal(f"{where}: $ref", reference, expected)
         for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
-            if not isinstance(found, Mapping) or name not in found:
+            if isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
+                found = found[int(name)]
+            elif isinstance(found, Mapping) and name in found:
+                found = found[name]
+            else:
                 raise _schema_refusal(f"{where}: $ref", reference, expected)
-            found = found[name]
         return found
 
     def _single(self, given: object, where: str) -> Texts:
@@ -229,11 +245,13 @@ class _SchemaReader:
         )
 
     def _bounds(self, schema: Object, of: str, where: str) -> tuple[int, int | None]:
+        bounds = list[int | None]()
         for name in (f"min{of}", f"max{of}"):
             value = schema.get(name, 0)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1:
                 raise _schema_refusal(f"{where}: {name}", value, "a whole number from 0 on")
-        least, most = cast(int, schema.get(f"min{of}", 0)), cast(int | None, schema.get(f"max{of}"))
+            bounds.append(int(value) if name in schema else None)
+        least, most = bounds[0] or 0, bounds[1]
         if most is not None and most < least:
             raise _schema_refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
         if least > self._longest:
