@@ -12,7 +12,7 @@ import pytest
 
 from pipejax.data import json_schema, patterns
 from pipejax.data.expressions import LAST, Automaton, Expressions, TooLarge
-from pipejax.decoding.grammar import FAR, Table
+from pipejax.decoding.grammar import FAR, Table, TableTooLarge
 from pipejax.system.errors import UserError
 from support.schemas import FORMATS, PROPERTIES
 
@@ -236,7 +236,6 @@ def test_texts_on_any_way_through_the_automaton_are_valid(name: str) -> None:
     automaton, found = texts_of(PROPERTIES[name])
     judge, rng = jsonschema.Draft202012Validator(PROPERTIES[name], format_checker=FORMATS), np.random.default_rng(0)
     table = Table.lift(automaton[1:], [bytes([byte]) for byte in range(256)], most=10**7)
-    assert table is not None
     distance, read = np.asarray(table.distance), set()
     for _ in range(150):
         state, text = automaton.starts[0], b""
@@ -293,7 +292,6 @@ def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.
     )
     tokens = [b"", *{bytes(rng.choice([*b"abc"], rng.integers(1, 5)).tolist()) for _ in range(40)}]
     table = Table.lift(automaton[1:], tokens, most=10**6)
-    assert table is not None
     states = len(automaton.accepts)
     for state in range(states):
         for i, token in enumerate(tokens):
@@ -309,14 +307,17 @@ def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.
             steps += 1
         assert table.distance[start] == (steps if steps < 20 else FAR)
     assert (table.distance[states:] == FAR).all() and table.distance[automaton.starts[2]] == FAR  # no token has a d
-    assert Table.lift(automaton[1:], tokens, most=10) is None
+    with pytest.raises(TableTooLarge, match="more than 10 entries in its table"):
+        Table.lift(automaton[1:], tokens, most=10)
     monkeypatch.setattr("pipejax.decoding.grammar.WORK", 0)
-    assert Table.lift(automaton[1:], tokens, most=10**6) is None
+    with pytest.raises(TableTooLarge, match="more than 0 entries to compute for its table"):
+        Table.lift(automaton[1:], tokens, most=10**6)
 
 
 def test_the_work_for_a_small_table_has_an_end() -> None:
     """256 tokens of 50 bytes that move nothing: of two states 50 x 256 x 2 entries are computed, for a table of 4."""
     automaton = np.arange(256), np.tile(np.arange(2, dtype=np.int32), (256, 1)), np.asarray([False, True])
     tokens = [bytes([byte]) * 50 for byte in range(256)]
-    assert Table.lift(automaton, tokens, most=25_600 // 4 - 1) is None
-    assert Table.lift(automaton, tokens, most=25_600 // 4) is not None
+    with pytest.raises(TableTooLarge):
+        Table.lift(automaton, tokens, most=25_600 // 4 - 1)
+    assert len(Table.lift(automaton, tokens, most=25_600 // 4).kinds) == 256

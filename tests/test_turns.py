@@ -76,7 +76,6 @@ def wishes_of(setting: Setting, rng: np.random.Generator) -> Wishes:
         moves = np.asarray([[0, 2, 3, 1], [0, 3, 1, 2], [0, 0, 2, 0]], np.int32)
         automaton = np.arange(256, dtype=np.int32) % 3, moves, np.asarray([False, False, True, True])
         table = Table.lift(automaton, [b"", b"", *(bytes([i, i // 2]) for i in range(WORDS - 2))], most=10_000)
-        assert table is not None
         ones, first = np.ones((batch, rows), np.int32), setting.strategy.start(np.arange(rows))
         last = np.full((batch, rows), width - 1, np.int32)
         grammar = Grammar(table, ones, np.broadcast_to(np.asarray(first, np.int32), ones.shape), last)

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from pipejax.data import patterns
-from pipejax.data.expressions import Expressions
+from pipejax.data.expressions import Expressions, TooLarge
 from pipejax.data.lines import Object
 from pipejax.system import strict_json
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import named, shown_value
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 TYPES = ("string", "integer", "number", "boolean", "null", "array")
 OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, and their values
-    "properties": (Mapping, "an object of one property at least, each a row"),
+    "properties": (Mapping, "an object of schemas, each of a row"),
     "required": (list, "a list of names of properties"),
     "additionalProperties": (bool | Mapping, "true, false or a schema"),
     **dict.fromkeys(("$defs", "definitions"), (Mapping, "an object of schemas")),
@@ -30,6 +30,7 @@ CONTROLS = ((0x0, 0x1F), (0x7F, 0x7F))
 DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
 LARGEST = 10**DIGITS - 1
 HUGE = 1e300  # bounds are less
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 REFERENCES = 32  # one after the other, at the most
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")  # of an item, in a JSON pointer
 NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double, whatever its digits
@@ -56,25 +57,42 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
     """The texts of each property of an object, by name and in the schema's order; at most so long, and so many."""
     reader = _SchemaReader(made, longest, schema)
     found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
-    if found.get("type") != "object":
-        raise _schema_refusal(f"{where}: type", found.get("type"), '"object"')
+    if "type" not in found:
+        raise UserError(f'{where}: found no type; expected "type": "object"')
+    if found["type"] != "object":
+        raise _schema_refusal(f"{where}: type", found["type"], '"object"')
     for key, (kind, expected) in OF_OBJECTS.items():
         if key in found and not isinstance(found[key], kind):
             raise _schema_refusal(f"{where}: {key}", found[key], expected)
     properties, required = found.get("properties"), found.get("required", [])
+    if properties is None:
+        raise UserError(f"{where}: found no properties; expected {OF_OBJECTS['properties'][1]}")
     if not properties:
-        raise _schema_refusal(f"{where}: properties", properties, OF_OBJECTS["properties"][1])
+        raise _schema_refusal(f"{where}: properties", properties, "at least one, since each is a row")
     if len(properties) > most:
         raise UserError(f"{where}: properties: found {len(properties)}; expected at most {most}, the rows of an answer")
-    if absent := [name for name in required if name not in [*properties]]:
-        raise _schema_refusal(f"{where}: required", required, f"names of properties, not {shown_value(absent)}")
+    if others := [name for name in required if not isinstance(name, str)]:
+        raise _schema_refusal(f"{where}: required", others[0], "texts, the names of properties")
+    if absent := [name for name in required if name not in properties]:
+        raise _schema_refusal(f"{where}: required", absent[0], "names that are in properties")
     if any(not name.strip() for name in properties):
         raise _schema_refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
     if long := [name for name in properties if len(name) > longest]:
         raise _schema_refusal(
             f"{where}: properties", long[0], f"names of at most {longest} characters, with which rows begin"
         )
-    return {name: reader.row(one, f"{where}: properties.{named(name)}") for name, one in properties.items()}
+    rows = dict[str, Texts]()
+    for name, one in properties.items():
+        try:
+            rows[name] = reader.row(one, f"{where}: properties.{named(name)}")
+        except TooLarge as error:
+            raise too_large(f"{where}: properties.{named(name)}", error) from error
+    return rows
+
+
+def too_large(where: str, error: Exception) -> UserError:
+    """The refusal of a schema by an exception that says what it has too many of."""
+    return UserError(f"{where}: found a schema of {error}; expected shorter bounds and patterns")
 
 
 def equal(one: object, other: object) -> bool:
@@ -96,13 +114,15 @@ class _SchemaReader:
 
     def row(self, given: object, where: str) -> Texts:
         schema = self.follow(given, where)
-        found = self._list(schema, where) if schema.get("type") == "array" else self._single(schema, where)
+        is_list = schema.get("type") in ("array", ["array"])
+        found = self._list(schema, where) if is_list else self._single(schema, where, "beside null")
         own = self._made.not_first(found.expression, " ")
         spaced = self._made.join(self._made.either(self._made.empty, self._made.text(" ")), own)
         return found._replace(expression=spaced, read=lambda text: found.read(text.removeprefix(" ")))
 
     def follow(self, given: object, where: str) -> Object:
         """The schema with the one that it refers to in it, by `$ref` or as the only one of `allOf`."""
+        followed = set[str]()
         for _ in range(REFERENCES + 1):
             if not isinstance(given, Mapping):
                 raise _schema_refusal(where, given, "a schema, which is an object")
@@ -110,9 +130,17 @@ class _SchemaReader:
             if key not in given:
                 return given
             target, rest = given[key], {name: value for name, value in given.items() if name != key}
-            if key == "allOf" and not (isinstance(target, list) and len(target) == 1):
-                raise _schema_refusal(f"{where}: allOf", target, "a list of one schema")
-            other = target[0] if key == "allOf" else self._target(target, where)
+            if key == "allOf":
+                if not isinstance(target, list):
+                    raise _schema_refusal(f"{where}: allOf", target, "a list of one schema")
+                if len(target) != 1:
+                    raise UserError(f"{where}: allOf: found {len(target)} schemas; expected one, which a row follows")
+                other = target[0]
+            else:
+                other = self._target(target, where)
+                if target in followed:
+                    raise _schema_refusal(f"{where}: $ref", target, "one that does not lead back to itself")
+                followed.add(target)
             if not isinstance(other, Mapping):
                 raise _schema_refusal(f"{where}: {key}", other, "a schema there, which is an object")
             both = {*rest} & {*other} - {*SAY_NOTHING}
@@ -121,29 +149,53 @@ class _SchemaReader:
                     f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown_value(other[twice[0]])}, as in {key}"
                 )
             given = {**other, **rest}
-        raise _schema_refusal(f"{where}: $ref", target, f"one that comes to an end, after at most {REFERENCES} others")
+        raise _schema_refusal(f"{where}: $ref", target, f"one after at most {REFERENCES} others")
 
     def _target(self, reference: object, where: str) -> object:
         """The part of the whole schema that a reference names: the JSON pointer of a fragment."""
-        found, expected = self._root, 'a place in this schema, such as "#/$defs/Color"'
-        place, begin, pointer = reference.partition("#") if isinstance(reference, str) else ("", "", "")
+        example = '"#/$defs/Color"'
+        if not isinstance(reference, str):
+            raise _schema_refusal(f"{where}: $ref", reference, f"a text such as {example}")
+        place, _, pointer = reference.partition("#")
         first, *names = unquote(pointer).split("/")
-        if place or not begin or first:
-            raise _schema_refusal(f"{where}: $ref", reference, expected)
-        for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
+        if place:
+            raise _schema_refusal(
+                f"{where}: $ref", reference, f"a place in this schema, such as {example}: no other document is read"
+            )
+        if first:
+            raise _schema_refusal(
+                f"{where}: $ref", reference, f"a JSON pointer such as {example}: anchors are not read"
+            )
+        found = self._root
+        for depth, name in enumerate(name.replace("~1", "/").replace("~0", "~") for name in names):
+            if isinstance(found, Mapping) and name in found:
+                found = found[name]
+                continue
             if isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
                 found = found[int(name)]
-            elif isinstance(found, Mapping) and name in found:
-                found = found[name]
+                continue
+            if isinstance(found, Mapping):
+                lacks = f"has no {named(name)}"
+            elif isinstance(found, list):
+                lacks = f"is a list of {len(found)}, without {named(name)}"
             else:
-                raise _schema_refusal(f"{where}: $ref", reference, expected)
+                lacks = "is neither an object nor a list"
+            above = named("/".join(("#", *names[:depth])))
+            raise _schema_refusal(f"{where}: $ref", reference, f"a place in this schema, where {above} {lacks}")
         return found
 
-    def _single(self, given: object, where: str) -> Texts:
+    def _single(self, given: object, where: str, within: str, depth: int = 0) -> Texts:
+        """The texts of one value; `within`: where it stands, so that it cannot be a list; `depth`: number of unions."""
         schema = self.follow(given, where)
         if "anyOf" in schema:
-            return self._or_null(self._single(self._beside_null(schema, where), where))
+            if depth == REFERENCES:
+                raise UserError(
+                    f"{where}: anyOf: found one in {depth} others; expected one that does not lead to itself"
+                )
+            return self._or_null(self._single(self._beside_null(schema, where), where, within, depth + 1))
         kind, nullable = _part_from_null(schema, where)
+        if "type" in schema:
+            _check_type(kind, schema["type"], where, within)
         if "enum" in schema or "const" in schema:
             return self._literals(schema, where, kind, nullable)
         if kind in ("null", "boolean"):
@@ -156,8 +208,7 @@ class _SchemaReader:
         elif kind == "string":
             found = Texts(self._string(schema, where), str)
         else:
-            expected = "no list in a list or beside null" if kind == "array" else f"one of {', '.join(TYPES)}"
-            raise _schema_refusal(f"{where}: type", kind, f"{expected}, since a row is one value or a list")
+            raise UserError(f"{where}: found no type; expected one of {', '.join(TYPES)}, or enum or const")
         return self._or_null(found) if nullable else found
 
     def _or_null(self, found: Texts) -> Texts:
@@ -167,13 +218,20 @@ class _SchemaReader:
     def _beside_null(self, schema: Object, where: str) -> Object:
         """The schema of two that is not that of null; as pydantic writes unions."""
         several = schema["anyOf"]
-        if isinstance(several, list) and len(several) == 2 and schema.keys() <= {"anyOf", *SAY_NOTHING}:
-            members = [self.follow(one, where) for one in several]
-            null, other = sorted(members, key=lambda one: one.get("type") != "null")
-            if null.get("type") == "null" != other.get("type"):
-                _known(null, f"{where}: anyOf")
-                return other
-        raise _schema_refusal(f"{where}: anyOf", several, "none, or a schema and null")
+        if others := [key for key in schema if key not in ("anyOf", *SAY_NOTHING)]:
+            raise _schema_refusal(where, others[0], "nothing beside anyOf")
+        if not isinstance(several, list):
+            raise _schema_refusal(f"{where}: anyOf", several, "a list of a schema and null")
+        if len(several) != 2:
+            raise UserError(f"{where}: anyOf: found {len(several)} schemas; expected two, of which one is null")
+        members = [self.follow(one, where) for one in several]
+        null, other = sorted(members, key=lambda one: one.get("type") != "null")
+        if null.get("type") != "null":
+            raise _schema_refusal(f"{where}: anyOf", several, "null as one of both, since a row follows one schema")
+        if other.get("type") == "null":
+            raise _schema_refusal(f"{where}: anyOf", several, "another schema beside null")
+        _known(null, f"{where}: anyOf")
+        return other
 
     def _spelled(self, values: Sequence[object]) -> Texts:
         texts = {_text_of(value): value for value in reversed(values)}
@@ -182,28 +240,36 @@ class _SchemaReader:
 
     def _literals(self, schema: Object, where: str, kind: object, nullable: bool) -> Texts:
         _known(schema, where, "enum", "const")
-        values = schema.get("enum", [schema.get("const")])
-        if not isinstance(values, list) or not values:
+        key = "enum" if "enum" in schema else "const"
+        values = schema["enum"] if key == "enum" else [schema["const"]]
+        if not isinstance(values, list):
             raise _schema_refusal(f"{where}: enum", values, "a list of values")
+        if not values:
+            raise _schema_refusal(f"{where}: enum", values, "at least one value")
         if "const" in schema and "enum" in schema:
             raise _schema_refusal(f"{where}: const", schema["const"], "none beside enum")
-        expected = f"values of type {(kind if kind in TYPES else shown_value(kind)) if kind else 'that a row can be'}"
         for value in values:
+            if isinstance(value, list | Mapping):
+                raise _schema_refusal(f"{where}: {key}", value, "texts, numbers, true, false or null, as rows can be")
             is_null = value is None and (nullable or kind is None)
             if not is_null and not _is_of(value, kind):
-                raise _schema_refusal(f"{where}: enum", value, expected)
+                raise _schema_refusal(f"{where}: {key}", value, f"values of type {kind}")
             if _text_of(value).startswith(" "):
-                raise _schema_refusal(f"{where}: enum", value, "no space at its beginning, where rows have one anyway")
+                raise _schema_refusal(f"{where}: {key}", value, "no space at its beginning, where rows have one anyway")
         return self._spelled(values)
 
     def _integer(self, schema: Object, where: str) -> int:
-        _known(schema, where, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-        low = max(math.ceil(_number_of(schema, "minimum", -LARGEST, where)), -LARGEST)
+        _known(schema, where, *_LOWER, *_UPPER)
+        low = math.ceil(_number_of(schema, "minimum", -LARGEST, where))
         low = max(low, math.floor(_number_of(schema, "exclusiveMinimum", low - 1, where)) + 1)
-        high = min(math.floor(_number_of(schema, "maximum", LARGEST, where)), LARGEST)
+        high = math.floor(_number_of(schema, "maximum", LARGEST, where))
         high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
+        bounds = f"whole numbers from {shown_value(low)} to {shown_value(high)}"
+        if low > high and not schema.keys().isdisjoint(_LOWER) and not schema.keys().isdisjoint(_UPPER):
+            raise UserError(f"{where}: found {bounds}, which are none; expected bounds with one between them")
+        low, high = max(low, -LARGEST), min(high, LARGEST)
         if low > high:
-            raise UserError(f"{where}: found no whole number from {low} to {high}; expected one of {DIGITS} digits")
+            raise UserError(f"{where}: found {bounds}; expected some of at most {DIGITS} digits")
         return self._made.whole_numbers(low, high)
 
     def _number(self, schema: Object, where: str) -> int:
@@ -231,8 +297,12 @@ class _SchemaReader:
     def _list(self, given: object, where: str) -> Texts:
         schema = _known(given, where, "items", "minItems", "maxItems")
         least, most = self._bounds(schema, "Items", where)
-        item = self._single(schema.get("items"), f"{where}: items")
-        if commas := [text for text in item.literals if "," in text or not text]:
+        if "items" not in schema:
+            raise UserError(f"{where}: found no items; expected their schema")
+        item = self._single(schema["items"], f"{where}: items", "in a list")
+        if "" in item.literals:
+            raise _schema_refusal(f"{where}: items", "", "no empty text, since an item has at least one character")
+        if commas := [text for text in item.literals if "," in text]:
             raise _schema_refusal(f"{where}: items", commas[0], "texts without a comma, which parts them")
         made = self._made
         one = made.not_empty(made.not_first(made.without(item.expression, ","), " "))
@@ -277,10 +347,22 @@ def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
     kinds = schema.get("type")
     if not isinstance(kinds, list):
         return kinds, False
+    if not kinds:
+        raise _schema_refusal(f"{where}: type", kinds, "at least one type")
     others = [kind for kind in kinds if kind != "null"]
-    if len(others) > 1 or not kinds:
+    if len(others) > 1:
         raise _schema_refusal(f"{where}: type", kinds, "one type, with null or without")
     return (others[0], len(kinds) > 1) if others else ("null", False)
+
+
+def _check_type(kind: object, given: object, where: str, within: str) -> None:
+    """Raises a UserError unless it is that of one value."""
+    if kind == "array":
+        raise _schema_refusal(f"{where}: type", given, f"no list {within}")
+    if kind == "object":
+        raise _schema_refusal(f"{where}: type", given, "no object within another, since a row is one value or a list")
+    if kind not in TYPES:
+        raise _schema_refusal(f"{where}: type", given, f"one of {', '.join(TYPES)}{did_you_mean(kind, TYPES)}")
 
 
 def _text_of(value: object) -> str:
@@ -298,8 +380,10 @@ def _is_of(value: object, kind: object) -> bool:
 
 def _number_of(schema: Object, name: str, default: int, where: str) -> float:
     value = schema.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < HUGE:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise _schema_refusal(f"{where}: {name}", value, "a number")
+    if not abs(value) < HUGE:
+        raise _schema_refusal(f"{where}: {name}", value, f"a number between {-HUGE:g} and {HUGE:g}")
     return value
 
 

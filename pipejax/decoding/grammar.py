@@ -18,6 +18,10 @@ WORK = 4  # entries computed for each that a table may have: tokens of different
 LEAST = 64  # states and kinds are padded to so many, or twice, four times ...: few shapes have to be compiled
 
 
+class TableTooLarge(Exception):
+    """A table would have too many entries, or take too many to compute."""
+
+
 @flax.struct.dataclass
 class Table:
     """An automaton over the tokens of a vocabulary. State 0 is of texts that cannot be; tokens of a kind move alike."""
@@ -27,10 +31,13 @@ class Table:
     distance: Array | np.ndarray  # i32 [P], tokens to the nearest end at least; 0: a row may end there
 
     @classmethod
-    def lift(cls, automaton: Sequence[np.ndarray], spelled: Sequence[bytes], *, most: int) -> "Table | None":
-        """The table of an automaton over bytes; None: it, or the work for it, would be of more than `most` entries.
+    def lift(cls, automaton: Sequence[np.ndarray], spelled: Sequence[bytes], *, most: int) -> "Table":
+        """The table of an automaton over bytes, of at most so many entries.
 
         `automaton`: classes of bytes i32 [256], next states i32 [classes, states], accepting ones bool [states].
+
+        Raises:
+          TableTooLarge: it, or the work for it, would be larger.
         """
         # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
         byte_kinds, moves, accepts = automaton
@@ -47,7 +54,7 @@ class Table:
             pairs, which = np.unique(kinds[longer] * 256 + parts[begins[longer] + place], return_inverse=True)
             work += len(pairs) * states
             if work > WORK * most:
-                return None
+                raise TableTooLarge(f"more than {WORK * most} entries to compute for its table")
             after = np.zeros(len(pairs), np.int64)
             for i, pair in enumerate(pairs.tolist()):
                 function = moves[pair % 256][functions[pair // 256]]
@@ -55,7 +62,7 @@ class Table:
                 if after[i] == len(functions):
                     functions.append(function)
                 if len(functions) * states > most:
-                    return None
+                    raise TableTooLarge(f"more than {most} entries in its table")
             kinds[longer] = after[which.reshape(-1)]
         used, kinds = np.unique(np.append(kinds, 0), return_inverse=True)  # 0 stays the first
         return cls._padded(kinds[:-1].astype(np.int32), np.stack([functions[i] for i in used]), accepts)

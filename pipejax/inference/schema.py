@@ -19,7 +19,7 @@ from pipejax.data.expressions import Expressions, TooLarge
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Grammar, Strategy, Table, ends_of
-from pipejax.decoding.grammar import FAR
+from pipejax.decoding.grammar import FAR, TableTooLarge
 from pipejax.methods import Given, Method, prefix_ids
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
@@ -191,8 +191,8 @@ def make(
     longest = times * max(map(len, spelled))
     try:
         found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
-    except (TooLarge, RecursionError) as error:
-        raise _too_large(where) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: found lists or objects in too many others; expected fewer") from error
     learned = {bare_name(name): (i, name) for i, name in enumerate(row_names)}
     if strange := [name for name in found if name not in learned] if learned else []:
         logger.warning(
@@ -212,19 +212,12 @@ def make(
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
         table = Table.lift(automaton[1:], spelled, most=ENTRIES)
-    except (TooLarge, RecursionError):
-        table = None
-    if table is None:
-        raise _too_large(where)
+    except (TooLarge, TableTooLarge) as error:
+        raise json_schema.too_large(where, error) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: found groups in too many others; expected fewer") from error
     made_rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
     return Schema(where, json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
-
-
-def _too_large(where: str) -> UserError:
-    return UserError(
-        f"{where}: found a schema of more than {STATES} states, of a table of more than {ENTRIES} entries, of groups "
-        "in too many others, or that takes too long to compile; expected shorter bounds and patterns"
-    )
 
 
 @functools.lru_cache(maxsize=2)
