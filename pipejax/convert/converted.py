@@ -50,6 +50,11 @@ def find_checkpoint(source: str | Path) -> Path:
     if target is None or look(target) != "directory":
         target = _place(cache, name, str(source))
     if look(target) != "directory":
+        if not compile_cache.is_writable(cache):
+            raise UserError(
+                f"{source}: found no conversion of it in {cache}, to which this user may not write; expected another "
+                f"cache ({compile_cache.VARIABLE}=DIR), or a checkpoint: pipejax convert from-hf"
+            )
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:
             note(f"{source}: {from_hf(source, staging / 'checkpoint')}")

@@ -1,6 +1,7 @@
 """Keeps compiled programs on disk, so that only the first run of a command waits for the compiler."""
 
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
 SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
 
-_said: set[str] = set()  # why there is no cache
+_said: set[str] = set()  # lines of the log that are written once a process
 
 
 def directory() -> Path | None:
@@ -30,29 +31,58 @@ def directory() -> Path | None:
 def safe_directory() -> Path | None:
     """The cache's directory, made if it is missing; None if it is off, unusable or writable by other users.
 
-    The files in it are executed, so no other user may write to it: a new directory has mode 700. If it cannot be used,
-    the log says so and work goes on without a cache.
+    The files in it are executed, so only this user or root may be able to write to it: a new directory has mode 700.
+    Root's is read alone (`is_writable`): it may be part of an image that another user runs. If it cannot be used, the
+    log says so and work goes on without a cache.
     """
     path = directory()
     if path is None:
         return None
-    why = f"{path} is open to others; chmod 700 it, or name another in {VARIABLE}"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if ours_alone(path):
-            return path
+        why = _trouble(path)
     except OSError as error:
         why = f"{path}: {error.strerror}"
-    if why not in _said:  # once a process
-        _said.add(why)
-        logger.warning(f"compiled programs are not kept: {why}")
-    return None
+    if why:
+        _say_once(f"compiled programs are not kept: {why}; {VARIABLE}=DIR names another directory")
+    return None if why else path
 
 
-def ours_alone(path: Path) -> bool:
-    """Whether only this user may write to the path, so that its files may be executed. Raises OSError if unknown."""
+def is_writable(path: Path) -> bool:
+    """Whether the cache's directory may get new files; if not, the log says so once."""
+    if os.access(path, os.W_OK):
+        return True
+    _say_once(
+        f"{path}: its programs are used, but this user may not add others; {VARIABLE}=DIR names a directory that keeps "
+        "them"
+    )
+    return False
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether only this user and root may write to the path, so that its files may be executed; else raises OSError."""
     found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
+
+
+def _trouble(path: Path) -> str:
+    """The reason why a directory cannot be the cache; "" if it can."""
+    owner = path.stat().st_uid
+    if owner not in (os.getuid(), 0):
+        return f"{path} belongs to another user (number {owner})"
+    if not is_trusted(path):
+        return (
+            f"{path} is open to others{' (chmod 700 closes it)' if owner == os.getuid() else ', and belongs to root'}"
+        )
+    if not os.access(path, os.R_OK | os.X_OK):
+        return f"{path} is closed to this user (in an image, chmod -R a+rX lets every user read it)"
+    return ""
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logger.warning(line)
 
 
 def use_cache() -> Path | None:
@@ -60,8 +90,13 @@ def use_cache() -> Path | None:
     if own := jax.config.values["jax_compilation_cache_dir"]:
         return Path(own)
     path = safe_directory()
-    if path is not None:
-        jax.config.update("jax_compilation_cache_dir", str(path))
+    if path is None:
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    if is_writable(path):
         jax.config.update("jax_compilation_cache_max_size", SIZE)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    else:  # a bound on the size would be kept by files that say when each program was used
+        jax.config.update("jax_compilation_cache_max_size", -1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     return path

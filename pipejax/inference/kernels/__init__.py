@@ -4,6 +4,7 @@ A wheel may ship it compiled (tools/ship_kernel.py); else it is compiled once on
 compiler, without a cache to keep it in, or elsewhere than on a CPU everything works as well, in XLA's own products.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -139,9 +140,11 @@ def _first_compiled(levels: list[Level]) -> Level | None:
             if _load(library, level):
                 return level
         except OSError as error:
-            library.unlink(missing_ok=True)  # the next start makes it anew
+            with contextlib.suppress(PermissionError):
+                library.unlink(missing_ok=True)  # the next start makes it anew
             raise OSError(f"{library}: cannot be loaded ({error})") from error
-    logger.warning(f"decoding goes without its own kernel: {compiler}: {failed or 'the system forbids it'}")
+    failed = failed or f"{compiler}: the system forbids it"
+    logger.warning(f"decoding goes without its own kernel: {failed}")
     return None
 
 
@@ -150,14 +153,16 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
     here = sorted(processor.features()) if level is LEVELS[-1] else []  # a home directory may be shared by machines
     sources = [x.read_bytes() for x in SOURCES]
     library = directory / f"t5-{level.name}-{_digest(sources, jax.__version__, compiler, _flags(level), here)}.so"
-    if library.exists() and compile_cache.ours_alone(library):
+    if library.exists() and compile_cache.is_trusted(library):
         return library, ""
+    if not compile_cache.is_writable(directory):
+        return None, f"{directory} has no kernel for this processor, and cannot get one"
     if not quiet:
         logger.info(f"compiling a kernel for this processor: once, 20 to 60 s; it is kept in {directory}")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / library.name
         if failed := build(level, compiler, made):
-            return None, failed
+            return None, f"{compiler}: {failed}"
         made.chmod(0o700)  # the linker makes it as open as the umask allows
         made.replace(library)
     return library, ""

@@ -25,10 +25,10 @@ def ptx(pointers: int, scratch: int, architecture: str) -> str:
     directory = compile_cache.safe_directory()
     name = f"launch-{architecture}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.ptx"
     kept = directory / name if directory else None
-    if kept and kept.exists() and compile_cache.ours_alone(kept):
+    if kept and kept.exists() and compile_cache.is_trusted(kept):
         return kept.read_text(encoding="ascii")
     made = _compile(ctypes.CDLL(str(library)), options)
-    if kept:
+    if kept and compile_cache.is_writable(kept.parent):
         (scratch_file := kept.with_suffix(f".{os.getpid()}")).write_text(made, encoding="ascii")
         scratch_file.chmod(0o600)
         scratch_file.replace(kept)
