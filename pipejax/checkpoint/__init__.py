@@ -23,16 +23,18 @@ A run directory has these files; a converted checkpoint is a run directory whose
 from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.best import Best
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.checkpoint.run import open_run, require_free, save_params, tokenizer_of
+from pipejax.checkpoint.run import CONVERSION, open_run, report_conversion, require_free, save_params, tokenizer_of
 from pipejax.checkpoint.store import Restored, Store
 
 __all__ = [
+    "CONVERSION",
     "Best",
     "Damaged",
     "Restored",
     "Store",
     "check_place",
     "open_run",
+    "report_conversion",
     "require_free",
     "save_params",
     "tokenizer_of",

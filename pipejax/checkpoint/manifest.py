@@ -39,6 +39,7 @@ class Metadata(TypedDict, total=False):
     score: list[float]
     tokenizer: dict[str, str]  # digests by name
     init: str  # the fingerprint of the weights that the run began with
+    conversion: int  # the version of the conversion that these weights are from, or that the run began with
 
 
 class Manifest(TypedDict):
@@ -143,6 +144,7 @@ def _is_metadata(value: object) -> bool:
         "shapes": _is_shapes,
         "score": lambda score: isinstance(score, list) and score != [] and all(type(x) in (int, float) for x in score),
         "tokenizer": _is_texts,
+        "conversion": _is_whole_number,
     }
     return isinstance(value, dict) and all(fits(value[key]) for key, fits in known.items() if key in value)
 
@@ -157,7 +159,8 @@ _FORM: dict[str, tuple[Callable[[object], bool], str]] = {
     "files": (lambda value: value is None or _is_texts(value), "digests by name, or null as in old manifests"),
     "metadata": (
         _is_metadata,
-        "an object; in it data as text, score as a list of numbers, tokenizer as digests by name, shapes as lengths",
+        "an object; in it data as text, score as a list of numbers, tokenizer as digests by name, shapes as lengths, "
+        "conversion as a whole number",
     ),
     "config": (lambda value: isinstance(value, dict), "an object"),
     "versions": (_is_texts, "an object of texts"),

@@ -19,6 +19,11 @@ from pipejax.system.files import absolute, look, new_directory, write_text
 
 logger = logging.getLogger(__name__)
 
+# The version of what a conversion makes of the same files, counted up where it becomes other numbers. Checkpoints of
+# the first one do not say it; `Backbone.earlier_doubts` names what it may have read wrongly.
+CONVERSION = 2
+_said: set[str] = set()  # lines that are written once a process
+
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
     """Reads the parameters of the newest good step, or of the best step; merges low-rank factors into their matrices.
@@ -59,8 +64,29 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
         raise UserError(f"{directory / kind}: found no good step; expected at least one{hint}")
     if restored.config.model is None:
         raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
+    report_conversion(restored)
     params = restored.items["params"] if packed else quantization.whole(restored.items["params"])
     return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params)})
+
+
+def report_conversion(restored: Restored) -> None:
+    """Warns, once, of weights that an earlier version may have converted with other settings than transformers'."""
+    model, metadata, place = restored.config.model, restored.metadata, restored.path.parents[1]
+    trained = restored.config.train.objective != "none"
+    if model is None or "conversion" in metadata or (trained and not metadata.get("init")):
+        return
+    if not (doubts := model.earlier_doubts()):
+        return
+    if trained:
+        line = f"{place}: was trained from an earlier version's conversion, with {doubts}: it stays as it learned"
+    else:
+        line = (
+            f"{place}: an earlier version converted it, with {doubts}; pipejax convert from-hf SOURCE NEW converts it "
+            "again"
+        )
+    if line not in _said:
+        _said.add(line)
+        logger.warning(line)
 
 
 def tokenizer_of(restored: Restored) -> Tokenizer | None:
@@ -80,8 +106,19 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     return tokenizer
 
 
-def save_params(directory: str | Path, config: Config, params: Tree, *, tokenizer_source: Path | None = None) -> None:
-    """Writes a run directory of parameters, as step 0, and tokenizer files: completely or not at all."""
+def save_params(
+    directory: str | Path,
+    config: Config,
+    params: Tree,
+    *,
+    tokenizer_source: Path | None = None,
+    conversion: int | None = CONVERSION,
+) -> None:
+    """Writes a run directory of parameters, as step 0, and tokenizer files: completely or not at all.
+
+    `conversion`: the version of the conversion that the parameters are from; None: not known.
+    """
+    metadata = {} if conversion is None else {"conversion": conversion}
     directory = absolute(directory)
     check_place(directory)
     require_free(directory)
@@ -90,7 +127,9 @@ def save_params(directory: str | Path, config: Config, params: Tree, *, tokenize
             if tokenizer_source is not None:  # before the step, as the manifest has the tokenizer's digests
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
             store = Store(partial / "checkpoints", writable=True)
-            saved = store.save(0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, wait=True)
+            saved = store.save(
+                0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, metadata=metadata, wait=True
+            )
             store.close()
             if not saved:
                 raise UserError(f"{directory}: cannot be written ({store.why_not})")

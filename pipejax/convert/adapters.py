@@ -83,6 +83,11 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
         note(f"{weights}: left out {len(left)} factors of the vision tower: sources are text alone here")
     tensors = {name: stored for name, stored in tensors.items() if not name.startswith(images)}
     modules = _modules(model, tensors)
+    if modules != _modules(model):
+        note(
+            f"{weights}: its modules have names of an earlier release of transformers, which PEFT may leave out "
+            "without a warning; pipejax convert to-hf --adapter writes those of today"
+        )
     targets = _targets(directory / CONFIG, [*modules])
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
     implied = f"as {CONFIG} implies for {len(targets)} modules"

@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pipejax.checkpoint import CONVERSION
 from pipejax.convert import adapters, description, generation
 from pipejax.convert.huggingface import TOKENIZER_FILES, from_hf, locate
 from pipejax.convert.tensor_files import ADAPTER, WHOLE, weight_files
@@ -24,8 +25,8 @@ PIECE = 2**24  # bytes that one thread digests at once
 def find_checkpoint(source: str | Path) -> Path:
     """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
 
-    A directory's conversion is known by the content of its files, and by the version of pipejax: if either changes, it
-    is converted anew.
+    A directory's conversion is known by the content of its files, by the version of pipejax and by that of the
+    conversion: if one changes, it is converted anew.
     The hub is not asked for a name, or for an adapter's base, whose newest download was converted already.
     """
     path = Path(source)
@@ -66,7 +67,7 @@ def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Pat
     places = [(directory := locate(source, at_once=at_once), WHOLE)]
     if adapters.is_adapter(directory):
         places = [(directory, ADAPTER), (locate(adapters.base_of(directory), at_once=at_once), WHOLE)]
-    facts: list[object] = [VERSION]
+    facts: list[object] = [VERSION, CONVERSION]
     for place, openers in places:
         known = [file for file in (place / name for name in SETTINGS) if look(file) == "file"]
         for file in [*known, *weight_files(place, openers)]:

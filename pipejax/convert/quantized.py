@@ -25,6 +25,7 @@ def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", 
             params, dtype="float32", weights=weights
         )
     config = dataclasses.replace(restored.config, decode=dataclasses.replace(restored.config.decode, weights=weights))
-    save_params(out, config, held, tokenizer_source=restored.tokenizer_files())
+    conversion = restored.metadata.get("conversion")
+    save_params(out, config, held, tokenizer_source=restored.tokenizer_files(), conversion=conversion)
     before, after = (sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, held))
     print(f"{out}: {after:.1f} MB of parameters in {weights}; in float32 they have {before:.1f} MB")

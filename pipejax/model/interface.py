@@ -151,6 +151,13 @@ class Backbone:
         """The backbone as its config.json can say it; may add copies of parameters, by path, that this takes."""
         return self
 
+    def earlier_doubts(self) -> str:
+        """The settings that a conversion of an earlier version may have read wrongly, in words; "": none.
+
+        Asked of a checkpoint without `conversion` in its metadata (`pipejax.checkpoint.run.CONVERSION`).
+        """
+        return ""
+
     def check_names(self, names: "frozenset[str]", where: Path, weights: Path) -> None:
         """Raises a UserError that explains which key of config.json the names of tensors contradict, if one is known.
 

@@ -566,6 +566,13 @@ class T5GemmaConfig(Backbone):
             raise UserError(f"{place}: found {found!r:.80}; expected one object, of rope_type default")
         return {"rope_theta": theta, "full_rope_theta": theta}
 
+    def earlier_doubts(self) -> str:
+        """Absent caps were read as none."""
+        sides = ("encoder", "decoder")
+        found = [f"{side}.attn_logit_softcapping" for side in sides if not getattr(self, side).attn_logit_softcapping]
+        found += [] if self.final_logit_softcapping else ["final_logit_softcapping"]
+        return f"no {', no '.join(found)}, which may have been absent in config.json and not null" if found else ""
+
     def facts(self) -> dict[str, object]:
         ids = {"pad_token_id": self.pad_token_id, "eos_token_id": self.eos_fact}
         ids["bos_token_id"] = self.decoder_start_token_id  # there is no other key for it

@@ -193,6 +193,17 @@ class T5Gemma2Config(T5GemmaConfig):
             raise UserError(f"{place}: found {found!r:.80}; expected rope_type default, or full ones linear")
         return {"rope_theta": theta, "full_rope_theta": full_theta, "full_rope_factor": factor}
 
+    def earlier_doubts(self) -> str:
+        """Absent layer_types were read as T5Gemma's, and a factor was taken beside the type "default"."""
+        found, sides = list[str](), {"encoder": self.num_layers, "decoder": self.num_decoder_layers}
+        for side, depth in sides.items():
+            stack: GemmaStack = getattr(self, side)
+            if stack.full_every == 2 <= depth:
+                found.append(f"every second layer of the {side} full, as if config.json said so")
+            if stack.full_rope_factor not in (1.0, 8.0):  # 8.0 is that of the published models, of type linear
+                found.append(f"a rope factor of {stack.full_rope_factor:g} in the {side}, whatever its type")
+        return " and ".join(found)
+
     def facts(self) -> dict[str, object]:
         """The two tables of tokens are one where config.json ties, so it does, also beside a head of its own."""
         facts: dict[str, Any] = super().facts() | {"tie_word_embeddings": True}

@@ -136,6 +136,10 @@ class UMT5Config(t5_config.T5Config):
             params["lm_head/kernel"] = params["shared/embedding"].T
         return dataclasses.replace(self, tied_head=False)
 
+    def earlier_doubts(self) -> str:
+        """See `Backbone`."""
+        return "a head that is the table, not scaled" if self.tied_head and not self.scale_head else ""
+
     def facts(self) -> dict[str, object]:
         """See `Backbone`. transformers 5 reads none of both keys, and takes the head to be scaled."""
         facts = super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}

@@ -176,8 +176,9 @@ class Run:
         devices = list(self.trainer.mesh.devices.flat)
         self.window = Window(config, count, self.write, self.progress, devices, self.clock)
         self.trace_steps(profile)
-        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), "init": start.init, "run": start.run}
-        self.metadata["dropout"] = dropout.VERSION
+        begun: dict[str, object] = {"init": start.init, "run": start.run, "dropout": dropout.VERSION}
+        begun |= {} if start.conversion is None else {"conversion": start.conversion}
+        self.metadata = {**examples.fingerprints, "shapes": self.shapes.to_json(), **begun}
         self.note = ""
 
     def trace_steps(self, count: int) -> None:

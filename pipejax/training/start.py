@@ -33,6 +33,7 @@ class Start:
     before: Config | None = None  # of the run so far; its steps and intervals may have been others
     shapes: Shapes | None = None  # that its batches had so far
     init: str = ""  # fingerprint of the weights that the run began with; "": random ones, or a former version's run
+    conversion: int | None = None  # of those weights; None: not known
     run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))  # its id on boards
 
 
@@ -62,7 +63,8 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
         return Start(trainer, state, 0, tokenizer)
     step = f"{'best ' if config.train.init_best else ''}step {origin.step}"
     logger.info(f"starting from {config.train.init_from} (its {step})")
-    return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]))
+    conversion = origin.metadata.get("conversion")
+    return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]), conversion=conversion)
 
 
 def _as_begun(config: Config, saved: Config, where: Path) -> Config:
@@ -108,7 +110,8 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
     init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
     state = TrainState(own.items["params"], own.items["state"])
-    return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, run)
+    checkpoint.report_conversion(own)
+    return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, own.metadata.get("conversion"), run)
 
 
 def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
