@@ -22,6 +22,7 @@ from pipejax.checkpoint import Restored, check_place, open_run, require_free, sa
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
 from pipejax.convert import adapters, description, generation
+from pipejax.convert.foreign_quantization import find_quantization
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
@@ -55,6 +56,20 @@ def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tu
 
 
 def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
+    quantization = find_quantization(directory)
+    try:
+        found = _read_floats(directory, model)
+    except UserError as error:
+        if quantization:
+            advice = "load it in transformers, dequantize() it there, and save_pretrained that"
+            raise UserError(f"{error}; {quantization}: quantised weights are not read ({advice})") from error
+        raise
+    if quantization:
+        note(f"{directory}: {quantization}: not followed, as the weights there are not quantised")
+    return found
+
+
+def _read_floats(directory: Path, model: Model) -> tuple[Model, Params]:
     weights, tensors = open_tensors(directory)
     tensors = unwrapped(model, weights, tensors)
     model = model.fitted(tensors, weights)

@@ -1,0 +1,32 @@
+"""Finds what other libraries write about the quantisation of a directory's weights. None of it is followed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipejax.convert.tensor_files import read_json
+from pipejax.system.files import look
+
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
+FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # of GPTQ, AWQ and ModelOpt
+
+
+def find_quantization(directory: Path) -> str:
+    """The place and the method of a directory's quantisation; "" if nothing there speaks of one."""
+    for place, value in _settings(directory / "config.json"):
+        if isinstance(value, dict):
+            of_bits = any(key.startswith(("load_in_", "bnb_")) for key in value)
+            method = value.get("quant_method") or ("bitsandbytes" if of_bits else "a method without a name")
+        else:
+            method = value
+        return f"{place} ({method!r:.40})"
+    return next((name for name in FILES if look(directory / name) == "file"), "")
+
+
+def _settings(file: Path) -> Iterator[tuple[str, object]]:
+    """The settings of a quantisation in config.json, each with its key: of the model, or of a part of it."""
+    parts: list[tuple[str, object]] = [("", read_json(file))]
+    for prefix, part in parts:
+        if not isinstance(part, dict):
+            continue
+        yield from ((f"{file.name}: {prefix}{key}", part[key]) for key in KEYS if part.get(key))
+        parts += [(f"{prefix}{key}.", part.get(key)) for key in ("encoder", "decoder", "text_config") if part.get(key)]
