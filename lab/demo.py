@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         if code := fit(config, workdir):
             return code
         generators[strategy] = open_run(workdir)
-    test = list(make_task(config.data).examples("test"))
+    test = list(make_task(config.data, config.grid.row_names).examples("test"))
     results, records = compare(generators, test)
     print(table(results), flush=True)
     draw(generators["pipelined"].config, test, records["pipelined"], root / "demo.html")

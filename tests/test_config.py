@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipejax.config import (
@@ -345,3 +346,51 @@ def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
     check(Config(model=model, decode=DecodeConfig(beams=4)), where="here")
     with pytest.raises(UserError, match=r"decode\.beams: found 5; expected at most half of model\.vocab_size = 8"):
         check(Config(model=model, decode=DecodeConfig(beams=5)), where="here")
+
+
+# Settings that are sequences.
+
+
+@pytest.mark.parametrize("names", [["a:", "b:"], ("a:", "b:"), np.asarray(["a:", "b:"])])
+@pytest.mark.parametrize(
+    "shares", [[0.8, 0.1, 0.1], (0.8, 0.1, 0.1), "0.8,0.1,0.1", "[0.8, 0.1, 0.1]", np.asarray([0.8, 0.1, 0.1])]
+)
+def test_a_setting_that_is_a_sequence_takes_any_sequence(names: Any, shares: Any, tmp_path: Path) -> None:
+    """In Python, in a dict of settings and in a config file; a run has one form of it, so that it goes on."""
+    expected = Config(grid=GridConfig(row_names=("a:", "b:")), data=DataConfig(split="0.8,0.1,0.1"))
+    assert override(Config(grid=GridConfig(row_names=names), data=DataConfig(split=shares)), {}) == expected
+    assert override(Config(), {"grid.row_names": names, "data": {"split": shares}}) == expected
+    assert hash(expected) is not None and from_json(to_json(expected), where="x") == expected
+    plain = [x.tolist() if isinstance(x, np.ndarray) else x for x in (names, shares)]
+    grid, data = f"GridConfig(row_names={plain[0]!r})", f"DataConfig(split={plain[1]!r})"
+    (tmp_path / "c.py").write_text(f"{IMPORTS}config = Config(grid={grid}, data={data})\n")
+    assert load(tmp_path / "c.py") == expected
+
+
+def test_a_method_of_ones_own_takes_lists_too() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        names: tuple[str, ...] = ()
+
+    assert override(Config(method=Own(names=["a"])), {}).method == Own(("a",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (
+            ["grid.row_names=a:, b:"],
+            """found 'a:, b:'; expected a list of texts, as in --set 'grid.row_names=["a:", "b:"]'""",
+        ),
+        (["grid.row_names=date"], """found 'date'; expected a list of texts, as in --set 'grid.row_names=["date"]'"""),
+        ({"grid.row_names": "date"}, """found 'date'; expected a list of texts, such as ["date:", "party:"]"""),
+        ({"grid.row_names": [1]}, """found (1,); expected a list of texts, such as ["date:", "party:"]"""),
+        ({"data.targets": 3}, """found 3; expected a name, or several such as ["date", "party"]"""),
+        ({"data.targets": ["a", 3]}, """found ('a', 3); expected a name, or several such as ["date", "party"]"""),
+    ],
+)
+def test_a_refusal_shows_a_value_that_works(overrides: Any, line: str) -> None:
+    assert refusal(override, Config(), overrides).endswith(line)
+    shown = line.rpartition("as ")[2].removeprefix("in --set ").strip("'")
+    key = "data.targets" if "data.targets" in overrides else "grid.row_names"
+    override(Config(), [shown if "=" in shown else f"{key}={shown}"])

@@ -117,10 +117,7 @@ def test_members_that_the_api_reference_names_exist(name: str) -> None:
 def test_a_row_of_the_config_reference() -> None:
     assert "| `train.dropout` | `0.1` | a number, at least 0, less than 1 | " in reference.table("train")
     assert "| `grid.delay` | `1` | a whole number, at least 0, at most 2^15 | " in reference.table("grid")
-    assert (
-        '| `grid.row_names` | none | a list of texts, such as ["date:", "party:"] (in a config file a tuple) | '
-        in reference.table("grid")
-    )
+    assert '| `grid.row_names` | none | a list of texts, such as ["date:", "party:"] | ' in reference.table("grid")
     assert "| `data.separator` | `' ; '` | text | " in reference.table("data")
     assert "| `train.tensorboard` | `false` | true or false | " in reference.table("train")
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             cli.note(f"--- {name}, {strategy}: {workdir}")
             if code := fit(config, workdir):
                 return code
-            found, _ = evaluate(open_run(workdir), list(make_task(config.data).examples("test")))
+            found, _ = evaluate(open_run(workdir), list(make_task(config.data, config.grid.row_names).examples("test")))
             results[name][strategy] = {key: float(found[key]) for key in ("em_f1", "steps")}
         own = results[name]
         told = ", ".join(

@@ -46,7 +46,10 @@ def main(argv: Sequence[str]) -> int:
     examples: Sequence[Example] = ()
     for kind in KINDS:
         generator = opened(flags, kind)
-        examples = examples or make_task(generator.config.data).examples("test")[: flags.limit]
+        examples = (
+            examples
+            or make_task(generator.config.data, generator.config.grid.row_names).examples("test")[: flags.limit]
+        )
         if not len(examples):
             raise UserError("--test: found no documents in it; expected some")
         found, records = measured(generator, examples, kind, scores=True)

@@ -19,6 +19,7 @@ import jax
 
 from pipejax import config as config_lib
 from pipejax import metrics
+from pipejax.config.row_names import columns_of
 from pipejax.data import OWN_FILES, make_task
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
@@ -140,6 +141,20 @@ def by_rows(
     return table
 
 
+def by_column(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> dict[str, float]:
+    """The percentage of documents whose cell is right by the metric "exact", for each column of `data.targets`."""
+    config, found = generator.config, dict[str, float]()
+    for column, name in columns_of(config.data.columns, config.grid.row_names).items():
+
+        def cells(rows: Sequence[str], name: str = name) -> list[str]:
+            read = exact.named_rows(rows, {name: exact.number_or_text})
+            return exact.spell_rows([row for row in read if not isinstance(row, str)], fold_case=False)
+
+        right = sum(cells(e.targets) == cells(texts(r)) for e, r in zip(examples, records, strict=True))
+        found[column] = 100 * right / len(examples)
+    return found
+
+
 def peak_memory() -> dict[str, int]:
     """The most bytes since the start: of the fullest device, where devices tell, else of the process.
 
@@ -187,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
             f"{flags.checkpoint}: was not trained here, so it has no task; expected one, as in "
             f"--task jsonl --set data.{flags.split}=FILE"
         )
-    task = make_task(data)
+    task = make_task(data, generator.config.grid.row_names)
     if isinstance(task, FilesTask) and not task.has(flags.split):
         raise UserError(
             f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
@@ -219,6 +234,7 @@ def main(argv: Sequence[str]) -> int:
         **result,
         **peak_memory(),
         "by_rows": by_rows(generator, examples, records, result["metric"]),
+        **({"by_column": by_column(generator, examples, records)} if generator.config.data.columns else {}),
     }
     try:
         if flags.predictions:

@@ -226,8 +226,17 @@ def write_table(lines: Path, target: str) -> None:
     lines.unlink()
 
 
+BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that stand beside its columns in a table
+
+
 def _read(lines: Path) -> Iterator[Object]:
-    return (record for _, record in read_file(lines))
+    """The rows of the table: the records, or, if these have columns, the columns and what stands beside them."""
+    for _, record in read_file(lines):
+        if isinstance(columns := record.get("columns"), dict):
+            beside = {name: record[name] for name in BESIDE if name in record and name not in columns}
+            yield {"id": record["id"], **columns, **beside}
+        else:
+            yield record
 
 
 def _write_text(lines: Path, partial: Path, target: str) -> None:
@@ -249,9 +258,11 @@ def _write_text(lines: Path, partial: Path, target: str) -> None:
 def _write_parquet(lines: Path, partial: Path, target: str) -> None:
     arrow, parquet = (module(name, "parquet", f"--output {target}") for name in ("pyarrow", "pyarrow.parquet"))
     whole = all(isinstance(record["id"], int) and abs(record["id"]) < 2**63 for record in _read(lines))
-    fields = []
+    first, fields = next((record for _, record in read_file(lines)), {}), []
+    columns: Object = first.get("columns") or {}  # type: ignore[assignment]
+    types = {name: kind for name, kind in _TYPES.items() if name not in columns} | dict.fromkeys(columns, ("string", 0))
     for name in next(_read(lines), {}):
-        kind, depth = ("int64" if whole else "string", 0) if name == "id" else _TYPES.get(name, ("string", 0))
+        kind, depth = ("int64" if whole else "string", 0) if name == "id" else types.get(name, ("string", 0))
         type_ = getattr(arrow, kind)()
         for _ in range(depth):
             type_ = arrow.list_(type_)
@@ -260,7 +271,7 @@ def _write_parquet(lines: Path, partial: Path, target: str) -> None:
     def cell(name: str, value: object) -> object:
         if name == "id":
             return value if whole else str(value)
-        return value if name in _TYPES else _json(value)
+        return value if name in types else _json(value)
 
     records = _read(lines)
     with parquet.ParquetWriter(partial, arrow.schema(fields)) as writer:

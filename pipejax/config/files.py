@@ -18,12 +18,22 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pipejax.config.row_names import names_of, quoted
 from pipejax.config.schema import Config, check
 from pipejax.model.interface import BACKBONES, Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.fields import SEQUENCES, alternatives, parse_value, plain_value, shown_value, types_of
+from pipejax.system.fields import (
+    LISTS,
+    NAMES,
+    alternatives,
+    parse_value,
+    plain_value,
+    shown_value,
+    types_of,
+    with_tuples,
+)
 from pipejax.system.files import look, read_small
 
 if typing.TYPE_CHECKING:
@@ -82,6 +92,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         name = method if isinstance(method, str) else method.get("class")
         made_of = {"class": name} if isinstance(method, str) else method
         config = dataclasses.replace(config, method=_of_class(name, made_of) if name else None)
+    config = with_tuples(config)
     check(config, where=str(path))
     return override(config, overrides, where=where)
 
@@ -93,6 +104,11 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
             config = _set_own(config, key, value)
         else:
             config = _assign(config, key.split("."), value, key, written=written)
+    config = with_tuples(config)
+    if config.data.columns and not config.grid.row_names:
+        config = dataclasses.replace(
+            config, grid=dataclasses.replace(config.grid, row_names=names_of(config.data.columns))
+        )
     check(config, where=where)
     return config
 
@@ -294,7 +310,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
-    if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, *SEQUENCES):
+    if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, *LISTS):
         names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]
         raise UserError(f"{full}: found a section; expected one of its keys, such as {full}.{names[0]}")
     value = parse_value(value, kind, full) if written and isinstance(value, str) else plain_value(value, kind)
@@ -321,7 +337,8 @@ def _build(cls: type, values: object, prefix: str, where: str) -> Any:
         if key == "model" and isinstance(value, dict) and isinstance(value.get("class"), str):
             built[key] = made(value, key)
             continue
-        value = tuple(value) if kinds[key] in SEQUENCES and isinstance(value, list) else value
+        value = tuple(value) if kinds[key] in LISTS and isinstance(value, list) else value
+        value = quoted(value) if kinds[key] == NAMES and isinstance(value, str) else value  # several are a list
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
         return cls(**built)

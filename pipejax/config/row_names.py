@@ -1,11 +1,50 @@
-"""Names of rows: the text with which a row begins (`grid.row_names`), and the bare name in it."""
+"""Names of rows: the text with which a row begins (`grid.row_names`), the bare name in it, and columns as names."""
 
+import csv
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 MARKS = " :=-"  # characters that may end the name of a row: "price:" names the property "price"
 # A mark between a bare name and a value. A sign that belongs to the value, as in "-1" and ":)", is not one.
 _MARK = re.compile(r"[:=]|\s+[:=](?=[\s\d]|$)|\s+-(?=\s)")
+
+
+def read_columns(targets: str | Sequence[str]) -> str | tuple[str, ...]:
+    """Returns `data.targets` as it is kept: a name, or the names of several columns.
+
+    A comma parts names. A name that holds one stands in double quotes, also if it is the only name, or in a list.
+    """
+    if not isinstance(targets, str):
+        return tuple(targets)
+    cells = next(csv.reader([targets], skipinitialspace=True), [])
+    return tuple(cell.strip() for cell in cells) if len(cells) > 1 else targets
+
+
+def quoted(name: str) -> str:
+    """The text that `read_columns` takes for one name, whatever it holds; a text in quotes stays as it is."""
+    doubled = name.replace('"', '""')
+    return f'"{doubled}"' if isinstance(read_columns(name), tuple) else name
+
+
+def field_of(targets: str) -> str:
+    """The name of the field in a `data.targets` that is one name."""
+    return next(csv.reader([targets], skipinitialspace=True))[0] if "," in targets else targets
+
+
+def names_of(columns: Sequence[str]) -> tuple[str, ...]:
+    """The names of rows of which each holds a column."""
+    return tuple(f"{column}:" for column in columns)
+
+
+def columns_of(columns: Sequence[str], row_names: Sequence[str]) -> dict[str, str]:
+    """The names of rows by the column or the property that each row holds: without columns, the bare name.
+
+    Args:
+      columns: `data.columns`.
+      row_names: `grid.row_names`.
+    """
+    properties = columns if len(columns) == len(row_names) else [*map(bare_name, row_names)]
+    return dict(zip(properties, row_names, strict=True))
 
 
 def bare_name(name: str) -> str:

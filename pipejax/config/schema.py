@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NoReturn
 
+from pipejax.config.row_names import bare_name, read_columns
 from pipejax.model.interface import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
@@ -55,7 +56,7 @@ class DataConfig:
     skip_bad: bool = setting(False)  # `jsonl`, `csv`: lines that are no examples are left out and counted
     empty_targets: str = setting("keep", choices=EMPTY_TARGETS)  # training examples without an answer
     source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
-    targets: str = setting("targets")  # `jsonl`, `csv`: the field that holds the rows
+    targets: str | tuple[str, ...] = setting("targets")  # `jsonl`, `csv`: the field of the rows; or columns, each a row
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
     delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
     metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "exact"
@@ -66,6 +67,24 @@ class DataConfig:
     max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, special tokens kept
     max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
     separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
+
+    def __post_init__(self) -> None:
+        """Brings `split` and `targets` into one form: a text of shares, and a name or a tuple of names."""
+        split = self.split.tolist() if hasattr(self.split, "tolist") else self.split
+        if isinstance(split, list | tuple):
+            split = ",".join(map(str, split))
+        elif isinstance(split, str) and split.startswith("[") and split.endswith("]"):
+            split = ",".join(map(str.strip, split[1:-1].split(",")))
+        targets = self.targets.tolist() if hasattr(self.targets, "tolist") else self.targets
+        if isinstance(targets, str | list | tuple):
+            targets = read_columns(targets)
+        object.__setattr__(self, "split", split)
+        object.__setattr__(self, "targets", targets)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of which each is a row; none if one field holds the rows."""
+        return self.targets if isinstance(self.targets, tuple) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +208,18 @@ def check(config: Config, *, where: str) -> None:
         refuse("grid.row_names", "an empty one", "text in each")
     if (names := len(grid.row_names)) > grid.sub_max:
         refuse("grid.row_names", names, f"at most grid.sub_max = {grid.sub_max}")
+    if columns := data.columns:
+        if not all(column.strip() for column in columns):
+            refuse("data.targets", f"an empty name in {list(columns)}", "text in each")
+        if "id" in columns or len({*columns}) < len(columns):
+            refuse("data.targets", list(columns), "each column once, and no id, by which records are known")
+        if data.rows != "list":
+            refuse("data.rows", f"{data.rows} with several columns as data.targets", "list, as each column is a row")
+        if names and names != len(columns):
+            refuse("grid.row_names", f"{names} with {len(columns)} columns as data.targets", "one for each, or none")
+        bare = [bare_name(name) for name in grid.row_names]
+        if names and bare != [*columns] and {*bare} == {*columns}:
+            refuse("grid.row_names", f"another order than data.targets = {list(columns)}", "the same, or no names")
     if grid.delay == 0 and len({*grid.row_names}) < names:
         refuse("grid.row_names", "a name twice", "others, since grid.delay = 0")
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":

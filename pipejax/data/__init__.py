@@ -1,5 +1,7 @@
 """Data sets as tasks, their examples as text and as token ids, and padded batches. Nothing here imports JAX."""
 
+from collections.abc import Sequence
+
 from pipejax.config import DataConfig
 from pipejax.data.demo import DemoTask
 from pipejax.data.examples import Task
@@ -11,9 +13,10 @@ PAPERS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed", "s
 TASKS = ("demo", "demo_long", *OWN_FILES, *PAPERS)
 
 
-def make_task(config: DataConfig) -> Task:
+def make_task(config: DataConfig, row_names: Sequence[str] = ()) -> Task:
+    """The task of a config; `row_names`: of `grid`, with which rows begin that are columns."""
     if config.task in OWN_FILES:
-        return FilesTask(config)
+        return FilesTask(config, row_names)
     if config.task in ("demo", "demo_long"):
         return DemoTask(long=config.task == "demo_long")
     if config.task in PAPERS:

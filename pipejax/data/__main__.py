@@ -1,7 +1,7 @@
 """Prepares published data sets, and prints statistics of a task's data.
 
     pipejax data prepare TASK --manual-dir DIR [--data-dir DIR]
-    pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--set KEY=VALUE ...] [--json]
+    pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--skip-bad] [--set KEY=VALUE ...]
 
 `prepare` reads the publisher's files in --manual-dir and writes the data set that training reads to --data-dir (without
 that flag to TFDS's own directory, ~/tensorflow_datasets). If files are absent, the error lists those that TASK needs.
@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     stats.add_argument("--data-dir", default="", metavar="DIR", help="directory of prepared data sets")
     stats.add_argument("--tokenizer", default="", metavar="DIR", help="directory or hub id; without it words only")
     stats.add_argument("--split", choices=SPLITS, help="measure this split only")
+    stats.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.add_overrides("override a setting, such as grid.time_max=50 or data.train=train.jsonl (repeatable)")
     flags = parser.parse_args(argv)
@@ -61,8 +62,8 @@ def _stats(flags: argparse.Namespace) -> int:
         published = PUBLISHED[flags.task]
         data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)
         config = dataclasses.replace(config, data=data, grid=published.grid)
-    config = config_lib.override(config, flags.overrides)
-    task = make_task(config.data)
+    config = config_lib.override(config, [*flags.overrides, *(["data.skip_bad=true"] if flags.skip_bad else [])])
+    task = make_task(config.data, config.grid.row_names)
     examples = {split: task.examples(split) for split in ([flags.split] if flags.split else SPLITS)}
     examples = {split: found for split, found in examples.items() if len(found)}
     if not examples:

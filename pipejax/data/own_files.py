@@ -4,6 +4,8 @@ A record is `{"id", "source", "targets": [row, ...]}`, unless the config names o
 """
 
 import dataclasses
+import datetime
+import decimal
 import difflib
 import functools
 import hashlib
@@ -11,9 +13,10 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from pipejax.config import DataConfig
+from pipejax.config.row_names import field_of, names_of
 from pipejax.data.examples import Example, Task
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
@@ -23,6 +26,7 @@ from pipejax.data.tables import Dialect
 from pipejax.data.text import Template, normalized, sentences, split_rows
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
+from pipejax.system.fields import shown_value
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +37,19 @@ MANY = 20  # examples from which on it is worth a line that none has several row
 class FilesTask(Task):
     """The task of the files `data.train`, `data.dev` and `data.test`."""
 
-    def __init__(self, config: DataConfig) -> None:
-        """Checks the settings; a file is opened when its split is asked for."""
+    def __init__(self, config: DataConfig, row_names: Sequence[str] = ()) -> None:
+        """Checks the settings; a file is opened when its split is asked for.
+
+        `row_names`: with which the rows of `data.targets` begin if these are columns; none: their names and a colon.
+        """
         self.config, self.metric = config, config.metric or "exact"
+        self._targets = config.columns or (field_of(str(config.targets)),)
         self.template = config.source_template or "{source}"
         self._template = Template(self.template, key="data.source_template")
         fields = " ".join(f"{{{field}}}" for field in self.fields)
         judges_presence = HEADLINES[self.metric] == "present_f1@M" and fields != self.template
         self._document = Template(fields, key="data.source_template") if judges_presence else None
-        self._rows = _rows_reader(config)
+        self._rows = _rows_reader(config, row_names)
         self._shares = _shares(config) if config.split else ()
         self._parted: dict[str, list[Example]] | None = None
 
@@ -79,7 +87,7 @@ class FilesTask(Task):
     def _filled(self, value: Object, place: str, template: Template | None = None) -> str:
         if not any(field in value for field in self.fields):
             value_of(value, self.fields[0], place)  # says which keys there are
-        cells = {field: _found_cell(value, field, place, {*self.fields, self.config.targets}) for field in self.fields}
+        cells = {field: _found_cell(value, field, place, {*self.fields, *self._targets}) for field in self.fields}
         texts = {field: "" if cell is None else check_text(cell, field, place) for field, cell in cells.items()}
         if not any(texts.values()):
             names = ", ".join(f'"{field}"' for field in self.fields)
@@ -107,7 +115,7 @@ class FilesTask(Task):
         if config.empty_targets != "keep":
             raise UserError(f"data.empty_targets: found {config.empty_targets!r}; expected keep, as data.stream is set")
         bad, files, size = BadLines(path, skip=config.skip_bad), files_of(path), config.stream
-        require_fields((*self.fields, config.targets), (value for _, value in self._records(files, bad)), path)
+        require_fields((*self.fields, *self._targets), (value for _, value in self._records(files, bad)), path)
 
         def read(files: Sequence[str]) -> Iterator[list[Example]]:
             records = self._records(files, bad)
@@ -152,7 +160,7 @@ class FilesTask(Task):
             document = self._filled(value, place, self._document) if self._document else ""
             examples.append(Example(name, source, rows, place, document))
         if examples and whole:
-            require_fields((*self.fields, self.config.targets), [fields], where)
+            require_fields((*self.fields, *self._targets), [fields], where)
         between = self.config.delimiter
         if self.config.rows == "delimiter" and len(examples) >= MANY and not any(len(e.targets) > 1 for e in examples):
             logger.info(f"{where}: data.delimiter {between!r} parts none of {len(examples)} targets: each is one row")
@@ -207,9 +215,13 @@ def _found_cell(value: Object, field: str, place: str, known: Collection[str]) -
     return None if is_blank(found) else found
 
 
-def _rows_reader(config: DataConfig) -> Callable[[Object, str], list[str]]:
-    """The function (record, place) -> target rows that `data.rows` asks for."""
-    key = config.targets
+def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Object, str], list[str]]:
+    """The function (record, place) -> target rows that `data.targets` and `data.rows` ask for."""
+    if config.columns:
+        return functools.partial(
+            _named_rows, dict(zip(config.columns, row_names or names_of(config.columns), strict=True))
+        )
+    key = field_of(str(config.targets))
     if config.rows == "list":
         if config.task == "csv":
             raise UserError("data.rows: found 'list'; expected delimiter or sentences, as a column of CSV holds text")
@@ -221,6 +233,37 @@ def _rows_reader(config: DataConfig) -> Callable[[Object, str], list[str]]:
         return [] if text is None else part(check_text(text, key, place))
 
     return rows
+
+
+def _named_rows(names: Mapping[str, str], value: Object, place: str) -> list[str]:
+    """A row for each column, its name and the text of the cell; of a blank cell the name alone."""
+    if not any(column in value for column in names):
+        value_of(value, next(iter(names)), place)  # says which keys there are
+    texts = {column: _text_of_cell(_found_cell(value, column, place, names), column, place) for column in names}
+    return [f"{names[column].rstrip()} {text}" if text else names[column] for column, text in texts.items()]
+
+
+def _text_of_cell(value: object, key: str, place: str) -> str:
+    """The text of a cell: numbers as JSON has them, a whole one without a point; the items of a list with commas."""
+    if is_blank(value):
+        return ""
+    if isinstance(value, list | tuple):
+        items = [_text_of_cell(item, f"{key}[{i}]", place) for i, item in enumerate(value)]
+        if any(not item or "," in item for item in items):
+            found = shown_value(list(value))
+            raise UserError(f'{place}: "{key}": found {found}; expected items that are not blank and hold no comma')
+        return ", ".join(items)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):  # where a column has gaps, whole numbers are floats
+        return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+    if isinstance(value, decimal.Decimal):
+        return f"{value:f}"
+    if isinstance(value, datetime.datetime) and value.time() == datetime.time() and value.tzinfo is None:
+        return value.date().isoformat()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return check_text(str(value) if isinstance(value, int) else value, key, place).strip()
 
 
 def _shares(config: DataConfig) -> tuple[float, ...]:

@@ -1,17 +1,20 @@
 """From decoded ids to records, which Python is given and `pipejax decode` writes."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NotRequired, TypedDict
 
 from pipejax import decoding
 from pipejax.config import Config
+from pipejax.config.row_names import columns_of, split_row
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded
 from pipejax.inference import wishes
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.methods import Method, tells_rows_apart
+from pipejax.metrics.exact import fold
 
 
 class Record(TypedDict):
@@ -23,6 +26,7 @@ class Record(TypedDict):
     row_ids: list[list[int]]  # token ids
     steps: int  # of Algorithm 1
     calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
+    columns: NotRequired[dict[str, str | None]]  # with columns as `data.targets`: "" if blank, None without a row
     truncated: str | None  # the limit that cut it short, one of `decoding.TRUNCATIONS`
     method: str  # the name of the method that wrote it
     repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
@@ -80,6 +84,9 @@ def record_of(
         "truncated": TRUNCATIONS[int(found.truncated[place])],
         "method": method.name,
     }
+    if said is not None and config.data.columns:
+        assert tokenizer is not None
+        record["columns"] = _columns_in(said, config, tokenizer)
     if source.schema is not None:  # all its rows are there, and have ended
         record["truncated"] = None
     if unique:
@@ -102,6 +109,22 @@ def record_of(
             seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
             record["pieces"] = {str(i): tokenizer.piece(i) for i in sorted(seen)}
     return record
+
+
+def _columns_in(rows: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str | None]:
+    """The texts of the columns, of which each is in the first row that begins with its name."""
+    names = columns_of(config.data.columns, config.grid.row_names)
+    by_text = {_as_decoded(tokenizer, name): column for column, name in names.items()}
+    found: dict[str, str | None] = dict.fromkeys(names)
+    for row in rows:
+        if (parts := split_row(row, by_text, fold)) and found[by_text[parts[0]]] is None:
+            found[by_text[parts[0]]] = parts[1]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_decoded(tokenizer: Tokenizer, text: str) -> str:
+    return tokenizer.decode(tokenizer.encode(text))
 
 
 def count(record: Record, method: Method, report: Report, *, config: Config, tokenizer: Tokenizer | None) -> None:

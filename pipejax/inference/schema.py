@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipejax.config import Config
-from pipejax.config.row_names import bare_name
+from pipejax.config.row_names import columns_of
 from pipejax.data import json_schema
 from pipejax.data.expressions import Expressions, TooLarge
 from pipejax.data.token_bytes import token_bytes
@@ -116,8 +116,8 @@ class Schemas:
         """The compiled schema, if answers of the method can follow it; `at_once`: raises Uncompiled if it is new."""
         where = str(given) if isinstance(given, str | Path) else "schema"
         check(method, config, where)
-        found, names = read(given, where), config.grid.row_names
-        key = hashlib.sha256(json.dumps(found).encode()).digest(), names, strategy, where
+        found, names = read(given, where), columns_of(config.data.columns, config.grid.row_names)
+        key = hashlib.sha256(json.dumps(found).encode()).digest(), (*names.items(),), strategy, where
         if there := self._look_up(key):
             return there
         if at_once:
@@ -179,11 +179,17 @@ def read(given: Mapping[str, object] | str | Path, where: str) -> object:
 
 
 def make(
-    schema: object, where: str, tokenizer: Tokenizer | None, *, row_names: Sequence[str], size: int, strategy: Strategy
+    schema: object,
+    where: str,
+    tokenizer: Tokenizer | None,
+    *,
+    row_names: Mapping[str, str],
+    size: int,
+    strategy: Strategy,
 ) -> Schema:
     """Compiles a schema; a UserError if rows cannot follow it, or this tokenizer cannot write them.
 
-    `row_names`: with which rows begin in training, one a property; `size`: of the vocabulary.
+    `row_names`: by property, with which rows begin in training, in their order; `size`: of the vocabulary.
     """
     if tokenizer is None:
         raise UserError(f"{where}: the checkpoint has no tokenizer; expected one, which spells the rows")
@@ -193,11 +199,11 @@ def make(
         found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
     except RecursionError as error:
         raise UserError(f"{where}: found lists or objects in too many others; expected fewer") from error
-    learned = {bare_name(name): (i, name) for i, name in enumerate(row_names)}
+    learned = {key: (i, name) for i, (key, name) in enumerate(row_names.items())}
     if strange := [name for name in found if name not in learned] if learned else []:
         logger.warning(
-            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = {list(row_names)}; the "
-            "model has not learned to write that row"
+            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "
+            f"{list(row_names.values())}; the model has not learned to write that row"
         )
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
     texts = [learned[name][1] if name in learned else f"{name}:" for name in known]

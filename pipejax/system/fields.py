@@ -5,6 +5,7 @@ It imports the standard library only.
 
 import contextlib
 import dataclasses
+import json
 import math
 import operator
 import os
@@ -20,7 +21,9 @@ from pipejax.system.files import UTF_8, is_misread
 Kind = Any  # the type of a setting as its annotation says it: a class, a union of them, or one of SEQUENCES
 TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
 IDS = tuple[int, ...]  # the type of a setting that holds several token ids
-SEQUENCES = {TEXTS: str, IDS: int}  # the type of each of their values
+NAMES = str | TEXTS  # the type of a setting that holds one name or several
+SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # the type of each value of those that may be a tuple
+LISTS = (*SEQUENCES,)  # the types of settings that may be given as a list
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
 
@@ -54,7 +57,7 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
         # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.
         fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)
         texts = value if isinstance(value, tuple) else (value,)
-        if of := SEQUENCES.get(kind):
+        if (of := SEQUENCES.get(kind)) and (kind != NAMES or isinstance(value, tuple)):
             fits = isinstance(value, tuple) and all(type(one) is of for one in value)
         if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
@@ -114,8 +117,9 @@ def noun(kind: Kind) -> str:
         str: "text",
         list: "a list",
         dict: "an object",
-        TEXTS: 'a list of texts, such as ["date:", "party:"] (in a config file a tuple)',
-        IDS: "a list of whole numbers, such as [107] (in a config file a tuple)",
+        TEXTS: 'a list of texts, such as ["date:", "party:"]',
+        IDS: "a list of whole numbers, such as [107]",
+        NAMES: 'a name, or several such as ["date", "party"]',
     }
     return nouns.get(kind) or " or ".join(getattr(k, "__name__", str(k)) for k in alternatives(kind))
 
@@ -124,20 +128,40 @@ def plain_value(value: object, kind: Kind) -> object:
     """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
-    return tuple(value) if kind in SEQUENCES and isinstance(value, list) else value
+    return tuple(value) if kind in LISTS and isinstance(value, list) else value
+
+
+def with_tuples(node: Any) -> Any:
+    """The dataclass with tuples in the place of lists, also in nested dataclasses: settings can be hashed."""
+    changed, kinds = dict[str, Any](), types_of(type(node))
+    for field in dataclasses.fields(node):
+        value = plain = getattr(node, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            plain = with_tuples(value)
+        elif any(typing.get_origin(kind) is tuple for kind in alternatives(kinds[field.name])):
+            plain = value.tolist() if hasattr(value, "tolist") else value
+            plain = tuple(plain) if isinstance(plain, list) else plain
+        if plain is not value:
+            changed[field.name] = plain
+    return dataclasses.replace(node, **changed) if changed else node
 
 
 def parse_value(text: str, kind: Kind, key: str) -> object:
     """Parses a value of --set as `kind`; several values are a list of JSON. Raises a UserError that names the key."""
-    if kind in SEQUENCES:
+    if kind in LISTS:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := strict_json.loads(text), list):
                 return tuple(found)  # `check_settings` looks at what is in it
-    if kind is str:
+    if kind == NAMES and "," in text:  # its reader parts it, and knows quotes
+        return text
+    if kind in (str, NAMES):
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
+    if kind == TEXTS:
+        listed = json.dumps([part.strip() for part in text.split(",")], ensure_ascii=False)
+        raise UserError(f"{key}: found {text!r}; expected a list of texts, as in --set '{key}={listed}'")
     raise UserError(f"{key}: found {text!r}; expected {noun(kind)}")

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipejax import config as config_lib
@@ -39,7 +39,7 @@ def train_run(
         )
     if method is not None:
         config = dataclasses.replace(config, method=method)
-    config_lib.check(config, where="config")
+    config = config_lib.override(config, {}, where="config")
     config = config_lib.override(config, overrides, where="overrides")
     given: dict[str, list[Example]] = {}
     for split, source in (("train", train), ("dev", dev)):
@@ -48,7 +48,7 @@ def train_run(
                 raise UserError(f"{split}: found a file with data.task = {config.data.task}; expected jsonl or csv")
             config = config_lib.override(config, {f"data.{split}": source}, where=split)
         elif source is not None:
-            given[split] = examples_of(source, split, config.data)
+            given[split] = examples_of(source, split, config.data, config.grid.row_names)
             # A cell in memory may hold a list; one of CSV, which `jsonl` reads by its name as well, does not.
             data = dataclasses.replace(config.data, task="jsonl")
             data = dataclasses.replace(data, train="") if split == "train" else dataclasses.replace(data, dev="")
@@ -67,7 +67,7 @@ def train_run(
     return Path(workdir)
 
 
-def examples_of(source: object, split: str, data: DataConfig) -> list[Example]:
+def examples_of(source: object, split: str, data: DataConfig, row_names: Sequence[str] = ()) -> list[Example]:
     """The examples of records in memory; one without an id has its number, from 1 on, as lines of files have."""
     if data.task not in OWN_FILES:
         raise UserError(f"{split}: found records in memory with data.task = {data.task}; expected jsonl")
@@ -84,6 +84,6 @@ def examples_of(source: object, split: str, data: DataConfig) -> list[Example]:
         if not isinstance(row, Mapping):
             raise UserError(f"{split}:{number}: found {shown_value(row)}; expected a record, such as a dict")
     bad, placed = BadLines(split, skip=data.skip_bad), ((f"{split}:{i}", row) for i, row in enumerate(rows, start=1))
-    examples = FilesTask(dataclasses.replace(data, task="jsonl")).examples_of(placed, split, bad)
+    examples = FilesTask(dataclasses.replace(data, task="jsonl"), row_names).examples_of(placed, split, bad)
     bad.end(len(examples))
     return examples

@@ -109,7 +109,7 @@ class Examples:
     def of(cls, config: Config, given: Mapping[str, Sequence[Example]] | None = None) -> "Examples":
         """Those that are given, else those of the config's task; the same in all processes."""
         with distributed.fail_together(UserError):
-            task = make_task(config.data)
+            task = make_task(config.data, config.grid.row_names)
 
             def examples_of(split: str) -> Sequence[Example]:
                 if given and split in given:

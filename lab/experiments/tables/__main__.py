@@ -149,7 +149,7 @@ def _statistics(
         cell = Cell(task, size, "pipelined")
         try:
             config = cell.config(overrides)
-            task_data = make_task(config.data)
+            task_data = make_task(config.data, config.grid.row_names)
             test = task_data.examples("test")
             train = len(task_data.examples("train"))
             tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None

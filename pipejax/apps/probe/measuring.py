@@ -106,7 +106,8 @@ def prepare(
 
 def _examples(source: str, config: Config) -> Sequence[Example]:
     task = config.data.task if config.data.task in OWN_FILES else "jsonl"
-    return make_task(dataclasses.replace(config.data, task=task, test=source, split="")).examples("test")
+    data = dataclasses.replace(config.data, task=task, test=source, split="")
+    return make_task(data, config.grid.row_names).examples("test")
 
 
 def _encode(

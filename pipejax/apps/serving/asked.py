@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pipejax import methods
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config
-from pipejax.config.row_names import bare_name
+from pipejax.config.row_names import columns_of
 from pipejax.data.encoding import encode_source
 from pipejax.data.lines import Object, kind
 from pipejax.decoding import Sampling
@@ -308,10 +308,11 @@ def apply_format(given: Object, generator: Generator, strategy: str, *, schemas:
     if not schemas:
         raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
     if kind == "json_object":
-        if not (names := generator.config.grid.row_names):
+        config = generator.config
+        if not (names := columns_of(config.data.columns, config.grid.row_names)):
             expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
             raise unsuitable(field, kind, expected)
-        schema: object = {"type": "object", "properties": {bare_name(name): {"type": "string"} for name in names}}
+        schema: object = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     else:
         named = found.get("json_schema") if field == "response_format" else found
         schema = named.get("schema") if isinstance(named, Mapping) else None
