@@ -748,3 +748,53 @@ def test_keyphrases_in_order_of_appearance():
         assert absent == sorted(absent)
         for a, b in itertools.pairwise(present):  # those of one place as given
             assert places(a)[0] < places(b)[0] or given[a] < given[b]
+
+
+@pytest.mark.parametrize(
+    "content, name, settings, line",
+    [
+        (
+            "id,text,targets\n1,a,b\n",
+            "a.csv",
+            {"rows": "delimiter"},
+            'a.csv:2: found no "source"; expected one (keys: id, text, targets); data.source_template makes the source '
+            'of other fields, such as "{text}"',
+        ),
+        (
+            '{"doc no": "a", "body": "x", "targets": []}\n',
+            "a.jsonl",
+            {},
+            'a.jsonl:1: found no "source"; expected one (keys: doc no, body, targets); data.source_template makes the '
+            'source of other fields, such as "{body}"',
+        ),
+        (
+            '{"source": "x", "vendor": "a", "tags, all": "b"}\n',
+            "a.jsonl",
+            {},
+            'a.jsonl:1: found no "targets"; expected a list of texts (keys: source, vendor, tags, all); data.targets '
+            'names another field, or several columns, such as "tags, all"',
+        ),
+        (
+            "source,answer\na,b\n",
+            "a.csv",
+            {"rows": "delimiter"},
+            'a.csv: found no "targets" in any record; expected it in some (keys: source, answer); data.targets names '
+            "another field, or several columns, such as answer",
+        ),
+        ('{"id": 1}\n', "a.jsonl", {}, 'a.jsonl:1: found no "source"; expected one (keys: id)'),
+        (
+            '{"text": "x", "targets": []}\n',
+            "a.jsonl",
+            {"source_template": "{body}"},
+            'a.jsonl:1: found no "body"; expected one (keys: text, targets)',
+        ),
+    ],
+)
+def test_an_absent_source_names_the_setting_and_the_fields_that_are_there(content, name, settings, line, tmp_path):
+    assert refusal(tmp_path, content, name, **settings).endswith(line)
+
+
+def test_a_model_that_has_learned_its_fields_names_no_setting_for_others():
+    task = make_task(DataConfig(source_template="{title}"))
+    with pytest.raises(UserError, match=r'x:1: found no "title"; expected one \(keys: source\)$'):
+        task._filled({"source": "x"}, "x:1", learned=True)

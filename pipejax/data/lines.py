@@ -171,16 +171,17 @@ def text_of(value: Object, key: str, place: str, *, blank: bool = False) -> str:
     return check_text(value_of(value, key, place), key, place, blank=blank)
 
 
-def value_of(value: Object, key: str, place: str, expected: str = "one") -> object:
+def value_of(value: Object, key: str, place: str, expected: str = "one", *, hint: str = "") -> object:
+    """The value of a key; raises a UserError, which ends with the `hint`, if it is absent."""
     if key not in value:
         keys = ", ".join(map(str, value)) or "none"
-        raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys})')
+        raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys}){hint}')
     return value[key]
 
 
-def texts_of(value: Object, key: str, place: str, *, blank: bool = False) -> list[str]:
+def texts_of(value: Object, key: str, place: str, *, blank: bool = False, hint: str = "") -> list[str]:
     """The list of texts that an object has under a key; the list may be empty, its texts if they may be `blank`."""
-    found = value_of(value, key, place, "a list of texts")
+    found = value_of(value, key, place, "a list of texts", hint=hint)
     if not isinstance(found, list | tuple):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
     return [check_text(text, f"{key}[{i}]", place, blank=blank) for i, text in enumerate(found)]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from pipejax.config import DataConfig
-from pipejax.config.row_names import field_of, names_of
+from pipejax.config.row_names import field_of, names_of, quoted
 from pipejax.data.examples import Example, Task
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
@@ -82,11 +82,13 @@ class FilesTask(Task):
         """
         if "source" in value and not any(field in value for field in self.fields):
             return text_of(value, "source", place)
-        return self._filled(value, place)
+        return self._filled(value, place, learned=True)
 
-    def _filled(self, value: Object, place: str, template: Template | None = None) -> str:
+    def _filled(self, value: Object, place: str, template: Template | None = None, *, learned: bool = False) -> str:
+        """The filled template; `learned`: a model has learned it, so that no other can be named."""
         if not any(field in value for field in self.fields):
-            value_of(value, self.fields[0], place)  # says which keys there are
+            hint = "" if learned else _other_key(self.fields[0], map(str, value))
+            value_of(value, self.fields[0], place, hint=hint)
         cells = {field: _found_cell(value, field, place, {*self.fields, *self._targets}) for field in self.fields}
         texts = {field: "" if cell is None else check_text(cell, field, place) for field, cell in cells.items()}
         if not any(texts.values()):
@@ -183,8 +185,11 @@ class FilesTask(Task):
         return parts
 
 
-def require_fields(fields: Iterable[str], values: Iterable[Object], where: str) -> None:
-    """Raises a UserError unless each field is in some record; reads no more of them than it has to."""
+def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, *, learned: bool = False) -> None:
+    """Raises a UserError unless each field is in some record; reads no more of them than it has to.
+
+    `learned`: a model has learned from these fields, so that no setting can name others.
+    """
     lacking, keys = list(fields), dict[str, None]()
     for value in values:
         keys |= dict.fromkeys(value)
@@ -193,10 +198,20 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str) 
             return
     if keys:
         guess = _misspelt(lacking[0], frozenset(keys))
-        hint = f' (did you mean "{guess}"?)' if guess else ""
+        hint = f' (did you mean "{guess}"?)' if guess else "" if learned else _other_key(lacking[0], keys)
         raise UserError(
             f'{where}: found no "{lacking[0]}" in any record; expected it in some (keys: {", ".join(keys)}){hint}'
         )
+
+
+def _other_key(field: str, keys: Iterable[str]) -> str:
+    """The setting that takes other fields in the place of a default one, with a value that works."""
+    given = [key for key in keys if key not in ("id", "source", "targets")]
+    if field == "source" and (names := [key for key in given if Template.can_name(key)]):
+        return f'; data.source_template makes the source of other fields, such as "{{{names[0]}}}"'
+    if field == "targets" and given:
+        return f"; data.targets names another field, or several columns, such as {quoted(given[-1])}"
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
@@ -225,7 +240,7 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
     if config.rows == "list":
         if config.task == "csv":
             raise UserError("data.rows: found 'list'; expected delimiter or sentences, as a column of CSV holds text")
-        return lambda value, place: texts_of(value, key, place)
+        return lambda value, place: texts_of(value, key, place, hint=_other_key(key, map(str, value)))
     part = sentences if config.rows == "sentences" else lambda text: split_rows(text, config.delimiter)
 
     def rows(value: Object, place: str) -> list[str]:

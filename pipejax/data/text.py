@@ -68,13 +68,14 @@ class Template:
         self.text = text
         self.fields = tuple(name for _, name, _, _ in parts if name is not None)
         has_format = any(spec or conversion for _, _, spec, conversion in parts)
-        if (
-            not self.fields
-            or has_format
-            or not all(name.replace("_", "a").replace("-", "a").isalnum() for name in self.fields)
-        ):
+        if not self.fields or has_format or not all(map(self.can_name, self.fields)):
             raise UserError(f"{key}: found {text!r}; expected the names of fields in braces, such as {{title}}")
         self._parts = [(literal, name) for literal, name, _, _ in parts]
+
+    @staticmethod
+    def can_name(field: str) -> bool:
+        """Whether a field of this name can be in a template."""
+        return field.replace("_", "a").replace("-", "a").isalnum()
 
     def fill(self, values: Mapping[str, str]) -> str:
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)

@@ -82,7 +82,7 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
         whole = whole or ("source" in value and not any(field in value for field in fields))
         return dict.fromkeys(fields) if whole else value
 
-    own_files.require_fields(fields, map(has, values), where)
+    own_files.require_fields(fields, map(has, values), where, learned=True)
 
 
 def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Tokenizer | None) -> Source:
