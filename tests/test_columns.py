@@ -20,6 +20,7 @@ from pipejax.apps.records import decode_file
 from pipejax.apps.serving.asked import apply_format
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.config.row_names import read_columns, split_row
+from pipejax.convert import description
 from pipejax.data import make_task
 from pipejax.data.__main__ import main as data_command
 from pipejax.inference import answers
@@ -36,7 +37,7 @@ ROWS = [
     ["2", "an invoice of Bo, Inc.", "Bo, Inc.", "", "7", ""],
     ["3", "a letter", "", "", "", ""],
 ]
-TABLE = {"task": "csv", "source_template": "{text}", "targets": "vendor,date,amount,tags"}
+TABLE: dict[str, Any] = {"task": "csv", "source_template": "{text}", "targets": "vendor,date,amount,tags"}
 
 
 def write(path: Path, rows: Any = ROWS, names: Any = ("id", "text", *COLUMNS)) -> Path:
@@ -299,7 +300,7 @@ def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any,
 def test_records_in_memory_train_as_their_table_does(tmp_path: Path, compiled_once: None) -> None:
     """A list, or a data frame whose cells are what pandas makes of such a table."""
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
-    settings = {
+    settings: dict[str, Any] = {
         "model": None,
         "grid": {"time_max": 24, "sub_max": 4},
         "data": {"source_template": "{text}", "targets": [*COLUMNS], "tokenizer": str(tokenizer)},
@@ -332,3 +333,17 @@ def test_statistics_count_the_rows_of_columns(tmp_path: Path, capsys: pytest.Cap
 def test_a_name_that_is_quoted_is_one_column() -> None:
     assert read_columns('"a, b"') == '"a, b"'
     assert targets([{"text": "x", "a, b": "c;d"}], targets='"a, b"', rows="delimiter", delimiter=";") == [("c", "d")]
+
+
+def test_a_model_that_leaves_keeps_its_columns() -> None:
+    """In what `convert to-hf` writes beside the weights, and `from-hf` reads."""
+    config = generator().config
+    found = config_lib.from_json(config_lib.to_json(description.kept(config)), where="x")
+    assert (found.data.columns, found.grid.row_names) == (COLUMNS, NAMES)
+
+
+def test_columns_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    data = DataConfig(**{**TABLE, "train": str(write(tmp_path / "a.csv")), "stream": 2})
+    task: Any = make_task(data)
+    first, second = (batch for batch in task.stream().read([data.train]))
+    assert [e.targets[0] for e in (*first, *second)] == ["vendor: Acme", "vendor: Bo, Inc.", "vendor:"]

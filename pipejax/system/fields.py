@@ -136,9 +136,10 @@ def with_tuples(node: Any) -> Any:
     changed, kinds = dict[str, Any](), types_of(type(node))
     for field in dataclasses.fields(node):
         value = plain = getattr(node, field.name)
+        origins: list[Any] = [typing.get_origin(kind) for kind in alternatives(kinds[field.name])]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             plain = with_tuples(value)
-        elif any(typing.get_origin(kind) is tuple for kind in alternatives(kinds[field.name])):
+        elif tuple in origins:
             plain = value.tolist() if hasattr(value, "tolist") else value
             plain = tuple(plain) if isinstance(plain, list) else plain
         if plain is not value:
