@@ -248,6 +248,35 @@ def test_sentences() -> None:
     assert summary.summary(noise)["says"] == "Δt = 1 costs nothing, and neither does hiding the rows above."
 
 
+WHOLE_ROWS = [[[2.0] * 3, [2.0] * 3]] * 9
+
+
+@pytest.mark.parametrize("chance, advises", [(2.1, True), (2.0, False), (0.5, False), (None, True)])
+def test_a_model_no_better_than_a_guess_gets_no_advice(chance: float | None, advises: bool) -> None:
+    """Also where hiding rows seems dear, and in the sentence of each condition."""
+    for hidden in (WHOLE_ROWS[0], [[2.0] * 3, [2.9] * 3]):
+        found = summary.summary([line(rows, hidden, [], hidden) for rows in WHOLE_ROWS], chance)
+        assert found["says"].startswith("Δt = 1 costs") == advises and ("costs nothing" in found["says"]) <= advises
+        assert all(bool(part["says"]) == advises for part in found["conditions"].values())
+        if not advises:
+            assert found["says"].startswith("The model does not know these answers: 2.00 nats a token")
+            assert found["chance"] == chance and f"has {chance:.2f}. So its costs say nothing" in found["says"]
+
+
+def test_chance_is_that_of_frequencies_or_of_the_vocabulary() -> None:
+    assert summary.chance_of([7] * 1000, 50) == pytest.approx(-math.log(999 / 1000))
+    assert summary.chance_of([5, 6, 7], 50) == pytest.approx(min(-math.log(2 / 4 / 48), math.log(50)))
+    assert summary.chance_of([5], 50) == pytest.approx(math.log(50))
+    seen, new = 2 / (3 + 2), 1 / (3 + 1) / 49  # 3 of a kind among four, and one alone
+    assert summary.chance_of([5, 5, 5, 6], 50) == pytest.approx(-(3 * math.log(seen) + math.log(new)) / 4)
+    rng = np.random.default_rng(0)
+    even = rng.integers(0, 50, 20_000).tolist()
+    assert summary.chance_of(even, 50) == pytest.approx(math.log(50), abs=0.01)
+    skewed = rng.choice(4, 20_000, p=[0.7, 0.1, 0.1, 0.1]).tolist()
+    entropy = -0.7 * math.log(0.7) - 0.3 * math.log(0.1)
+    assert summary.chance_of(skewed, 50) == pytest.approx(entropy, abs=0.02)
+
+
 # The examples.
 
 
@@ -308,7 +337,9 @@ def probe(run: Path, output: Path, *more: str) -> dict[str, Any]:
 
 def test_from_lines_to_a_page(run: Path, tmp_path: Path, said: list[str]) -> None:
     found = probe(run, tmp_path / "out")
-    assert said[-1] == found["says"] and found["examples"] == 40
+    assert said[-1].endswith(found["says"]) and found["examples"] == 40
+    assert found["says"].startswith("The model does not know these answers")  # random weights
+    assert math.log(MODEL.vocab_size) >= found["chance"] <= found["nll"]["whole"]
     lines = [json.loads(line) for line in (tmp_path / "out" / "examples.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == [f"e{i}" for i in range(40)]
     assert found["tokens"] == sum(len(row) for line in lines for row in line["nll"]["whole"])

@@ -93,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     cli.write_output("--output", str(output / PAGE), page.html(found))
     sweep(output, f"{ADAPTED}*")
-    logger.info(found["says"])
+    known = found["chance"] is None or found["nll"]["whole"] < found["chance"]
+    logger.log(logging.INFO if known else logging.WARNING, found["says"])
     cli.note(f"{output / PAGE}: {found['examples']} examples, {found['tokens']} tokens")
     return 0
 

@@ -14,7 +14,7 @@ from pipejax import checkpoint as checkpoints
 from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows
-from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, summary
+from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, chance_of, summary
 from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
@@ -162,7 +162,13 @@ def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summ
         unfinished.close()
     unfinished.end()
     with output.open(encoding="utf-8") as lines:
-        return summary(map(strict_json.loads, lines))
+        return summary(map(strict_json.loads, lines), chance_of(_tokens(work.targets), model.vocab_size))
+
+
+def _tokens(targets: Sequence[Parted]) -> list[int]:
+    """All tokens that are measured."""
+    flat = [target.encoded.target for target in targets]
+    return np.concatenate([one.targets[one.weights > 0] for one in flat]).tolist()
 
 
 def probe_settings(work: ProbeWork) -> Settings:

@@ -5,7 +5,7 @@ nats. Its error is the standard error over examples.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
@@ -42,6 +42,7 @@ class Summary(TypedDict):
     examples: int
     tokens: int
     nll: dict[str, float]  # nats a token by condition
+    chance: float | None  # nats a token of a guess that has not read the source, see `chance_of`; None: not known
     conditions: dict[str, Parts]  # for each but the first
     graph: list[list[Cost]]  # for each row its cost without each row above
     says: str  # the sentence
@@ -64,7 +65,22 @@ def row_of(number: int) -> str:
     return str(number + 1) if number < ROWS else f"{ROWS + 1}+"
 
 
-def summary(lines: Iterable[Measured]) -> Summary:
+def chance_of(tokens: Sequence[int], vocabulary: int) -> float:
+    """Nats a token of a guess that knows how frequent tokens are, or of one that knows nothing, if that is less.
+
+    Each token is guessed by the frequencies of all others, with room for new ones (Witten and Bell 1991).
+    """
+    counts, nats = Counter(tokens), 0.0
+    for times in counts.values():
+        kinds = len(counts) - (times == 1)  # among the others
+        seen = (times - 1) / (len(tokens) - 1 + kinds) if times > 1 else 0.0
+        new = kinds / (len(tokens) - 1 + kinds) / max(vocabulary - kinds, 1) if kinds else 1 / vocabulary
+        nats -= times * math.log(seen or new)
+    return min(nats / len(tokens), math.log(vocabulary))
+
+
+def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
+    """`chance`: nats a token of a guess; a model that is no better gets no advice, but is said to know nothing."""
     means = defaultdict[tuple[str, str, str], list[tuple[float, int]]](list)
     graph = defaultdict[tuple[int, int], list[tuple[float, int]]](list)
     nats, count, tokens = dict.fromkeys(NAMES, 0.0), 0, 0
@@ -98,7 +114,10 @@ def summary(lines: Iterable[Measured]) -> Summary:
             "cells": {of_row: places(name, of_row) for of_row in names},
             "says": "",
         }
-        conditions[name]["says"] = said(name, conditions[name])
+    whole = nats["whole"] / max(tokens, 1)
+    ignorant = chance is not None and whole >= chance
+    for name, found in conditions.items():
+        found["says"] = "" if ignorant else said(name, found)
     height = max((i + 1 for i, _ in graph), default=0)
     return {
         "examples": count,
@@ -106,8 +125,17 @@ def summary(lines: Iterable[Measured]) -> Summary:
         "nll": {name: round(total / max(tokens, 1), 6) for name, total in nats.items()},
         "conditions": conditions,
         "graph": [[mean(graph[i, k]) for k in range(i)] for i in range(height)],
-        "says": sentence(conditions),
+        "chance": None if chance is None else round(chance, 6),
+        "says": ignorance(whole, chance) if chance is not None and ignorant else sentence(conditions),
     }
+
+
+def ignorance(nats: float, chance: float) -> str:
+    """The sentence about a model that is no better than a guess."""
+    return (
+        f"The model does not know these answers: {nats:.2f} nats a token with the rows above seen whole, and a guess "
+        f"by the frequencies of tokens has {chance:.2f}. So its costs say nothing about the rows. Train it first."
+    )
 
 
 def is_told(found: Cost) -> bool:
