@@ -239,6 +239,17 @@ def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@pytest.mark.parametrize("seconds, cut", [((1.0, 1.1, 1.2), 0), ((1.0, 1.1, 9.0), 1), ((1.0, 9.0, 1.1, 1.2, 8.0), 2)])
+def test_a_bar_that_is_cut_has_gaps(seconds, cut, tmp_path):
+    results = [
+        {"pattern": "3x4", "batch": 1, "system": f"system {i}", "encode_s": 0.1, "decode_s": x - 0.1}
+        for i, x in enumerate(seconds)
+    ]
+    path = tmp_path / "chart.svg"
+    plot.draw(results, "T5-Tiny", str(path))
+    assert path.read_text().count('<g id="break">') == 2 * cut
+
+
 @pytest.mark.long
 def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypatch):
     """Every system writes the answers of the file, or fails; drafts are right as often as answers copy."""
