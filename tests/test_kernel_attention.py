@@ -273,6 +273,17 @@ def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
     assert np.sqrt((off**2).mean()) < UNLIKE[0] / 2 and np.abs(off).max() < UNLIKE[1] / 2
 
 
+@pytest.mark.parametrize("length", [400, 513, 2048, 4100])
+@pytest.mark.parametrize("depth", [9.0, 10.8, 11.3, 12.5])
+@pytest.mark.parametrize("value", [-1, 0])
+def test_a_long_tail_of_a_source_counts(look: Callable[..., np.ndarray], length: int, depth: float, value: int) -> None:
+    """However many keys share it, and wherever the peak is."""
+    queries, keys, values = np.zeros((2, 16)), np.zeros((length, 16)), np.ones((length, 16))
+    queries[:, 0], keys[:, 0], keys[length // 3, 0], values[length // 3] = (1, 0.99), -depth, 0, value
+    off = look(queries, keys, values) - softmax(queries, keys, values, np.zeros(length + 1))
+    assert np.abs(off).max() < 1 / 127 + 1 / 254
+
+
 def test_a_token_of_a_source_may_be_a_hundred_times_the_others(look: Callable[..., np.ndarray]) -> None:
     queries, keys, values, _ = head = random()
     spoil(head, 1, 7, 3, 100.0)

@@ -133,7 +133,7 @@ def attention_in_blocks(block: int = 512) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sources_in_two_digits() -> Iterator[None]:
-    """`oracle.attend` of `logits` below: queries, and the powers of their scores, have two digits each."""
+    """`oracle.attend` of `logits` below: queries, and powers of their scores with 512 keys, have two digits each."""
     exact = oracle.attend
 
     def attend(
@@ -148,7 +148,8 @@ def sources_in_two_digits() -> Iterator[None]:
         assert mask.all()
         scores = narrow(heads(x, "query"), 2, TWO_DIGITS) @ heads(memory, "key").swapaxes(1, 2) + bias
         powers = np.exp(scores - scores.max(axis=2, keepdims=True))
-        found = narrow(powers, 2, TWO_DIGITS) @ heads(memory, "value") / powers.sum(axis=2, keepdims=True)
+        parts = [narrow(powers[:, :, at : at + 512], 2, TWO_DIGITS) for at in range(0, len(memory), 512)]
+        found = np.concatenate(parts, axis=2) @ heads(memory, "value") / powers.sum(axis=2, keepdims=True)
         return oracle.linear(found.swapaxes(0, 1).reshape(len(x), -1), params["output"])
 
     with mock.patch.object(oracle, "attend", attend):

@@ -126,6 +126,10 @@ struct Cache {
   }
 };
 
+// Keys whose weights share a scale in int8. Two digits have 32,639 steps, so rounding takes at most 256 of them, or 1/127 of
+// the weights, however long a source is.
+constexpr int64_t kWeighed = 512;
+
 // What queries [count, width] find in keys [length, width] and values [width, length] in panels. `bias` adds a query's to
 // its scores.
 template <typename Bias>
@@ -148,7 +152,12 @@ void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries
     shares[c] = Softmax(scores + c * length, seen);
     std::fill(scores + c * length + (seen + kLanes - 1) / kLanes * kLanes, scores + (c + 1) * length, 0.0f);
   }
-  times(values, scores, length, {found, found_stride});
+  const int64_t together = values.kind == kInt8 && values.digits ? kWeighed : length, each = length / values.depth;
+  for (int64_t from = 0; from < length; from += together) {
+    Matrix part = values;
+    part.groups += from / each * kParts, part.depth = std::min(together, length - from) / each;
+    times(part, scores + from, length, {found, found_stride, from ? kAdd : kPut});
+  }
   for (int64_t c = 0; c < count; ++c)
     for (int64_t k = 0; k < width; k += kLanes) {
       float* at = found + c * found_stride + k;
