@@ -18,6 +18,7 @@ from typing import Any, cast
 from pipejax.data.packed import open_file, unpacked
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
+from pipejax.system.fields import listed
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +175,7 @@ def text_of(value: Object, key: str, place: str, *, blank: bool = False) -> str:
 def value_of(value: Object, key: str, place: str, expected: str = "one", *, hint: str = "") -> object:
     """The value of a key; raises a UserError, which ends with the `hint`, if it is absent."""
     if key not in value:
-        keys = ", ".join(map(str, value)) or "none"
-        raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {keys}){hint}')
+        raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {listed(value) or "none"}){hint}')
     return value[key]
 
 

@@ -26,11 +26,12 @@ from pipejax.data.tables import Dialect
 from pipejax.data.text import Template, normalized, sentences, split_rows
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
-from pipejax.system.fields import shown_value
+from pipejax.system.fields import listed, shown_value
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "dev", "test")
+COMPARED = 1000  # keys among which one is looked for that was meant, at the most
 MANY = 20  # examples from which on it is worth a line that none has several rows
 
 
@@ -200,7 +201,7 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
         guess = _misspelt(lacking[0], frozenset(keys))
         hint = f' (did you mean "{guess}"?)' if guess else "" if learned else _other_key(lacking[0], keys)
         raise UserError(
-            f'{where}: found no "{lacking[0]}" in any record; expected it in some (keys: {", ".join(keys)}){hint}'
+            f'{where}: found no "{lacking[0]}" in any record; expected it in some (keys: {listed(keys)}){hint}'
         )
 
 
@@ -217,7 +218,7 @@ def _other_key(field: str, keys: Iterable[str]) -> str:
 @functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
 def _misspelt(field: str, keys: frozenset[str]) -> str:
     wanted, folded = field.casefold(), {str(key).casefold(): str(key) for key in keys}
-    close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.8) if len(folded) <= COMPARED else []
     other = [key for key in close if key == wanted or re.sub(r"\d", "", key) != re.sub(r"\d", "", wanted)]
     return folded[other[0]] if other else ""
 

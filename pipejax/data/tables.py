@@ -14,6 +14,7 @@ from pipejax.data.lines import LONGEST, Placed, Refusal, bounded_lines, decoded,
 from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.data.remote import inner_name
 from pipejax.system.errors import UserError
+from pipejax.system.fields import listed
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Dialect(NamedTuple):
 
 _ENDS, _QUOTED, _WHOLE = re.compile(r"[\r\n]"), re.compile(r'"(?:[^"]|"")*"'), re.compile(r"-?\d+\.0")
 FOUND = Dialect()  # by the name of the file, and by its first line
+csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB; it holds for the whole process
 
 
 class _Lost(UserError):
@@ -111,6 +113,13 @@ def lines_of(content: Iterable[bytes], where: str) -> Iterator[bytes]:
             yield line
 
 
+def _count_columns(line: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter), []))
+    except csv.Error:  # the line is no row with this delimiter
+        return 0
+
+
 class TextTable:
     """A table whose first row has been read: it has the names of the columns."""
 
@@ -121,7 +130,7 @@ class TextTable:
         self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)
         named, line = "\t" if is_tsv else "", decoded(first, where, 1)
         # Else the one that parts the line of names into the most.
-        columns = {one: len(next(csv.reader([line], delimiter=one), [])) for one in DELIMITERS}
+        columns = {one: _count_columns(line, one) for one in DELIMITERS}
         self.delimiter = dialect.delimiter or named or max(DELIMITERS, key=columns.__getitem__)
         self._spaced = self.delimiter == "\t" or f"{self.delimiter} " in line
         if tell and self.delimiter not in (",", dialect.delimiter, named):
@@ -133,7 +142,7 @@ class TextTable:
             raise cells
         self.names = [name.strip() for name in cells]
         if first and (len({*self.names}) < len(self.names) or not any(self.names)):
-            raise UserError(f"{where}:{number}: found the column names {', '.join(self.names)}; expected each once")
+            raise UserError(f"{where}:{number}: found the column names {listed(self.names)}; expected each once")
 
     @property
     def key(self) -> bytes:
@@ -142,7 +151,6 @@ class TextTable:
 
     def rows(self, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, int, list[str] | UserError]]:
         """Yields for each row its first line, how many lines it has, and its cells or why it has none."""
-        csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB
         broken, own = list[UserError](), list[str]()  # of the row
 
         def texts() -> Iterator[str]:
@@ -221,7 +229,7 @@ class TextTable:
                 found = f"found {len(cells)} columns{_span(number, number + count)}"
                 hint = self.letters and any(cell.startswith('"') for cell in cells)
                 more = "; quotes are text here, unless data.csv_quotes = quote" if hint else ""
-                bad(UserError(f"{place}: {found}; expected {len(self.names)} ({', '.join(self.names)}){more}"))
+                bad(UserError(f"{place}: {found}; expected {len(self.names)} ({listed(self.names)}){more}"))
 
 
 @functools.lru_cache(maxsize=1024)  # a stream reads its files again and again

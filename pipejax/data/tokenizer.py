@@ -122,7 +122,11 @@ class Tokenizer:
         text = text.encode("utf-8", "replace").decode("utf-8")  # JSON may hold lone surrogates, tokenizers fail on them
         ids: list[int]
         if self._backend is not None:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            try:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
+            except BaseException as error:
+                _refuse(error, f"encode a text of {len(text)} characters")
+                raise
         else:
             with self._lock:
                 ids = self._inner(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -136,7 +140,11 @@ class Tokenizer:
         """As `decode`, of ids of the vocabulary: a stream asks for each token, and to look at all costs time."""
         text: str
         if self._backend is not None:
-            text = self._backend.decode(ids, skip_special_tokens=True)
+            try:
+                text = self._backend.decode(ids, skip_special_tokens=True)
+            except BaseException as error:
+                _refuse(error, f"decode {len(ids)} tokens")
+                raise
         else:
             with self._lock:
                 text = self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -292,6 +300,15 @@ class Growing:
         text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
         added, self._given = text[len(self._given) :], text
         return added
+
+
+def _refuse(error: BaseException, work: str) -> None:
+    """Raises a UserError for a failure inside the library tokenizers.
+
+    A panic, such as that of an expression which takes too long, derives from BaseException alone.
+    """
+    if type(error) is Exception or type(error).__name__ == "PanicException":
+        raise UserError(f"tokenizer: cannot {work} ({first_line(error)[:200]})") from error
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:

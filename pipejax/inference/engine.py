@@ -414,8 +414,12 @@ class Engine:
             self._tell(one, batch, decoded, place)
             over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
             if over or done[place]:
-                one.answer.give(self._record(one, lane, decoded, place, cut=over and not done[place]))
-                self.answered += 1
+                try:
+                    one.answer.give(self._record(one, lane, decoded, place, cut=over and not done[place]))
+                    self.answered += 1
+                except UserError as error:  # of a tokenizer that cannot decode these tokens
+                    one.answer.give(error)
+                    self.failed += 1
                 self._leave(lane, place)
 
     def _put_off(self, lane: _Lane, place: int, needs: Needs) -> None:

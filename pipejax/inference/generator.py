@@ -372,7 +372,10 @@ class Generator:
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""
-        found = encode_source(source.content, self.config.data, self.tokenizer, self.architecture)
+        try:
+            found = encode_source(source.content, self.config.data, self.tokenizer, self.architecture)
+        except UserError as error:
+            raise UserError(f"source {source.id}: {error}") from error
         if report:
             report.cut_sources += found.left_out > 0
         return found.ids

@@ -229,6 +229,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     try:
         environment.check_platform()
         environment.allow_files()
+        environment.check_memory()
         environment.check_flags()
         for setting in environment.IGNORED:
             note(f"{setting}: not followed, as what is computed depends on it")

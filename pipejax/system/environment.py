@@ -30,6 +30,7 @@ _WORDS = {
 }  # as JAX reads booleans
 # A process must be allowed so many open files: a save opens some for each array, and without them Orbax hangs.
 FILES = 256
+MEMORY = 2 << 30  # bytes of address space; with less the libraries below JAX abort the process without an exception
 _FLAGS = "XLA_FLAGS"
 _PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
 
@@ -78,6 +79,18 @@ def allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
             return
     raise UserError(f"ulimit -n: found {allowed} files that may be open at once; expected at least {FILES}")
+
+
+def check_memory() -> None:
+    """Raises a UserError if the process may have less address space than its libraries and threads take."""
+    import resource
+
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed != resource.RLIM_INFINITY and allowed < MEMORY:
+        raise UserError(
+            f"ulimit -v: found {allowed >> 10} KiB of address space; expected unlimited, or at least {MEMORY >> 10} "
+            "and what the model takes"
+        )
 
 
 def check_environment() -> None:

@@ -12,6 +12,7 @@ import os
 import reprlib
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from pipejax.system import strict_json
@@ -94,6 +95,18 @@ def shown_value(value: object) -> str:
 def named(text: str) -> str:
     """A stranger's name in a line: as it is if it is short and can be seen, else quoted and cut."""
     return text if text.isprintable() and len(text) <= 60 else shown_value(text)
+
+
+def listed(names: Iterable[object], most: int = 200) -> str:
+    """Names in a line, parted by commas; of many the first ones, in about so many characters."""
+    shown, length, rest = list[str](), 0, iter(names)
+    for name in rest:
+        shown.append(named(str(name)))
+        length += len(shown[-1]) + 2
+        if length > most:
+            break
+    others = sum(1 for _ in rest)
+    return ", ".join(shown) + (f" and {others} others" if others else "")
 
 
 _short = reprlib.Repr()

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from pipejax.system.fields import shown_value
+from pipejax.system.fields import named, shown_value
 
+LONGEST = 1000  # characters of a message; a longer one loses its middle
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -18,8 +19,11 @@ class Refused(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Nothing of the machine may be in `message`: it goes to whoever asked."""
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
         super().__init__(message)
-        self.status, self.message, self.field, self.code = status, message, field, code
+        self.status, self.message, self.code = status, message, code
+        self.field = None if field is None else named(field)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
@@ -29,8 +33,8 @@ class Refused(Exception):
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
     """The refusal of a field of the body that holds something else than it must."""
-    said = found if isinstance(found, Shown) else shown_value(found)
-    return Refused(status, f"{place}: found {said}; expected {expected}", field=place.partition(" ")[0], code=code)
+    said, field = found if isinstance(found, Shown) else shown_value(found), place.partition(" ")[0]
+    return Refused(status, f"{named(place)}: found {said}; expected {expected}", field=field, code=code)
 
 
 class Shown(str):
