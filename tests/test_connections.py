@@ -245,10 +245,11 @@ def test_new_connection_is_refused_if_all_others_wait_for_answers(engine: Script
 
 
 def test_server_without_descriptors_says_one_line_and_goes_on(
-    engine: ScriptedEngine, said: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The limit is below what the ceiling reckons with, as other files may take what is left."""
     log = list[logging.LogRecord]()
+    caplog.set_level(logging.ERROR, logger="asyncio")
     handler = logging.Handler()
     handler.emit = log.append  # type: ignore[method-assign,assignment]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -302,8 +303,12 @@ def test_ceiling_above_the_limit_of_files_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_log_of_json_has_no_other_lines(
-    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.ERROR, logger="asyncio")  # which a command may have silenced for Orbax
     monkeypatch.setattr(cli._lines, "as_json", True)
     with (
         logged(),

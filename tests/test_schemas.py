@@ -29,7 +29,7 @@ from pipejax.inference import schema as schema_lib
 from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.loading import load
-from pipejax.inference.schema import Schema, Uncompiled
+from pipejax.inference.schema import WHOLE, Schema, Uncompiled
 from pipejax.inference.streaming import RowEvent
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -589,14 +589,14 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
     monkeypatch.setattr(schema_lib, "KEPT", 3)
     own = generator()
     with pytest.raises(Uncompiled):
-        own.under(schema("yes"), at_once=True)
+        own.under(schema("yes"), effort=None)
     first = own.under(schema("yes")).schema
     large = of(a={"type": "string", "pattern": "(a"})
     for _ in range(3):
         for at_once in (False, True):
             if at_once or len(calls) == 1:
                 with pytest.raises(UserError, match="without '\\)'"):
-                    own.under(large, at_once=at_once and len(calls) > 1)
+                    own.under(large, effort=None if at_once and len(calls) > 1 else WHOLE)
     assert len(calls) == 2
     for i in range(9):  # what is refused takes nobody's place
         with pytest.raises(UserError):
@@ -606,11 +606,11 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
         own.under(large)
     own.under(schema("range"))
     own.under(schema("short"))
-    assert own.under(schema("yes"), at_once=True).schema is first and len(calls) == count + 2
+    assert own.under(schema("yes"), effort=None).schema is first and len(calls) == count + 2
     own.under(schema("colour"))
-    assert own.under(schema("yes"), at_once=True).schema is first  # asked for later than the others
+    assert own.under(schema("yes"), effort=None).schema is first  # asked for later than the others
     with pytest.raises(Uncompiled):
-        own.under(schema("range"), at_once=True)
+        own.under(schema("range"), effort=None)
 
 
 def test_a_schema_is_compiled_for_each_way_to_name_rows(made: Any) -> None:

@@ -19,7 +19,11 @@ FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points of one, two, three and
 
 
 class TooLarge(Exception):
-    """An automaton would have too many states, or take too much work."""
+    """An automaton would have too many states, or take too much work; `place`: of the part that it is of, if known."""
+
+    def __init__(self, found: str, place: str = "") -> None:
+        super().__init__(found)
+        self.place = place
 
 
 class Automaton(NamedTuple):
@@ -44,7 +48,9 @@ class Expressions:
 
     nothing, empty = 0, 1
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST, pause: Callable[[], None] | None = None) -> None:
+        """`most`: steps of work until TooLarge. `pause`: called from time to time, to let other threads work."""
+        self._most, self._pause = most, pause
         self._nodes = [_Node("nothing"), _Node("empty")]
         self._numbers = {node: i for i, node in enumerate(self._nodes)}
         self._nullable = [False, True]
@@ -167,8 +173,10 @@ class Expressions:
 
     def _spend(self, steps: int) -> None:
         self._work += steps
-        if self._work > MOST:
-            raise TooLarge(f"more than {MOST} steps of work")
+        if self._work > self._most:
+            raise TooLarge(f"more than {self._most} steps of work")
+        if self._pause:
+            self._pause()
 
     def _make(self, node: _Node, nullable: bool) -> int:
         if node not in self._numbers:

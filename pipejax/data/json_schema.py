@@ -86,13 +86,8 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
         try:
             rows[name] = reader.row(one, f"{where}: properties.{named(name)}")
         except TooLarge as error:
-            raise too_large(f"{where}: properties.{named(name)}", error) from error
+            raise TooLarge(str(error), f"properties.{named(name)}") from error
     return rows
-
-
-def too_large(where: str, error: Exception) -> UserError:
-    """The refusal of a schema by an exception that says what it has too many of."""
-    return UserError(f"{where}: found a schema of {error}; expected shorter bounds and patterns")
 
 
 def equal(one: object, other: object) -> bool:

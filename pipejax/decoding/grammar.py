@@ -3,7 +3,7 @@
 Shapes: V vocabulary, K kinds of tokens, P states, B batch, R rows, N queries of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -31,10 +31,18 @@ class Table:
     distance: Array | np.ndarray  # i32 [P], tokens to the nearest end at least; 0: a row may end there
 
     @classmethod
-    def lift(cls, automaton: Sequence[np.ndarray], spelled: Sequence[bytes], *, most: int) -> "Table":
+    def lift(
+        cls,
+        automaton: Sequence[np.ndarray],
+        spelled: Sequence[bytes],
+        *,
+        most: int,
+        pause: Callable[[], None] | None = None,
+    ) -> "Table":
         """The table of an automaton over bytes, of at most so many entries.
 
         `automaton`: classes of bytes i32 [256], next states i32 [classes, states], accepting ones bool [states].
+        `pause`: called from time to time, to let other threads work.
 
         Raises:
           TableTooLarge: it, or the work for it, would be larger.
@@ -57,6 +65,8 @@ class Table:
                 raise TableTooLarge(f"more than {WORK * most} entries to compute for its table")
             after = np.zeros(len(pairs), np.int64)
             for i, pair in enumerate(pairs.tolist()):
+                if pause:
+                    pause()
                 function = moves[pair % 256][functions[pair // 256]]
                 after[i] = number.setdefault(function.tobytes(), len(functions))
                 if after[i] == len(functions):

@@ -253,15 +253,20 @@ class Generator:
         return other
 
     def under(
-        self, given: Mapping[str, object] | str | Path, strategy: str | None = None, *, at_once: bool = False
+        self,
+        given: Mapping[str, object] | str | Path,
+        strategy: str | None = None,
+        *,
+        effort: schema_lib.Effort | None = schema_lib.WHOLE,
+        pause: Callable[[], None] | None = None,
     ) -> "Generator":
         """The same weights and programs, with answers that follow a JSON schema or file; a UserError if they cannot.
 
-        A new one that is wanted `at_once` raises Uncompiled.
+        For `effort` and `pause` see `Schemas.find`.
         """
         made = self.make_strategy(strategy, drafts=False)
         other, method = copy.copy(self), self.method(strategy)
-        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, at_once=at_once)
+        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, effort=effort, pause=pause)
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:

@@ -8,14 +8,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipejax.config import Config
 from pipejax.config.row_names import columns_of
 from pipejax.data import json_schema
-from pipejax.data.expressions import Expressions, TooLarge
+from pipejax.data.expressions import MOST, Expressions, TooLarge
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Grammar, Strategy, Table, ends_of
@@ -31,6 +31,17 @@ KEPT = 16  # schemas that stay compiled
 KEPT_REFUSALS = 256
 STATES = 1 << 15  # of the automaton of a schema, at the most
 ENTRIES = 1 << 24  # of its table, 64 MiB
+
+
+class Effort(NamedTuple):
+    """The work that compiling a schema may take."""
+
+    steps: int  # on its automaton
+    entries: int  # of its table
+
+
+WHOLE = Effort(MOST, ENTRIES)  # about half a second for the steps, and as much for the table
+QUICK = Effort(1 << 15, 1 << 20)  # a sixteenth of it, which is enough for usual schemas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +102,7 @@ class Schema:
 
 
 class Uncompiled(Exception):
-    """A schema would have to be compiled first."""
+    """A schema would have to be compiled first, or with more effort."""
 
 
 class Schemas:
@@ -101,7 +112,7 @@ class Schemas:
         """None yet."""
         self._found: dict[tuple[object, ...], Schema] = {}
         self._refused: dict[tuple[object, ...], str] = {}
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in (QUICK, WHOLE)}
 
     def find(
         self,
@@ -111,23 +122,31 @@ class Schemas:
         config: Config,
         tokenizer: Tokenizer | None,
         *,
-        at_once: bool = False,
+        effort: Effort | None = WHOLE,
+        pause: Callable[[], None] | None = None,
     ) -> Schema:
-        """The compiled schema, if answers of the method can follow it; `at_once`: raises Uncompiled if it is new."""
+        """The compiled schema, if answers of the method can follow it.
+
+        Raises Uncompiled if it is new, and `effort` is None, or QUICK and not enough. `pause` is called from time to
+        time while it is compiled, to let other threads work.
+        """
         where = str(given) if isinstance(given, str | Path) else "schema"
         check(method, config, where)
         found, names = read(given, where), columns_of(config.data.columns, config.grid.row_names)
         key = hashlib.sha256(json.dumps(found).encode()).digest(), (*names.items(),), strategy, where
         if there := self._look_up(key):
             return there
-        if at_once:
+        if effort is None:
             raise Uncompiled
-        with self._compiling:  # one after the other
+        with self._compiling[effort]:  # one after the other
             if there := self._look_up(key):  # another thread was first
                 return there
             assert config.model is not None
             try:
-                made = make(found, where, tokenizer, row_names=names, size=config.model.vocab_size, strategy=strategy)
+                size = config.model.vocab_size
+                made = make(
+                    found, where, tokenizer, row_names=names, size=size, strategy=strategy, effort=effort, pause=pause
+                )
                 method.given(made.given)
                 made.grammar(strategy, [None])
             except UserError as error:
@@ -186,25 +205,26 @@ def make(
     row_names: Mapping[str, str],
     size: int,
     strategy: Strategy,
+    effort: Effort = WHOLE,
+    pause: Callable[[], None] | None = None,
 ) -> Schema:
     """Compiles a schema; a UserError if rows cannot follow it, or this tokenizer cannot write them.
 
-    `row_names`: by property, with which rows begin in training, in their order; `size`: of the vocabulary.
+    `row_names`: by property, with which rows begin in training, in their order; `size`: of the vocabulary. For `effort`
+    and `pause` see `Schemas.find`.
     """
     if tokenizer is None:
         raise UserError(f"{where}: the checkpoint has no tokenizer; expected one, which spells the rows")
-    made, spelled, (rows, times) = Expressions(), _spelled(tokenizer, size), strategy.places
+    made, spelled, (rows, times) = Expressions(effort.steps, pause), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))
     try:
         found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
+    except TooLarge as error:
+        raise _too_large(where, error, effort) from error
     except RecursionError as error:
         raise UserError(f"{where}: found lists or objects in too many others; expected fewer") from error
     learned = {key: (i, name) for i, (key, name) in enumerate(row_names.items())}
-    if strange := [name for name in found if name not in learned] if learned else []:
-        logger.warning(
-            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "
-            f"{list(row_names.values())}; the model has not learned to write that row"
-        )
+    strange = [name for name in found if name not in learned] if learned else []
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
     texts = [learned[name][1] if name in learned else f"{name}:" for name in known]
     begun = [prefix_ids(tokenizer, text, f"{where}: properties", ends_of(strategy)) for text in texts]
@@ -214,16 +234,29 @@ def make(
             f"{where}: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
             "that this tokenizer tells apart"
         )
-    _warn_of_unspelled(found, spelled, where)
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
-        table = Table.lift(automaton[1:], spelled, most=ENTRIES)
+        table = Table.lift(automaton[1:], spelled, most=min(effort.entries, ENTRIES), pause=pause)
     except (TooLarge, TableTooLarge) as error:
-        raise json_schema.too_large(where, error) from error
+        raise _too_large(where, error, effort) from error
     except RecursionError as error:
         raise UserError(f"{where}: found groups in too many others; expected fewer") from error
+    if strange:
+        logger.warning(
+            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "
+            f"{list(row_names.values())}; the model has not learned to write that row"
+        )
+    _warn_of_unspelled(found, spelled, where)
     made_rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
     return Schema(where, json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
+
+
+def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
+    """The refusal of a schema that takes too much work, or Uncompiled if more work than `effort` may be enough."""
+    if effort != WHOLE:
+        return Uncompiled()
+    place = f": {error.place}" if isinstance(error, TooLarge) and error.place else ""
+    return UserError(f"{where}{place}: found a schema of {error}; expected shorter bounds and patterns")
 
 
 @functools.lru_cache(maxsize=2)

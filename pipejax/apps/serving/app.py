@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -26,9 +26,10 @@ from pipejax.apps.serving.connections import FRAMING
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
+from pipejax.apps.serving.turns import Share, Turns
 from pipejax.inference.engine import Closed, Engine
 from pipejax.inference.generator import Generator
-from pipejax.inference.schema import Uncompiled
+from pipejax.inference.schema import QUICK, WHOLE, Effort, Uncompiled
 from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
 from pipejax.system.fields import shown_value
@@ -49,7 +50,9 @@ SILENCE = 15.0  # seconds without an event, after which a stream says that it li
 CHUNKS = 2**14  # bytes of a body that are no content beside an eighth of it: framing of about 3,300 chunks
 KEPT_BODY = 99_999  # bytes of a body that nobody reads after which the connection is kept, at the most
 GONE = 499  # nobody sees it but the counters
-READERS = 4  # threads that read requests; a schema is compiled in one of its own
+READERS = 4  # threads that read requests; new schemas are compiled in others
+SHARES = {QUICK: 0.5, WHOLE: 0.25}  # of the interpreter's time, that compiling schemas takes
+WAITING = {QUICK: 64, WHOLE: 4}  # new schemas of a client that may wait
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -90,7 +93,7 @@ class Service:
         self.access_log = access_log
         self.counters = Counters()
         self._readers = ThreadPoolExecutor(READERS, "reader")
-        self._schemas = ThreadPoolExecutor(1, "schema")
+        self._compiling = {effort: Turns("schema", most) for effort, most in WAITING.items()}
         self.active = 0  # requests for answers
         self.draining = False
         self._told_of_turns = False
@@ -112,7 +115,8 @@ class Service:
                 raise Closed
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
-            wanted: ClientRequest = await _race(self._read(body, form), receive, begun + self.limits.seconds)
+            reading = self._read(body, form, self._client_of(scope))
+            wanted: ClientRequest = await _race(reading, receive, begun + self.limits.seconds)
             if wanted.unread and not self._told_of_turns:
                 self._told_of_turns = True
                 said = "no system message and no earlier turn (the first such request; later ones are not told)"
@@ -144,15 +148,31 @@ class Service:
     def is_warm(self) -> bool:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
-    async def _read(self, body: bytes, form: Form) -> ClientRequest:
-        """The request; a new schema is compiled in a thread that does nothing else, one at a time."""
+    async def _read(self, body: bytes, form: Form, client: Hashable) -> ClientRequest:
+        """The request. A new schema is compiled in a thread beside, or in a second one if that takes long."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
         given = await run(self._readers, asked.parse_body, body)
-        read = partial(asked.read_request, given, form, self.models, most=limits.answers, schemas=limits.schemas)
-        try:
-            return await run(self._readers, partial(read, at_once=True))
-        except Uncompiled:
-            return await run(self._schemas, read)
+
+        def read(effort: Effort | None) -> ClientRequest:
+            pause = Share(SHARES[effort]) if effort else None
+
+            def apply(schema: Mapping[str, object], generator: Generator, strategy: str) -> Generator:
+                return generator.under(schema, strategy, effort=effort, pause=pause)
+
+            apply_schema = apply if limits.schemas else None
+            return asked.read_request(given, form, self.models, most=limits.answers, apply=apply_schema)
+
+        with contextlib.suppress(Uncompiled):
+            return await run(self._readers, read, None)
+        with contextlib.suppress(Uncompiled):
+            return await asyncio.wrap_future(self._compiling[QUICK].submit(client, partial(read, QUICK)))
+        return await asyncio.wrap_future(self._compiling[WHOLE].submit(client, partial(read, WHOLE)))
+
+    def _client_of(self, scope: Scope) -> Hashable:
+        """The sender of a request: its key, or where no key is asked for its address."""
+        if self.keys:
+            return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return (scope.get("client") or ("",))[0]
 
     async def show_models(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/NAME."""

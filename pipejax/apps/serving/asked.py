@@ -20,6 +20,7 @@ from pipejax.inference.sources import Source, check_fields, fields_of, template_
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 
+Apply = Callable[[Mapping[str, object], Generator, str], Generator]  # of a schema, a model, and a strategy's name
 Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change nothing
 
 
@@ -103,9 +104,14 @@ def _no_number(name: str) -> None:
 
 
 def read_request(
-    body: Object, form: Form, models: Mapping[str, Generator], *, most: int, schemas: bool, at_once: bool = False
+    body: Object,
+    form: Form,
+    models: Mapping[str, Generator],
+    *,
+    most: int,
+    apply: Apply | None,
 ) -> ClientRequest:
-    """The request in a body; the last three: see `app.Limits.answers` and `apply_format`."""
+    """The request in a body. `most`: see `app.Limits.answers`; `apply`: see `apply_format`."""
     given = _supported(body, form)
     model = given.get("model", next(iter(models)))
     if not isinstance(model, str) or model not in models:
@@ -141,7 +147,7 @@ def read_request(
     prompts, unread = form.prompts(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
-    under = apply_format(given, generator, strategy, schemas=schemas, at_once=at_once)
+    under = apply_format(given, generator, strategy, apply)
     bound = _most_tokens(given, form.most_tokens)
     row_tokens = bound_rows(under, strategy, *bound)
     sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
@@ -297,15 +303,23 @@ def _text_of_parts(content: object, place: str) -> str:
 # A JSON schema that answers follow: the fields response_format and text.format.
 
 
-def apply_format(given: Object, generator: Generator, strategy: str, *, schemas: bool, at_once: bool) -> Generator:
-    """The generator under the schema of a request, if `schemas` allows one, or as it is if the request has none."""
+def apply_format(
+    given: Object,
+    generator: Generator,
+    strategy: str,
+    apply: Apply | None,
+) -> Generator:
+    """The generator under the schema of a request, which `apply` makes, or as it is if the request has none.
+
+    None for `apply`: the server follows no schemas.
+    """
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or kind not in FORMATS:
         raise unsuitable(field, found, f"an object whose type is one of {', '.join(FORMATS)}")
     if kind == "text":
         return generator
-    if not schemas:
+    if apply is None:
         raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
     if kind == "json_object":
         config = generator.config
@@ -324,7 +338,7 @@ def apply_format(given: Object, generator: Generator, strategy: str, *, schemas:
     if given.get("stream") and given.get("rows"):
         raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
     try:
-        return generator.under(schema, strategy, at_once=at_once)
+        return apply(schema, generator, strategy)
     except UserError as error:
         raise Refused(400, f"{field}: {error}", field=field) from error
 

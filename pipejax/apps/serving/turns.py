@@ -1,0 +1,70 @@
+"""Work of requests in threads beside the event loop, one piece after the other and fair among clients."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any
+
+from pipejax.inference.engine import Full
+from pipejax.system import cli
+
+TURN = 0.002  # seconds of work without a pause
+
+
+class Turns:
+    """A thread that does one piece of work at a time. Clients whose work waits take turns."""
+
+    def __init__(self, name: str, most: int) -> None:
+        """`most`: pieces of work that may wait, of each client."""
+        self._most = most
+        self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._change = threading.Condition()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, client: Hashable, work: Callable[[], Any]) -> Future[Any]:
+        """Takes a piece of work; raises Full if too many of the client's wait."""
+        future: Future[Any] = Future()
+        with self._change:
+            if len(self._waiting.get(client, ())) >= self._most:
+                raise Full(f"{self._most} pieces of work of a client wait")
+            self._waiting.setdefault(client, deque()).append((future, work))
+            self._change.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                while not self._waiting:
+                    self._change.wait()
+                client = next(iter(self._waiting))
+                waiting = self._waiting.pop(client)
+                future, work = waiting.popleft()
+                if waiting:
+                    self._waiting[client] = waiting  # behind the others
+            if future.set_running_or_notify_cancel():
+                with cli.unneeded():
+                    self._do(future, work)
+            del future, work
+
+    def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        try:
+            found = work()
+        except BaseException as error:  # of whatever kind: the request waits for it
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+
+class Share:
+    """Keeps a thread to a share of the interpreter's time: a function that the thread calls often, and that sleeps."""
+
+    def __init__(self, share: float) -> None:
+        self._rest = TURN * (1 / share - 1)
+        self._begun = time.perf_counter()
+
+    def __call__(self) -> None:
+        if time.perf_counter() - self._begun >= TURN:
+            time.sleep(self._rest)
+            self._begun = time.perf_counter()
