@@ -1,13 +1,14 @@
 """A crowd asks `pipejax serve` with its default flags and a fresh cache of programs: how long does each of them wait?
 
-    python -m lab.experiments.serve_load --checkpoint DIR [--clients 64] [--bad 5] [--requests 2000] [--seconds 120]
+    python -m lab.experiments.serve_load --checkpoint DIR [--clients 64] [--bad 5] [--new 1] [--requests 2000]
 
 Sources are random ids of all lengths up to the longest that the run takes; requests are whole or streamed, greedy,
 drawn or scored, with the strategy of the run. Some of the clients (`--other`) ask by the other strategy, whose programs
-no warm-up compiles, and some (`--bad`) send schemas that are made to be slow. The load begins once /readyz is 200.
-Tells the seconds until then, the waits of each kind of client until their first byte and their end, statuses, and how
-the server's memory grew from a tenth of the requests on. Needs Linux. The exit code is 1 if one of the usual clients
-waited longer than `--most` seconds, or there was a 500, or something was left under way.
+no warm-up compiles, some (`--bad`) send schemas that are made to be slow, each of them new, and some (`--new`) send
+usual schemas that are new. The load begins once /readyz is 200. Tells the seconds until then, the waits of each kind of
+client until their first byte and their end, statuses, and how the server's memory grew from a tenth of the requests on.
+Needs Linux. The exit code is 1 if one of the usual clients waited longer than `--most` seconds, or there was a 500, or
+something was left under way.
 """
 
 import collections
@@ -40,12 +41,12 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "n": 2, "stream": True},
 )
 SLOW = (
-    "^((a{0,1000}){0,1000}){0,1000}$",
-    "a.{15}b",
-    "(a|b|ab)*c.{12}d",
-    "^(.{0,99}x){0,99}$",
-    "(a{0,99}b{0,99}){0,99}",
-)
+    "^((a{0,1000}){0,1000}){0,1000}q%d$",
+    "q%da.{15}b",
+    "q%d(a|b|ab)*c.{12}d",
+    "^(.{0,99}x){0,99}q%d$",
+    "q%d(a{0,99}b{0,99}){0,99}",
+)  # each with a number, so that it is new
 IDS = 3, 60  # of words that any vocabulary has
 SHARES = (0.5, 0.9, 0.99, 1.0)
 
@@ -57,6 +58,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clients", type=cli.whole_number(1, 256), default=64, metavar="N")
     parser.add_argument(
         "--bad", type=cli.whole_number(0, 64), default=5, metavar="N", help="of them, with slow schemas"
+    )
+    parser.add_argument(
+        "--new", type=cli.whole_number(0, 64), default=0, metavar="N", help="of them, with new schemas of a usual kind"
     )
     parser.add_argument(
         "--other", type=cli.whole_number(0, 64), default=2, metavar="N", help="of them, by the other strategy"
@@ -91,7 +95,7 @@ def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
     """Asks with all clients; gives waits in seconds by kind of client at SHARES, and the rest of the report."""
     model = json.loads(get(port, "/v1/models")[1])["data"][0]
     others = [name for name in model["strategies"] if name != model["default_strategy"]]
-    kinds = ["bad"] * flags.bad + ["other"] * (flags.other if others else 0)
+    kinds = ["bad"] * flags.bad + ["new"] * flags.new + ["other"] * (flags.other if others else 0)
     kinds += ["usual"] * (flags.clients - len(kinds))
     waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     statuses: dict[str, collections.Counter[str]] = {kind: collections.Counter() for kind in kinds}
@@ -107,8 +111,10 @@ def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
                 body = {"prompt": [*ids, 1]} | rng.choice(WAYS)
                 if kind == "other":
                     body["strategy"] = others[0]
-                elif kind == "bad":
-                    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": rng.choice(SLOW)}}}
+                elif kind in ("bad", "new"):
+                    text = {"type": "string", "pattern": rng.choice(SLOW) % number}
+                    properties = {"a": text} if kind == "bad" else {f"n{number}": {"type": "string", "maxLength": 9}}
+                    schema = {"type": "object", "properties": properties}
                     body = {
                         "prompt": [*ids, 1],
                         "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
