@@ -288,7 +288,7 @@ def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any,
     if row_names:
         made.config = change(made.config, grid={"row_names": row_names})
     given: dict[str, Any] = {"response_format": {"type": "json_object"}}
-    under = apply_format(given, made, "pipelined", schemas=True, at_once=False)
+    under = apply_format(given, made, "pipelined", lambda schema, generator, name: generator.under(schema, name))
     assert under.schema is not None and under.schema.names == tuple(names)
     tokenizer = schemas.tokenizer()
     expected = row_names or tuple(f"{name}:" for name in names)
