@@ -57,7 +57,7 @@ def write(config: Backbone, params: object, strategy: Pipelined, source: list[in
         answers[0, live] = logits[0, : len(live)].argmax(axis=-1)
         state = advance(state, answers)
         said = [f"row {query.row[0, i]} {query.tokens[0, i]} -> {answers[0, i]}" for i in live]
-        print(f"step {int(state.steps[0]):2}: {',  '.join(said)}")
+        print(f"step {time[: len(live)].max() + 1:2}: {',  '.join(said)}")
 
     # 6. The rows, each from its own beginning.
     decoded = strategy.result(state)

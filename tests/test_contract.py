@@ -285,14 +285,14 @@ class Longer(Pipelined):
         return super().advance(state, next_tokens)
 
 
-@pytest.mark.parametrize("part", ["init", "query", "advance", "result", "done", "kept", "_open"])
+@pytest.mark.parametrize("part", ["init", "query", "advance", "result", "done", "kept", "find_open"])
 def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
     own = type("Own", (Pipelined,), {part: getattr(Pipelined, part)})
-    line = rf"^Own\.{part}: found with drafts, which follow Pipelined\.{part}; expected no drafts, or an `on_grid` of"
+    line = rf"^Own\.{part}: drafts follow GridStrategy\.{part} instead; expected no drafts, or an `on_grid` of"
     with pytest.raises(UserError, match=line):
         decoding.drafted(own(1, 9, 3), DecodeConfig(draft="source"))
     again = type("Again", (own,), {})  # nor those of what it inherits
-    with pytest.raises(UserError, match=rf"^Again\.{part}: found with drafts"):
+    with pytest.raises(UserError, match=rf"^Again\.{part}: drafts follow"):
         decoding.drafted(again(1, 9, 3), DecodeConfig(draft="source"))
 
 
@@ -300,8 +300,10 @@ def test_what_says_that_it_can_be_drafted_is() -> None:
     on_grid = property(lambda self: Pipelined(self.delay, self.time_max, self.sub_max))
     says = type("Says", (Longer,), {"on_grid": on_grid})
     apart = type("Apart", (Pipelined,), {"position": lambda self, row, time: 5 * row + time})
-    for kind in (says, apart):
-        assert decoding.drafted(kind(1, 9, 3), DecodeConfig(draft="source")).inner == kind(1, 9, 3)
+    draft = DecodeConfig(draft="source")
+    drafted: dict[type, Any] = {kind: decoding.drafted(kind(1, 9, 3), draft) for kind in (says, apart)}
+    assert (type(drafted[says]), drafted[says].drafts.names) == (Pipelined, says(1, 9, 3))
+    assert (type(drafted[apart]), drafted[apart].drafts.names) == (apart, None)
 
 
 # Targets.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipejax import decoding, grid
+from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sequential, Sizes
 from pipejax.system.errors import UserError
@@ -67,8 +67,7 @@ class Scripted(Pipelined):
         return scripted.State(inner, state.script), query
 
     def advance(self, state, answers):
-        age = state.inner.time[:, None] - grid.start(jnp.arange(self.rows), self.delay)
-        age = jnp.clip(age, 0, state.script.shape[2] - 1)[:, :, None]
+        age = jnp.minimum(state.inner.length, state.script.shape[2] - 1)[:, :, None]
         says = jnp.take_along_axis(state.script, age, axis=2)[:, :, 0]
         return scripted.State(super().advance(state.inner, says), state.script)
 

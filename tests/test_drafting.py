@@ -19,7 +19,17 @@ from pipejax import config as config_lib
 from pipejax.apps.picture import command as picture
 from pipejax.apps.records import as_line
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, SourceIds, drafters, list_calls
+from pipejax.decoding import (
+    TRUNCATIONS,
+    Drafts,
+    Pipelined,
+    Sequential,
+    Sizes,
+    SourceIds,
+    drafters,
+    list_calls,
+    with_drafts,
+)
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import answers, kernels
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
@@ -111,7 +121,7 @@ def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, 
         tables.append([[token if rng.random() > wrong else 9 for token in row] for row in table])
         answers.append(answer)
     inner = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal, unique=unique)
-    strategy = Drafted(inner, Table(), most, trace=True)
+    strategy = with_drafts(inner, Drafts(Table(), most, trace=True))
     saved, in_vain, in_circles = 0, 0, 0
     for answer, table in zip(answers, tables, strict=True):
         found = scripted.decode(strategy, [[token for row in table for token in row]], [answer], width=10)
@@ -148,7 +158,9 @@ def test_time_runs_on_after_the_last_row_that_fits_into_it():
     """By hand: rows start at 0 and 4 and end at 2 and 6; the third would start at 8, and time ends at 7."""
     inner, answer = Pipelined(delay=4, time_max=7, sub_max=4), [[2], [3]]
     table = [[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], []]]
-    found = scripted.decode(Drafted(inner, Table(), 2), [[x for row in table for x in row]], [answer], width=8)
+    found = scripted.decode(
+        with_drafts(inner, Drafts(Table(), 2)), [[x for row in table for x in row]], [answer], width=8
+    )
     plain = oracle.algorithm1(oracle.scripted_next_tokens(answer), delay=4, time_max=7, sub_max=4, stop="empty_row")
     assert found.steps[0] == plain.steps == 7
     assert [row for row in rows_of(found, 0) if row] == answer
@@ -160,7 +172,7 @@ def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
     tables = [[[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], [], [], []][:4]] for answer in answers]
     tables[1][0][2] = 9
     inner = Pipelined(delay=2, time_max=12, sub_max=4)
-    strategy = Drafted(inner, Table(), 3, trace=True)
+    strategy = with_drafts(inner, Drafts(Table(), 3, trace=True))
     sources_ = [[token for row in table for token in row] for table in tables]
     found = scripted.decode(strategy, sources_, answers, width=8)
     for b, (answer, table) in enumerate(zip(answers, tables, strict=True)):
@@ -174,9 +186,9 @@ def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
         [(0, 3, 2, [6, 6, 9]), (1, 1, 0, [7])],
         [(0, 3, 3, [6, 6, 1]), (1, 2, 2, [8, 1]), (2, 2, 2, [2, 1]), (3, 1, 1, [1])],
     ]
-    untraced = dataclasses.replace(strategy, trace=False)
+    untraced = with_drafts(inner, Drafts(Table(), 3))
     state = untraced.init(3, SourceIds(np.zeros((3, 4 * GUESSED), np.int32), np.zeros(3, np.int32)))
-    assert state.trace is None
+    assert state.drafts.trace is None
     same = scripted.decode(untraced, sources_, answers, width=8)
     assert same.trace is None
     assert_equal(same, found, 3)
@@ -244,10 +256,12 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     narrow = next(level for level in kernels.LEVELS if level.name == "vnni")
     for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
         costs = call_costs(weights, backend)
-        drafted = Drafted(Sequential(20), FromSource(), 3)
+        drafted = with_drafts(Sequential(20), Drafts(FromSource(), 3))
         strategy = drafted.suit("cpu", costs=costs, skips_fillers=backend.skips_fillers)
         for odds, tokens in zip((0.3, 0.12), each, strict=True):
-            assert strategy.choose_lengths(none + 3, none + jnp.float32(odds), none, jnp.int32(1)) == int(tokens)
+            assert strategy.drafts.choose_lengths(
+                strategy, none + 3, none + jnp.float32(odds), none, jnp.int32(1)
+            ) == int(tokens)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +273,8 @@ def test_drafted_is_undrafted(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     rounded = batch % 2 == 0
-    drafted = Drafted(plain, drafter, 4, queries=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
+    drafts = Drafts(drafter, 4, queries=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
+    drafted = with_drafts(plain, drafts)
     without = compiled(TINY, plain)
     sizes = Sizes.fit(
         drafted, batch, queries=drafted.queries, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
@@ -278,7 +293,7 @@ def test_drafted_is_undrafted(setting, drafter):
         calls = plain.calls(expected)
         assert (found.calls <= calls).all()
         fewer += (calls - found.calls).sum()
-    assert fewer > 0 or drafted.grid.rows > drafted.grid.time_max // 2  # where time runs out, drafts save nothing
+    assert fewer > 0 or drafted.rows > drafted.time_max // 2  # where time runs out, drafts save nothing
 
 
 def resembling(params, rng, noise):
@@ -298,7 +313,7 @@ def resembling(params, rng, noise):
 def test_a_t5_drafts_for_itself(delay, time_max, sub_max, literal):
     """It is always right, so calls are those of the wavefront with perfect guesses, in batches as well."""
     most, batch = 4, 3
-    drafted = Drafted(strategy_of(delay, time_max, sub_max, literal), FromModel(least=0.0), most)
+    drafted = with_drafts(strategy_of(delay, time_max, sub_max, literal), Drafts(FromModel(least=0.0), most))
     program = compiled(TINY, drafted, Sizes.fit(drafted, batch), small=TINY)
     for seed in range(8 if delay else 3):
         rng = np.random.default_rng([seed, time_max])
@@ -364,7 +379,7 @@ def test_t5s_that_cannot_draft_are_refused(tmp_path):
 
 
 def test_names_of_drafters_are_checked():
-    assert isinstance(make("sequential", GridConfig(), DecodeConfig(draft="source"), bos=0, eos=1), Drafted)
+    assert make("sequential", GridConfig(), DecodeConfig(draft="source"), bos=0, eos=1).drafts is not None
     with pytest.raises(UserError, match=r"decode\.draft: found 'x'; expected one of"):
         config_lib.override(Config(), ["decode.draft=x"])
     for name in DRAFTS[1:]:
@@ -378,7 +393,7 @@ def test_the_drafter_of_the_page():
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
     names = {}
     exec(compile(code, "docs/drafting.md", "exec"), names)
-    strategy = Drafted(Pipelined(delay=3, time_max=20, sub_max=4), names["AsAbove"](), 3)
+    strategy = with_drafts(Pipelined(delay=3, time_max=20, sub_max=4), Drafts(names["AsAbove"](), 3))
     alike, other = [[5, 6, 7, 8]] * 3, [[5, 6, 7], [8, 3, 4], [7]]
     found = scripted.decode(strategy, [[2], [3]], [alike, other])
     assert [rows_of(found, b)[:3] for b in range(2)] == [alike, other]

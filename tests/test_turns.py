@@ -15,7 +15,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import (
     Beam,
     Carry,
-    Drafted,
+    Drafts,
     Grammar,
     Pipelined,
     Sampling,
@@ -26,6 +26,7 @@ from pipejax.decoding import (
     Stretch,
     Table,
     Wishes,
+    with_drafts,
 )
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.decoding.gathering import NOWHERE
@@ -238,7 +239,7 @@ def test_a_grid_whose_cache_grows() -> None:
 
 
 def test_drafts_that_are_scored() -> None:
-    drafted = Drafted(Pipelined(delay=1, time_max=9, sub_max=3), FromSource(), tokens=2, trace=True)
+    drafted = with_drafts(Pipelined(delay=1, time_max=9, sub_max=3), Drafts(FromSource(), tokens=2, trace=True))
     seen = check(Setting(drafted, 2, wished=("scores",), turn=3), range(8))
     assert seen["apart"] > 1 and seen["cut"] > 1, seen
 
@@ -280,7 +281,7 @@ def setting_of(number: int) -> tuple[Setting, bool]:
     strategy: Any = inner
     if kind == "drafts":
         drafter = pick(FromSource(), Jacobi(), FromModel(least=0.0))
-        strategy = Drafted(inner, drafter, most, queries=pick((), (5,)), trace=pick(False, True))
+        strategy = with_drafts(inner, Drafts(drafter, most, queries=pick((), (5,)), trace=pick(False, True)))
     elif kind == "beam":
         strategy = Beam(int(rng.integers(2, 9)), int(rng.integers(2, 5)), pick(1.0, 0.5))
     elif kind == "own" or (kind == "stream" and pick(False, False, True)):
@@ -297,8 +298,8 @@ def test_each_device_has_its_turns() -> None:
     def turns(strategy: Strategy) -> list[int]:
         return [programs.schedule(strategy, 1, platform).turn for platform in ("", "cpu", "tpu", "gpu", "cuda")]
 
-    assert turns(GRID) == turns(Drafted(GRID, FromSource())) == [1, 1, 1, 4, 4]
-    assert turns(Drafted(GRID, FromModel())) == [1] * 5
+    assert turns(GRID) == turns(with_drafts(GRID, Drafts(FromSource()))) == [1, 1, 1, 4, 4]
+    assert turns(with_drafts(GRID, Drafts(FromModel()))) == [1] * 5
 
 
 @pytest.mark.parametrize("turn", [1, 5])

@@ -14,7 +14,7 @@ from pipejax.apps.picture import record as picture
 from pipejax.apps.serving.written import Writing
 from pipejax.apps.unfinished import settings_of
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import TRUNCATIONS, Decoded, Drafted, Pipelined, Sampling, Trace
+from pipejax.decoding import TRUNCATIONS, Decoded, Drafts, Pipelined, Sampling, Trace, with_drafts
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.inference import streaming
 from pipejax.inference.answers import count, record_of
@@ -248,7 +248,7 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
     """With drafts that are often wrong, too: what is written is the same, and so are steps and what cut it off."""
     delay, time_max, sub_max, literal, batch = setting
     strategy: Any = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal, unique=True)
-    strategy = strategy if drafter is None else Drafted(strategy, drafter, 4)
+    strategy = strategy if drafter is None else with_drafts(strategy, Drafts(drafter, 4))
     small = FEW_WORDS if isinstance(drafter, FromModel) else None
     program = compiled(FEW_WORDS, strategy, small=small)
     in_circles = 0

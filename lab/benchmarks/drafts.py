@@ -33,7 +33,7 @@ from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.data.shapes import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Drafted, Pipelined, Sequential, SourceIds, Step, Strategy, drafters
+from pipejax.decoding import Drafts, Pipelined, Sequential, SourceIds, Step, Strategy, drafters, with_drafts
 from pipejax.grid import start
 from pipejax.inference import backends, programs
 from pipejax.inference.backends import Backend, Ready
@@ -172,8 +172,8 @@ class Ours:
 
     def run(self, document: Document) -> Measured:
         """See `System`."""
-        rows = [document.line] if isinstance(self._inner, Sequential) else document.rows
-        script = np.full((1, self._inner.most_queries, WIDTH), EOS, np.int32)
+        rows = [document.line] if isinstance(self.strategy, Sequential) else document.rows
+        script = np.full((1, self.strategy.places[0], WIDTH), EOS, np.int32)
         for i, row in enumerate(rows):
             script[0, i, : len(row)] = row
         ids, length = pad([document.source], self.length), np.asarray([len(document.source)], np.int32)
@@ -187,7 +187,7 @@ class Ours:
             weights: Any = self.own.ready.decoding
             if self.small:
                 weights = weights, self.small.ready.decoding
-            read = source if isinstance(self.strategy, Drafted) else None
+            read = source if self.strategy.reads_source else None
             found = decoding.run(
                 lambda slots, carry: self._decode(weights, Told(memory, script), carry, read, slots=slots), self.sizes
             )
@@ -201,10 +201,6 @@ class Ours:
     def _encoded(self, each: Prepared, ids: np.ndarray, length: np.ndarray) -> Memory:
         found: Memory = jax.block_until_ready(self._encode[id(each)](each.ready.encoding, ids, length))
         return found
-
-    @property
-    def _inner(self) -> Any:
-        return self.strategy.inner if isinstance(self.strategy, Drafted) else self.strategy
 
 
 class HuggingFace:
@@ -361,7 +357,7 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
         strategy: Strategy = inner
         if "+" in name:
             drafter = drafters.make(name.partition("+")[2])
-            drafted = Drafted(inner, drafter, flags.tokens)
+            drafted = with_drafts(inner, Drafts(drafter, flags.tokens))
             costs = backends.call_costs(own.ready.decoding, own.backend)
             strategy = drafted.suit(jax.default_backend(), costs=costs, skips_fillers=own.backend.skips_fillers)
         systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))

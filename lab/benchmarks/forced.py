@@ -33,10 +33,7 @@ class State:
 
 def ended(strategy: Pipelined | Sequential, state: Any, next_tokens: Array, lengths: Array) -> Array:
     """The tokens i32 [B, S] of a step, with eos where a row has its length i32 [B or 1, S], and nowhere else."""
-    if isinstance(strategy, Pipelined):
-        position = state.time[:, None] - jnp.arange(strategy.rows) * strategy.delay
-    else:
-        position = state.length[:, None]
+    position = state.length
     other = jnp.where(next_tokens == strategy.eos, strategy.eos + 1, next_tokens)
     return jnp.where(position >= lengths, strategy.eos, other)
 

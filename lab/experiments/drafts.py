@@ -19,13 +19,13 @@ from pipejax import grid
 from pipejax.config import DRAFTS
 from pipejax.data.formats import read_records
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Drafted, Pipelined, Sequential, drafters
+from pipejax.decoding import Drafts, Pipelined, Sequential, drafters, with_drafts
 from pipejax.system import cli
 from support import scripted
 
 BOS, EOS, MAX_SOURCE, TOKENS = 0, 1, 2048, 8
 Row = list[int]
-Drafts = Callable[[Sequence[int]], Sequence[int]]  # of the tokens of a row: how it may go on
+Guess = Callable[[Sequence[int]], Sequence[int]]  # of the tokens of a row: how it may go on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Example:
     sequential: Row
 
 
-def lookup(source: Sequence[int]) -> Drafts:
+def lookup(source: Sequence[int]) -> Guess:
     """The plainest drafter."""
     first: dict[tuple[int, ...], int] = {}
     for size in (1, 2, 3):
@@ -72,7 +72,7 @@ def lookup(source: Sequence[int]) -> Drafts:
     return drafts
 
 
-def simulated(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int = 1) -> int:
+def simulated(rows: Sequence[Sequence[int]], drafts: Guess, *, delay: int = 1) -> int:
     """Decoder calls for rows that end in eos, an empty one included: all that start.
 
     An answer at time t counts if the row's own drafts and those of all open rows before it are right up to t; a row
@@ -106,7 +106,7 @@ def simulated(rows: Sequence[Sequence[int]], drafts: Drafts, *, delay: int = 1) 
 
 def product(strategy: Pipelined | Sequential, draft: str, examples: Sequence[tuple[Row, list[Row]]]) -> float:
     """Mean decoder calls of the product's own loop."""
-    drafted = Drafted(strategy, drafters.make(draft), TOKENS)
+    drafted = with_drafts(strategy, Drafts(drafters.make(draft), TOKENS))
     length = max(len(source) for source, _ in examples)
     width = max(len(row) + 1 for _, rows in examples for row in rows)
     calls = 0

@@ -1,5 +1,6 @@
 """Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
 
+import dataclasses
 from typing import cast
 
 from pipejax.config import DecodeConfig
@@ -8,7 +9,7 @@ from pipejax.decoding.beam import Beam
 from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, Sampling, Wishes
 from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode, grow, refill, run
 from pipejax.decoding.drafters import Drafter
-from pipejax.decoding.drafting import Drafted
+from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.grammar import Grammar, Table
 from pipejax.decoding.interface import (
@@ -22,13 +23,16 @@ from pipejax.decoding.interface import (
     Strategy,
     ends_of,
 )
-from pipejax.decoding.pipelined import OnGrid, Pipelined
-from pipejax.decoding.sequential import Sequential
+from pipejax.decoding.pipelined import GridStrategy, Pipelined, Sequential
+from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.trace import Asked, Trace, list_calls
 from pipejax.system.errors import UserError
 
-# Of a strategy with drafts nobody asks these: they say what its steps are.
-UNASKED = ("init", "query", "choose", "advance", "kept", "done", "result", "start", "rows", "_open", "_align")
+# A strategy with drafts replaces these methods by its own, so it would ignore a subclass's.
+REPLACED = (
+    *("init", "query", "choose", "advance", "settle", "kept", "done", "result", "start", "rows", "first"),
+    *("has_started", "find_open", "is_closed", "find_unfed", "find_circle", "may_begin"),
+)
 
 __all__ = [
     "GREEDILY",
@@ -39,14 +43,17 @@ __all__ = [
     "Beam",
     "Carry",
     "Decoded",
-    "Drafted",
     "Drafter",
+    "Drafts",
     "Grammar",
+    "GridStrategy",
     "Model",
     "Pipelined",
     "Plain",
     "Query",
     "Refillable",
+    "RowState",
+    "Rows",
     "Sampling",
     "Sequential",
     "Sizes",
@@ -67,17 +74,28 @@ __all__ = [
     "list_calls",
     "refill",
     "run",
+    "with_drafts",
 ]
 
 
-def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> Drafted:
+def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> GridStrategy:
     """The strategy with drafts of `drafter`, or of the one that `decode.draft` names."""
-    on_grid = cast(OnGrid, inner)  # the method said that it can
+    drafter = drafter or drafters.make(decode.draft)
+    return with_drafts(cast(OnGrid, inner), Drafts(drafter, decode.draft_tokens, trace=decode.trace))
+
+
+def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
+    """The strategy of Algorithm 1 that generates the answers of `inner`, with drafts.
+
+    Raises:
+      UserError: a class of the strategy has steps of its own, which drafts do not follow.
+    """
     kinds = type(inner).__mro__
     followed = next(i for i, kind in enumerate(kinds) if "on_grid" in vars(kind))
-    if own := [name for kind in kinds[:followed] for name in UNASKED if name in vars(kind)]:
+    if own := [name for kind in kinds[:followed] for name in REPLACED if name in vars(kind)]:
         raise UserError(
-            f"{type(inner).__name__}.{own[0]}: found with drafts, which follow {kinds[followed].__name__}.{own[0]}; "
-            "expected no drafts, or an `on_grid` of its own with the same answers"
+            f"{type(inner).__name__}.{own[0]}: drafts follow {kinds[followed].__name__}.{own[0]} instead; expected no "
+            "drafts, or an `on_grid` of its own with the same answers"
         )
-    return Drafted(on_grid, drafter or drafters.make(decode.draft), decode.draft_tokens, trace=decode.trace)
+    grid = cast(GridStrategy, inner.on_grid)
+    return grid.replace(drafts=dataclasses.replace(drafts, names=None if grid is inner else inner))

@@ -88,7 +88,6 @@ class Stretch:
     decoded: Decoded  # the rows so far; the result, if it is over
     carry: Carry
     steps_left: Array | None = None  # as in `Carry`
-    failed: Array | None = None  # bool scalar, True: nothing else here means anything; None: it cannot fail
 
 
 def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:

@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pipejax.decoding.pipelined import NEVER
+from pipejax.decoding.times import NEVER
 
 Array = jax.Array
 MEMORY = 0.9  # the share of their weight that calls keep after another, in the estimate of how often drafts are right

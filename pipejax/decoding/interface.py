@@ -32,6 +32,7 @@ class SourceIds:
     ids: Array | np.ndarray  # i32 [B, L]
     length: Array | np.ndarray  # i32 [B], how many are real
     memory: Tree = None  # their memory in a drafter's own model
+    apart: bool = flax.struct.field(pytree_node=False, default=False)  # whether each example takes slots by itself
 
 
 @flax.struct.dataclass
@@ -48,7 +49,7 @@ class Decoded:
     truncated: Array  # i32 [B], index into TRUNCATIONS
     calls: Array | np.ndarray | None = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
     log_probs: Array | None = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
-    trace: Trace | None = None  # the fate of drafts, if `Drafted.trace`
+    trace: Trace | None = None  # the fate of drafts, if `Drafts.trace`
 
 
 class Model(Protocol[Cache]):

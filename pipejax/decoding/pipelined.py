@@ -1,55 +1,37 @@
-"""The pipelined decoder: Algorithm 1 of the paper over a fixed grid of sub_max rows and time_max time-steps."""
+"""Algorithm 1 of the paper: the rows of an answer grow side by side, plainly or with drafts.
+
+One class, `GridStrategy`, serves all uses. `Pipelined` is the paper's decoder, `Sequential` the ordinary T5, which is
+its special case of a single row. Drafts (`drafting`) change how many tokens a call feeds and accepts, and nothing else.
+
+Shapes as in `rows`: B batch, R rows of the grid, T the most tokens of a row.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+from typing import Self
 
-import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pipejax import grid
+from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, Strategy, ends_of, is_end
+from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Model, SourceIds, ends_of, is_end
+from pipejax.decoding.rows import Rows, RowState
+from pipejax.decoding.times import NEVER
+from pipejax.system import Tree
 
-NEVER = 2**30  # the end of a row that has not ended: later than any time
-
-
-@flax.struct.dataclass
-class GridState:
-    """After `time` time-steps (t of Algorithm 1)."""
-
-    time: Array  # i32 [B]
-    tokens: Array  # i32 [B, S, T + 1], generated ones by row and absolute time
-    last: Array  # i32 [B, S], the newest token of each row, an end token once the row has ended
-    started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
-    end: Array  # i32 [B, S], the time at which the end token of each row was generated, else NEVER
-    retired: Array  # bool [B, S], True where that token was fed as well
-    complete: Array  # bool [B], True: no further row starts, as one was empty or the answer runs in circles
-    done: Array  # bool [B]
-    steps: Array  # i32 [B], time-steps taken
+CODE = {name: i for i, name in enumerate(TRUNCATIONS)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Pipelined(Plain):
-    """A new row every `delay` steps, one token a step for every open row. With a delay of 0 all rows start at once.
+class GridStrategy(Rows):
+    """The steps of Algorithm 1, whose settings and rules are those of `Rows`.
 
-    By default only an empty row, or the last of `sub_max` rows, ends spawning, and decoding stops once no row can start
-    and all have ended. `literal` follows the paper's lines 5-13 to the letter: rows keep starting after an empty one,
-    and decoding stops the first time that all started rows have ended.
-
-    Unless it is literal, `unique` ends spawning when the answer runs in circles, too: see `circle`.
+    In each call every open row feeds its newest token and is given the next one. The token that ends a row is fed once,
+    since later rows may see it: beside the next query of a later row, the first that can see it, and at the time at
+    which it was generated.
     """
 
-    delay: int
-    time_max: int
-    sub_max: int
-    literal: bool = False
-    bos: int = 0
-    eos: int = 1
-    unique: bool = False
-    other_ends: tuple[int, ...] = ()  # tokens that end a row as well
+    drafts: Drafts | None  # None: one token a row in each call
 
     def __init_subclass__(cls) -> None:
         """Raises a TypeError if a subclass has other starts, which its steps would not follow."""
@@ -59,211 +41,196 @@ class Pipelined(Plain):
             )
 
     @property
-    def rows(self) -> int:
-        """Those that start before time runs out."""
-        return grid.count_rows(self.delay, self.time_max, self.sub_max)
+    def width(self) -> int:
+        """The most tokens that a row feeds in one call: its newest one and its drafts."""
+        return 1 if self.drafts is None else self.drafts.width(self)
 
     @property
     def most_queries(self) -> int:
-        """One a row."""
-        return self.rows
+        """The most queries of an example in one call: `width` for each row."""
+        return self.rows * self.width
 
     @property
     def slots(self) -> int:
-        """In each call as many as any example of a batch can feed then; examples share slots.
-
-        The first row feeds in every call. One more may come in the second, and another every `delay` calls: where no
-        row is open, time goes to the next start, and the first call there feeds the eos of all rows since the last
-        such place beside the new bos.
-        """
-        if not self.delay:
-            return self.rows * self.time_max
-        return self.time_max + sum(self.time_max - 1 - i * self.delay for i in range(self.rows - 1))
+        """The most slots that a batch can fill."""
+        return self.slots_without_drafts if self.drafts is None else self.drafts.slots(self)
 
     @property
-    def places(self) -> tuple[int, int]:
-        """The grid."""
-        return self.rows, self.time_max
-
-    def start(self, row: grid.Numbers) -> grid.Numbers:
-        """That of its bos."""
-        return grid.start(row, self.delay)
+    def queries(self) -> tuple[int, ...] | None:  # type: ignore[override]  # a constant of most strategies
+        """See `Stepper`: with drafts, the sizes among which `Drafts` chooses."""
+        return None if self.drafts is None else self.drafts.queries
 
     @property
-    def on_grid(self) -> "Pipelined":
-        """Itself."""
+    def reads_source(self) -> bool:  # type: ignore[override]
+        """Whether a drafter reads it."""
+        return self.drafts is not None
+
+    @property
+    def borrows(self) -> bool:  # type: ignore[override]
+        """Whether the drafter is a model."""
+        return self.drafts is not None and self.drafts.borrows
+
+    @property
+    def on_grid(self) -> Self:
+        """Itself, as it generates the rows of a grid."""
         return self
 
-    def init(self, batch: int, source: SourceIds | None = None) -> GridState:
+    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
+        """See `Strategy`: with the sizes of calls that drafts may choose from there, and the price of a call."""
+        if self.drafts is None:
+            return self
+        drafts = self.drafts.suit(platform, self.rows, costs=costs, skips_fillers=skips_fillers)
+        return self.replace(drafts=drafts)
+
+    def lend(self, model: Model[Tree], batch: int) -> Self:
+        """See `Strategy`."""
+        assert self.drafts is not None, "only a drafter borrows a model"
+        return self.replace(drafts=self.drafts.lend(model, self, batch))
+
+    def init(self, batch: int, source: SourceIds | None = None) -> RowState:
         """An empty grid."""
         none = jnp.zeros((batch, self.rows), jnp.int32)
-        return GridState(
-            time=none[:, 0],
-            tokens=jnp.zeros((batch, self.rows, self.time_max + 1), jnp.int32),
-            last=none,
-            started=none[:, 0],
-            end=none + NEVER,
+        return RowState(
+            tokens=jnp.zeros((batch, self.rows, self.time_max), jnp.int32),
+            length=none,
+            last=none + self.bos,
+            ended=none > 0,
             retired=none > 0,
-            complete=none[:, 0] > 0,
+            started=none[:, 0],
             done=none[:, 0] > 0,
-            steps=none[:, 0],
+            circle=none[:, 0] + NEVER if self.unique and not self.literal else None,
+            drafts=None if self.drafts is None else self.drafts.init(self, batch, source),
         )
 
-    def query(self, state: GridState) -> tuple[GridState, Query]:
-        """Starts a row, or all, where due (lines 5-7), then asks for every open row at once (line 8).
+    def query(self, state: RowState) -> tuple[RowState, Query]:
+        """Starts rows where they are due (lines 5-7), then asks for every open row at once (line 8)."""
+        if self.drafts is not None:
+            return self.drafts.query(self, state)
+        rows, newest, is_open = jnp.arange(self.rows), self.first + state.length, self.find_open(state)
+        # A row starts when the open rows have reached its start; where none is open, at once: such time-steps count,
+        # and need no call.
+        reached = jnp.where(is_open, newest, NEVER).min(axis=1)
+        begun = jnp.where(state.done | self.is_closed(state), self.rows, state.started)[:, None]
+        begins = (rows == begun) & (self.first <= reached[:, None]) if self.delay else rows >= begun
+        asks = is_open | begins
+        unfed = self.find_unfed(state, asks)
+        query = Query(tokens=state.last, row=rows[None], time=newest, live=asks | unfed)
+        started = state.started + begins.sum(axis=1)
+        return dataclasses.replace(state, retired=state.retired | unfed, started=started), query
 
-        The end token of a row is fed once, since later rows may see it: together with the next query of a later row,
-        the first that can see it, and at the place where it was generated.
-        """
-        rows = jnp.arange(self.rows)
-        due = grid.is_start(state.time, self.delay) & (state.started < self.rows) & ~state.done
-        if not self.literal:
-            due &= ~state.complete
-        started = state.started + due * grid.count_starts(self.delay, self.rows)
-        born = (rows >= state.started[:, None]) & (rows < started[:, None])
-        is_open = self._open(started, state.end, state.done)
-        last_open = jnp.where(is_open, rows, -1).max(axis=1)
-        ended = (state.end != NEVER) & ~state.retired & (rows < last_open[:, None])
-        fed = jnp.where(born, self.bos, state.last)
-        time = jnp.where(ended, state.end, state.time[:, None])
-        state = dataclasses.replace(state, started=started, retired=state.retired | ended)
-        return state, Query(tokens=fed, row=rows[None], time=time, live=is_open | ended)
+    def advance(self, state: RowState, answers: Array) -> RowState:
+        """Appends the tokens of open rows (lines 9-11) and finds out whether decoding is over (lines 12-13)."""
+        if self.drafts is not None:
+            return self.drafts.advance(self, state, answers)
+        asked = self.find_open(state)
+        ends = asked & is_end(answers, ends_of(self))
+        here = asked[:, :, None] & (jnp.arange(self.time_max) == state.length[:, :, None])
+        tokens, length = jnp.where(here, answers[:, :, None], state.tokens), state.length + asked
+        ended, circle = state.ended | ends, state.circle
+        if circle is not None:
+            circle = jnp.minimum(circle, self.find_circle(tokens, length, ended, ends))
+        last = jnp.where(asked, answers, state.last)
+        state = dataclasses.replace(state, tokens=tokens, length=length, last=last, ended=ended, circle=circle)
+        return self.settle(state)
 
-    def advance(self, state: GridState, next_tokens: Array) -> GridState:
-        """Adds the tokens of open rows (lines 9-11) and looks whether it is over (lines 12-13).
-
-        Time-steps in which no row is open count and need no decoder: time goes to the next start.
-        """
-        rows, time = jnp.arange(self.rows), jnp.where(state.done, state.time, state.time + 1)
-        exists = rows < state.started[:, None]
-        open_before = self._open(state.started, state.end, state.done)
-        ends = open_before & is_end(next_tokens, ends_of(self))
-        end = jnp.where(ends, time[:, None], state.end)
-        complete = state.complete | (ends & (time[:, None] == grid.start(rows, self.delay) + 1)).any(axis=1)
-        fresh = open_before[:, :, None] & (jnp.arange(self.time_max + 1) == time[:, None, None])
-        tokens = jnp.where(fresh, next_tokens[:, :, None], state.tokens)
-        if self.unique and not self.literal:
-            length = end - grid.start(rows, self.delay)
-            complete |= self.circle(self._align(tokens), length, end != NEVER, ends) < NEVER
-        over = (~exists | (end != NEVER)).all(axis=1)
-        if not self.literal:
-            over &= complete | (state.started == self.sub_max)
-        done = state.done | over
-        idle = ~self._open(state.started, end, done).any(axis=1) & ~done
-        now = jnp.where(idle, jnp.minimum(grid.next_start(time, self.delay), self.time_max), time)
-        return GridState(
-            time=now,
-            tokens=tokens,
-            last=jnp.where(open_before, next_tokens, state.last),
-            started=state.started,
-            end=end,
-            retired=state.retired,
-            complete=complete,
-            done=done | (now == self.time_max),
-            steps=jnp.where(state.done, state.steps, jnp.where(over, time, now)),
-        )
-
-    def _open(self, started: Array, end: Array, done: Array) -> Array:
-        """bool [B, S], True at rows that have started and not ended, of examples that are not done."""
-        return (jnp.arange(self.rows) < started[:, None]) & (end == NEVER) & ~done[:, None]
-
-    def stop(self, state: GridState, which: Array) -> GridState:
+    def stop(self, state: RowState, which: Array) -> RowState:
         """See `Refillable`."""
         return dataclasses.replace(state, done=state.done | which)
 
-    def done(self, state: GridState) -> Array:
-        """As found by the last step."""
+    def kept(self, state: RowState) -> Array | None:
+        """See `Stepper`: with drafts, the tokens of the last call that are right."""
+        if self.drafts is None:
+            return None
+        assert state.drafts is not None
+        kept: Array = state.drafts.kept.reshape(len(state.done), -1)
+        return kept
+
+    def done(self, state: RowState) -> Array:
+        """As the last call found."""
         return state.done
 
-    def result(self, state: GridState) -> Decoded:
-        """The rows, each moved to start at its first token (line 14)."""
-        rows = jnp.arange(self.rows)
-        exists = rows < state.started[:, None]
-        first, tokens = grid.start(rows, self.delay) + 1, self._align(state.tokens)
-        stop = jnp.minimum(state.end, state.steps[:, None] + 1)  # the eos, or just beyond the last token
-        lengths = jnp.where(exists, jnp.maximum(stop - first, 0), 0)
-        cut = (exists & (state.end == NEVER)).any(axis=1)
-        truncated = self.cut(cut, state.complete, state.started)
-        return Decoded(tokens=tokens, lengths=lengths, steps=state.steps, truncated=truncated)
+    def result(self, state: RowState) -> Decoded:
+        """The rows without their end tokens (line 14), and the time-steps that Algorithm 1 takes for them.
 
-    def _align(self, tokens: Array) -> Array:
-        """Of tokens [B, S, T + 1] by absolute time those [B, S, T] from each row's first on."""
-        first = grid.start(jnp.arange(self.rows), self.delay) + 1
-        places = jnp.minimum(first[:, None] + jnp.arange(self.time_max), self.time_max)
-        return jnp.take_along_axis(tokens, places[None], axis=2)
+        If neither an empty row nor `sub_max` ended spawning, time ran out.
+        """
+        started, drafts = self.has_started(state), state.drafts
+        complete = self._has_empty(state)
+        if state.circle is not None:
+            complete |= state.circle < NEVER
+        cut = (started & ~state.ended).any(axis=1)
+        over = ~cut & (self.literal | complete | (state.started == self.sub_max))
+        steps = jnp.where(started, self.first + state.length, 0).max(axis=1)
+        names = self if self.drafts is None or self.drafts.names is None else self.drafts.names
+        return Decoded(
+            tokens=state.tokens,
+            lengths=state.length - state.ended,
+            steps=jnp.where(over | ~state.done, steps, self.time_max),
+            truncated=names.cut(cut, complete, state.started),
+            calls=None if drafts is None else drafts.calls,
+            trace=None if drafts is None else drafts.trace,
+        )
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """Codes i32 [B], from whether a row was open at the end, whether rows ended it, and how many had started.
+        """Codes i32 [B] of `Decoded.truncated`.
 
-        Rows that start together are as many as there are to be: none is missing.
+        Args:
+          cut: bool [B], whether a row was open at the end.
+          complete: bool [B], whether rows ended the answer: an empty one, or two that repeat others.
+          started: i32 [B], number of rows that have started. Rows that start together are as many as there are to be:
+            none is missing.
         """
         full = (started == self.sub_max) & (self.delay > 0)
-        code = {name: i for i, name in enumerate(TRUNCATIONS)}
-        otherwise = code["time_max"] if self.delay and not self.literal else code[None]
-        found = jnp.where(
-            cut, code["time_max"], jnp.where(complete, code[None], jnp.where(full, code["sub_max"], otherwise))
-        )
-        return found.astype(jnp.int32)
+        otherwise = CODE["time_max"] if self.delay and not self.literal else CODE[None]
+        whole = jnp.where(complete, CODE[None], jnp.where(full, CODE["sub_max"], otherwise))
+        return jnp.where(cut, CODE["time_max"], whole).astype(jnp.int32)
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """One a step in which a row was open."""
+        """One for each time-step in which a row was open; with drafts, as they were counted."""
+        if decoded.calls is not None:
+            return np.asarray(decoded.calls)
         pairs = zip(np.asarray(decoded.lengths), np.asarray(decoded.steps), strict=True)
         return np.asarray([grid.pipelined_calls(lengths, delay=self.delay, steps=steps) for lengths, steps in pairs])
 
-    def circle(self, tokens: Array, length: Array, ended: Array, ends: Array) -> Array:
-        """i32 [B], the time at which the answer is seen to run in circles, or NEVER.
 
-        It does once two rows, one right after the other, have ended and each has the tokens of a row before it. A row
-        cannot end before an equal one above it does, so what is equal by then is known by then. `length` counts the end
-        token, which may differ; `ends`: bool [B, R], rows that ended only now; if none did, nothing is compared.
-        """
-        rows = jnp.arange(self.rows)
+@dataclasses.dataclass(frozen=True)
+class Pipelined(GridStrategy):
+    """The pipelined decoder of the paper; see `Rows` for its settings."""
 
-        def compare(column: Array, same: Array) -> Array:
-            here = tokens[:, :, column]
-            return same & ((here[:, :, None] == here[:, None]) | (column >= length[:, :, None] - 1))
-
-        def found() -> Array:
-            same = ended[:, None] & (length[:, :, None] == length[:, None]) & (rows < rows[:, None])
-            # No farther than rows are written: bounds may be generous.
-            same = jax.lax.fori_loop(0, jnp.where(ended, length, 0).max(), compare, same)
-            repeats = ended & same.any(axis=2)
-            until = grid.start(rows, self.delay) + length
-            both = jnp.where(repeats[:, 1:] & repeats[:, :-1], jnp.maximum(until[:, 1:], until[:, :-1]), NEVER)
-            return both.min(axis=1, initial=NEVER)
-
-        never = jnp.full(len(ended), NEVER, jnp.int32)
-        time: Array = jax.lax.cond(ends.any(), found, lambda: never)
-        return time
-
-    def may_begin(self, ended: Array, length: Array, circle: Array | None = None) -> Array:
-        """bool [B, R], whether a row starts once those before it are written up to its start (lines 5-7, 12-13).
-
-        `ended`: bool [B, R], by an end token; `length`: i32 [B, R], tokens of each row, that one included; `circle`: if
-        one may be.
-        """
-        if self.delay == 0:
-            return jnp.ones_like(ended)
-        first = grid.start(jnp.arange(self.rows), self.delay)
-        if not self.literal:
-            none_empty = ~over_earlier_rows(jax.lax.cummax, (ended & (length == 1)).astype(jnp.int32), 0).astype(bool)
-            return none_empty if circle is None else none_empty & (first < circle[:, None])
-        # It stops when all rows have ended: some row before it must be open when it starts.
-        latest = over_earlier_rows(jax.lax.cummax, jnp.where(ended, first + length, NEVER), NEVER)
-        return jax.lax.cummin((latest > first).astype(jnp.int32), axis=1).astype(bool)
+    delay: int
+    time_max: int
+    sub_max: int
+    literal: bool = False
+    bos: int = 0
+    eos: int = 1
+    unique: bool = False
+    other_ends: tuple[int, ...] = ()  # tokens that end a row as well
+    drafts: Drafts | None = None
 
 
-def over_earlier_rows(scan: Callable[..., Array], x: Array, first: int) -> Array:
-    """The running extreme [B, R] of all rows before each one; `first` at the first row."""
-    return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+@dataclasses.dataclass(frozen=True)
+class Sequential(GridStrategy):
+    """Token by token: the ordinary greedy decoder of T5, the baseline. It is the only row of a grid.
 
+    `max_length`: tokens at the most, the end token included.
+    """
 
-class OnGrid(Strategy, Protocol):
-    """A greedy strategy whose answers are rows of a grid, each on its own: what drafts can be verified for."""
+    max_length: int
+    bos: int = 0
+    eos: int = 1
+    other_ends: tuple[int, ...] = ()  # tokens that end an answer as well
+    drafts: Drafts | None = None
+
+    delay = 1
+    sub_max = 1
+    literal = False
+    unique = False
 
     @property
-    def on_grid(self) -> Pipelined:
-        """The grid on which Algorithm 1 writes the same answers."""
+    def time_max(self) -> int:  # type: ignore[override]  # a field of `Pipelined`
+        """T, `max_length`."""
+        return self.max_length
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """Codes i32 [B], as `Pipelined.cut`."""
+        """See `Rows`: whether the answer has no end."""
+        return jnp.where(cut, CODE["max_length"], CODE[None]).astype(jnp.int32)

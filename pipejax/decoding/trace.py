@@ -1,4 +1,4 @@
-"""The fate of drafts, call by call, for people who want to see it. Only kept if `Drafted.trace` asks for it.
+"""The fate of drafts, call by call, for people who want to see it. Only kept if `Drafts.trace` asks for it.
 
 Shapes: B batch, C calls at the most, R rows of the grid, D drafted tokens of a row in a call, at the most.
 """
@@ -41,8 +41,15 @@ def empty(batch: int, calls: int, rows: int, drafts: int) -> Trace:
 
 
 def record(trace: Trace, call: Array, **found: Array) -> Trace:
-    """Writes the findings of a call into the trace: i32 [B, R] or [B, R, D], by the names of its fields."""
-    return dataclasses.replace(trace, **{name: getattr(trace, name).at[:, call].set(x) for name, x in found.items()})
+    """Writes the findings of a call into the trace.
+
+    Args:
+      trace: of all calls so far.
+      call: i32 [B], the number of the call for each example; findings of a number beyond C are dropped.
+      found: i32 [B, R] or [B, R, D], by the names of the trace's fields.
+    """
+    at = jnp.arange(len(call)), call
+    return dataclasses.replace(trace, **{k: getattr(trace, k).at[at].set(x, mode="drop") for k, x in found.items()})
 
 
 def list_calls(trace: Trace, place: int, calls: int) -> list[list[Asked]]:

@@ -24,7 +24,6 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.inference import kernel_decoder, kernels, products
 from pipejax.inference.kernel_decoder import KernelDecoder
 from pipejax.inference.kernels import Reading
-from pipejax.inference.launch import LaunchBlocks
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization, umt5
@@ -267,7 +266,6 @@ class Gpu(Xla):
     """XLA, with our own kernels for a GPU in the decoder's steps."""
 
     interpret: bool = False  # runs them as ordinary computations, on any device
-    blocks: LaunchBlocks | None = None  # take all steps in one launch, if its kernel knows the decode; None: XLA's loop
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
@@ -376,7 +374,6 @@ def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Back
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         from pipejax.inference import gpu
-        from pipejax.inference.launch import trial
 
-        return Gpu(weights, blocks=trial.use()) if gpu.use() else found
+        return Gpu(weights) if gpu.use() else found
     return found

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pipejax import decoding
 from pipejax.data.shapes import bucket, pad
 from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
-from pipejax.inference import launch
-from pipejax.inference.backends import XLA, Backend, Gpu, Ready, call_costs
+from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
 from pipejax.model import lora
 from pipejax.model.interface import Backbone, Module, choose_blocks
@@ -107,8 +106,6 @@ def decode_batch(
         strategy = drafting.lend(strategy, small, source)
     decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
-    if isinstance(backend, Gpu) and backend.blocks and launch.fits(decoder, strategy, len(memory.mask), wishes):
-        return launch.decode(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=backend.blocks)[0]
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
 
 
@@ -188,13 +185,6 @@ class Programs:
 
         def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
             found: Stretch = self._run(strategy, slots, (weights, memory, carry, read, wishes), shape, report)
-            if isinstance(self.backend, Gpu) and found.failed is not None and np.any(found.failed):
-                logger.warning(
-                    "a decode as one launch gave up, as its blocks waited in vain: from now on, step by step"
-                )
-                self.backend = dataclasses.replace(self.backend, blocks=None)
-                self._compiled = {key: x for key, x in self._compiled.items() if key[0] == "encoder"}
-                return decode_stretch(slots, carry)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)

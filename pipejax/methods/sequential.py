@@ -92,7 +92,7 @@ class SequentialMethod(Method):
 
     def strategy(self, ids: Ids) -> "Strategy":
         """Greedy decoding."""
-        from pipejax.decoding.sequential import Sequential
+        from pipejax.decoding.pipelined import Sequential
 
         return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
 

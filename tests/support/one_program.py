@@ -8,7 +8,7 @@ import jax
 
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.decoding import Decoded, Drafted, Sizes, SourceIds, Strategy
+from pipejax.decoding import Decoded, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Drafting, decode_batch, encode_batch, schedule
 from pipejax.model.interface import Backbone
@@ -47,7 +47,7 @@ def compiled(
     def whole(params: Any, source: jax.Array, length: jax.Array, *of_small: Any) -> Decoded:
         weights, memory, found = encode(params, source, length, *of_small)
         chosen = sizes or schedule(strategy, len(length))
-        read = (SourceIds(source, length, found),) if isinstance(strategy, Drafted) else ()
+        read = (SourceIds(source, length, found),) if strategy.reads_source else ()
         stretch = decoding.run(
             lambda slots, carry: decode(weights, memory, carry, *read, sizes=chosen, slots=slots), chosen
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, Drafted, Plain, Query, Sizes, SourceIds, Step, Stretch
+from pipejax.decoding import Carry, Decoded, GridStrategy, Plain, Query, Sizes, SourceIds, Step, Stretch
 
 Array = jax.Array
 
@@ -28,7 +28,7 @@ class State:
 class Scripted(Plain):
     """Drafted decoding in which the model's answers are those of the script, whatever it is asked."""
 
-    inner: Drafted
+    inner: GridStrategy
 
     @property
     def most_queries(self) -> int:
@@ -56,7 +56,7 @@ class Scripted(Plain):
         says = jnp.take_along_axis(state.script, place, axis=2).swapaxes(1, 2)
         return State(self.inner.advance(state.inner, says.reshape(answers.shape)), state.script)
 
-    def kept(self, state: State) -> Array:
+    def kept(self, state: State) -> Array | None:
         return self.inner.kept(state.inner)
 
     def done(self, state: State) -> Array:
@@ -83,7 +83,7 @@ class NoModel:
 
 
 def decode(
-    strategy: Drafted,
+    strategy: GridStrategy,
     sources: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]],
     *,
@@ -97,7 +97,7 @@ def decode(
     longest = max(length, *map(len, sources))
     ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)
     width = max(width, *(len(row) + 1 for rows in answers for row in [*rows, []]))
-    says = script(answers, strategy.grid.rows, width, strategy.grid.eos)
+    says = script(answers, strategy.rows, width, strategy.eos)
     real = np.asarray(list(map(len, sources)), np.int32)
     found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real), says))
     return found
@@ -113,7 +113,7 @@ def script(answers: Sequence[Sequence[Sequence[int]]], rows: int, width: int, eo
 
 
 @partial(jax.jit, static_argnums=0)
-def _decoded(strategy: Drafted, source: SourceIds, script: Array) -> Decoded:
+def _decoded(strategy: GridStrategy, source: SourceIds, script: Array) -> Decoded:
     scripted, model = Scripted(strategy), NoModel()
     sizes = Sizes.fit(scripted, len(script))
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import flax.struct
 
 from pipejax.decoding.interface import Array, Model, SourceIds
-from pipejax.decoding.pipelined import Pipelined
+from pipejax.decoding.rows import Rows
 from pipejax.system import Tree
 
 
@@ -49,7 +49,5 @@ class Drafter(Protocol):
 class Borrower(Protocol):
     """A drafter that is a model itself, and borrows its decoder of each batch."""
 
-    def over(
-        self, decoder: Model[Tree], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
-    ) -> Drafter:
+    def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> Drafter:
         """The drafter for one batch; arguments as of `FromModel.over`."""

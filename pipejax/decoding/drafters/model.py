@@ -19,7 +19,8 @@ from pipejax.decoding.core import Sizes, begin, decode, grow
 from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.gathering import NOWHERE, Filled, Query
 from pipejax.decoding.interface import Array, Decoded, Model, Plain, SourceIds, ends_of, is_end
-from pipejax.decoding.pipelined import NEVER, Pipelined, over_earlier_rows
+from pipejax.decoding.rows import Rows
+from pipejax.decoding.times import NEVER, over_earlier_rows
 from pipejax.grid import Numbers, start
 from pipejax.system import Tree
 
@@ -47,7 +48,7 @@ class Looking(Plain):
     A token is fed once those are that it can see, as far as they are known; so a row waits for the rows above it.
     """
 
-    grid: Pipelined
+    grid: Rows
     most: int  # D
     least: float  # probability of a token, below which it is not drafted
 
@@ -59,7 +60,7 @@ class Looking(Plain):
     @property
     def slots(self) -> int:
         """All that is written, and one draft."""
-        return self.grid.slots + self.grid.rows * (self.most + 1)
+        return self.grid.slots_without_drafts + self.grid.rows * (self.most + 1)
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """As on the large one's grid."""
@@ -160,9 +161,7 @@ class FromModel:
     sizes: Sizes | None = None
     decoder: Model[Tree] | None = None
 
-    def over(
-        self, decoder: Model[Tree], grid: Pipelined, most: int, *, queries: tuple[int, ...], batch: int
-    ) -> "FromModel":
+    def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> "FromModel":
         """The drafter for one batch."""
         looking = Looking(grid, most, self.least)
         sizes = Sizes.fit(looking, batch, queries=queries)

@@ -1,7 +1,11 @@
-"""A decode on an NVIDIA GPU as one launch: a kernel that takes step after step by itself (decode.h).
+"""A prototype: a decode on an NVIDIA GPU as one launch of a kernel that takes step after step by itself (decode.h).
 
-XLA starts some 170 kernels a step, and waits for the host in between. Here all multiprocessors take it together. The
-arithmetic, caches and carry are those of `step_decoder`. Tests run the same source on a CPU, a thread a block.
+XLA starts some 170 kernels a step, and waits for the host in between. Here all multiprocessors take a step together.
+The arithmetic, caches and carry equal those of `step_decoder`. Tests run the same source on a CPU, one thread for each
+block.
+
+No GPU has run the kernel. By its counted instructions a step of T5-Base takes 0.55 to 0.7 ms, which is not faster than
+XLA's kernels; it belongs into the package once a GPU shows at most 0.45 ms for a step of T5-Base with 9 queries.
 """
 
 import dataclasses
@@ -11,12 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.launch import nvrtc
 from pipejax import decoding
-from pipejax.decoding import Carry, Pipelined, Sequential, Sizes, Stepper, Stretch, Wishes, pipelined, sequential
+from pipejax.decoding import GREEDILY, Carry, Pipelined, RowState, Sequential, Sizes, Stepper, Stretch, Wishes
 from pipejax.decoding.gathering import Filled
-from pipejax.inference.launch import nvrtc
+from pipejax.decoding.times import NEVER
 from pipejax.inference.step_decoder import Cache
 from pipejax.inference.weights import Matrix
+from pipejax.model import lora
+from pipejax.model.interface import Module
+from pipejax.model.t5 import Memory
+from pipejax.system import Tree
 
 Array = jax.Array
 ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in arguments.h
@@ -41,9 +50,8 @@ def fits(decoder: Any, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
     matrices = [weights.head, *(x for layer in weights.layers for x in vars(layer).values() if isinstance(x, Matrix))]
     return (
         type(strategy) in (Pipelined, Sequential)
-        and not (
-            jax.tree.leaves((wishes, decoder.memory.adapter)) or wishes.scores or getattr(strategy, "unique", False)
-        )
+        and strategy.drafts is None  # type: ignore[attr-defined]
+        and not (jax.tree.leaves((wishes, decoder.memory.adapter)) or wishes.scores or strategy.unique)  # type: ignore[attr-defined]
         and batch * strategy.most_queries <= MOST_QUERIES
         and len(decoding.ends_of(strategy)) <= MOST_ENDS
         and not any(x % 32 for x in (config.d_model, config.d_ff, config.num_heads * config.d_kv))
@@ -64,14 +72,19 @@ def decode(
     blocks: LaunchBlocks,
     pause_after: Array | None = None,
     watched: Array | None = None,
-) -> tuple[Stretch, Array]:
-    """As `decoding.decode`; beside it the logits f32 [N, V] of the last step. It `failed` if a block waited in vain."""
+) -> tuple[Stretch, Array, Array]:
+    """As `decoding.decode`.
+
+    Returns:
+      The stretch; whether a block waited in vain, bool scalar, in which case nothing else means anything; and the
+      logits f32 [N, V] of the last step.
+    """
     carry = decoding.grow(decoder, carry, slots)
     weights, memory, query = decoder.weights, decoder.memory, carry.query
     numbers = numbers_of(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=blocks)
     floats = decoder.config.layer_norm_epsilon, decoder.config.d_model**-0.5 if decoder.config.scale_head else 1.0
     watching = jnp.zeros(numbers["B"]) if watched is None else watched
-    left = jnp.int32(pipelined.NEVER) if pause_after is None else pause_after
+    left = jnp.int32(NEVER) if pause_after is None else pause_after
     # In the order of the structs Given and Layer.
     arrays = [
         np.hstack([*numbers.values()]).astype(np.int32),
@@ -80,7 +93,7 @@ def decode(
     ]
     arrays += [memory.mask.astype(jnp.int32), (weights.embedding or weights.head).rows, weights.head.rows]
     arrays += [weights.norm, weights.bias[0]]
-    changing = _changing(carry, left, strategy.done(carry.state))
+    changing = _changing(strategy, carry, left)
     aliases = {len(arrays) + i: i for i in range(len(changing))}
     arrays += changing
     for i, layer in enumerate(weights.layers):
@@ -91,7 +104,7 @@ def decode(
     found = _enqueue(arrays, [*scratch.values()], aliases, jnp.dtype(decoder.dtype).name, blocks)
     control, examples, grids, tokens, filled_row, filled_time = found[: len(changing)]
     caches, kept = found[len(changing) : len(aliases)], dict(zip(scratch, found[len(aliases) :], strict=True))
-    state, (live, fed, time) = _off_grid(examples, grids, tokens, carry.state), jnp.moveaxis(grids, 2, 0)[-3:]
+    state, (live, fed, time) = _off_grid(strategy, examples, grids, tokens), jnp.moveaxis(grids, 2, 0)[-3:]
     carry = dataclasses.replace(
         carry,
         state=state,
@@ -102,14 +115,33 @@ def decode(
         cache=Cache(tuple(caches[::2]), tuple(caches[1::2])),
     )
     over = strategy.done(state).all()
-    return Stretch(over, strategy.result(state), carry, control[3], control[1] > 0), kept["logits"]
+    return Stretch(over, strategy.result(state), carry, control[3]), control[1] > 0, kept["logits"]
+
+
+def decode_batch(
+    model: Module,
+    strategy: Any,
+    weights: Tree,
+    memory: Memory,
+    *,
+    sizes: Sizes,
+    slots: int,
+    backend: Any,
+    blocks: LaunchBlocks,
+) -> tuple[Stretch, Array]:
+    """As `programs.decode_batch`, by one launch: the stretch, and whether a block waited in vain; traced."""
+    decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
+    batch = len(memory.mask)
+    assert fits(decoder, strategy, batch, GREEDILY), "the kernel does not know such a decode"
+    carry = decoding.begin(strategy, decoder, strategy.init(batch), sizes)
+    return decode(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=blocks)[:2]
 
 
 def numbers_of(
     decoder: Any, strategy: Any, carry: Carry, *, sizes: Sizes, slots: int, blocks: LaunchBlocks
 ) -> dict[str, Any]:
     """The members of the struct Numbers, in its order; of its array a tuple."""
-    config, grid, rows = decoder.config, strategy.on_grid, strategy.most_queries
+    config, grid, rows = decoder.config, strategy, strategy.most_queries
     batch, length = decoder.memory.mask.shape
     lengths = batch, rows, grid.time_max, slots, length
     widths = config.d_model, config.num_heads, config.d_kv, config.d_ff, config.vocab_size
@@ -124,10 +156,10 @@ def numbers_of(
     return shapes | layers | rules | room | waits
 
 
-def _changing(carry: Carry, left: Array, done: Array) -> list[Array]:
+def _changing(strategy: Any, carry: Carry, left: Array) -> list[Array]:
     """The members of Given from `control` on, which the kernel changes."""
-    of_example, of_row, tokens = _on_grid(carry.state, done)
-    of_example.append(jnp.broadcast_to(carry.used, len(done)))
+    of_example, of_row, tokens = _on_grid(strategy, carry.state)
+    of_example.append(jnp.broadcast_to(carry.used, len(tokens)))
     of_row += [carry.query.live, carry.query.tokens, carry.query.time]
     stacked = [*[jnp.int32(0)] * 3, left], of_example, of_row
     structs = [jnp.stack([x.astype(jnp.int32) for x in each], axis=-1) for each in stacked]
@@ -145,22 +177,35 @@ def _scratch(numbers: dict[str, Any], dtype: Any) -> dict[str, jax.ShapeDtypeStr
     return {name: jax.ShapeDtypeStruct(x, kind) for shapes, kind in kinds for name, x in shapes.items()}
 
 
-def _on_grid(state: Any, done: Array) -> tuple[list[Array], list[Array], Array]:
-    """The arrays of EXAMPLE and ROW and the tokens; a sequential decode is the only row of a grid."""
-    if isinstance(state, pipelined.GridState):
-        return [getattr(state, x) for x in EXAMPLE], [getattr(state, x) for x in ROW], state.tokens
-    end, none = jnp.where(state.ended, state.length, pipelined.NEVER), jnp.zeros_like(state.length)
-    of_example = [state.length, none + 1, state.ended, done, state.length]
-    return of_example, [x[:, None] for x in (state.last, end, none)], jnp.pad(state.tokens, ((0, 0), (1, 0)))[:, None]
+def _on_grid(strategy: Any, state: RowState) -> tuple[list[Array], list[Array], Array]:
+    """The arrays of EXAMPLE and ROW, and the tokens i32 [B, R, T + 1] by the time at which they are generated."""
+    newest, is_open = strategy.first + state.length, strategy.find_open(state)
+    steps = strategy.result(state).steps
+    time = jnp.where(is_open.any(axis=1), jnp.where(is_open, newest, NEVER).min(axis=1), steps)
+    complete = (state.ended & (state.length == 1)).any(axis=1)
+    of_example = [time, state.started, complete, state.done, jnp.where(state.done, steps, time)]
+    of_row = [state.last, jnp.where(state.ended, newest, NEVER), state.retired]
+    at = jnp.arange(strategy.time_max + 1) - strategy.first[:, None] - 1
+    tokens = jnp.take_along_axis(state.tokens, jnp.clip(at, 0, strategy.time_max - 1)[None], axis=2)
+    return of_example, of_row, tokens
 
 
-def _off_grid(examples: Array, grids: Array, tokens: Array, old: Any) -> Any:
-    """The state, as one of the kind of the old one."""
+def _off_grid(strategy: Any, examples: Array, grids: Array, tokens: Array) -> RowState:
+    """The state that the kernel leaves."""
     found = dict(zip(EXAMPLE + ROW, [*jnp.moveaxis(examples, 1, 0)[:-1], *jnp.moveaxis(grids, 2, 0)[:-3]], strict=True))
-    if isinstance(old, pipelined.GridState):
-        return jax.tree.map(lambda x, old: x.astype(old.dtype), pipelined.GridState(tokens=tokens, **found), old)
-    last, end = found["last"][:, 0], found["end"][:, 0]
-    return sequential.SequenceState(tokens[:, 0, 1:], last, found["steps"], end != pipelined.NEVER, old.given_up)
+    first, ended = strategy.first, found["end"] != NEVER
+    until = jnp.where(ended, found["end"], found["time"][:, None])
+    started = jnp.arange(strategy.rows) < found["started"][:, None]
+    at = jnp.minimum(first[:, None] + 1 + jnp.arange(strategy.time_max), strategy.time_max)
+    return RowState(
+        tokens=jnp.take_along_axis(tokens, at[None], axis=2),
+        length=jnp.where(started, until - first, 0),
+        last=jnp.where(started, found["last"], strategy.bos),
+        ended=ended,
+        retired=found["retired"] > 0,
+        started=found["started"],
+        done=found["done"] > 0,
+    )
 
 
 def _enqueue(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pipejax.inference import launch
+from lab import launch
 
 SOURCES = Path(launch.__file__).parent
 NAMES = "float32", "bfloat16"

@@ -2,41 +2,26 @@
 
 import dataclasses
 import logging
-import os
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from lab import launch
+from lab.launch import LaunchBlocks
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Pipelined, Sizes
 from pipejax.decoding.gathering import gather
-from pipejax.inference import launch
-from pipejax.inference.launch import LaunchBlocks
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import lay_out, lay_out_layer, narrow
 from pipejax.model.t5 import Memory
-from pipejax.system.errors import UserError, first_line
+from pipejax.system.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "PIPEJAX_LAUNCH"  # "on": decode in one launch; off unless it says so, since no GPU has run the kernel yet
 TOLERANCE = 0.02  # of `compare`; both round to bfloat16, which is apart by 0.002 to 0.01
-
-
-@cache
-def use() -> LaunchBlocks | None:
-    """The blocks that this process's GPU decodes with, if it is asked to and they find what XLA finds. Asked once."""
-    wanted = os.environ.get(VARIABLE, "off")
-    if wanted not in ("on", "off"):
-        raise UserError(f"{VARIABLE}: found {wanted!r}; expected on or off")
-    if wanted == "off" or jax.default_backend() != "gpu":
-        return None
-    device = jax.local_devices()[0]
-    blocks = LaunchBlocks(device.core_count, str(device.compute_capability).replace(".", ""))
-    return blocks if agrees(blocks) else None
 
 
 def agrees(blocks: LaunchBlocks) -> bool:
@@ -45,9 +30,8 @@ def agrees(blocks: LaunchBlocks) -> bool:
         failed, apart = jax.device_get(jax.jit(partial(compare, _decoder(), Pipelined(1, 12, 5), blocks, steps=7))())
         if not failed and apart < TOLERANCE:
             return True
-        why = (
-            "on this device its blocks wait in vain" if failed else f"on this device its logits are off by {apart:.2g}"
-        )
+        found = "its blocks wait in vain" if failed else f"its logits are off by {apart:.2g}"
+        why = f"on this device {found}"
     except Exception as error:  # compilers' errors are of many kinds, and none of them may keep anyone from decoding
         why = first_line(error)[:200]
     logger.warning(f"decoding goes without its one launch: {why}")
@@ -62,10 +46,10 @@ def compare(decoder: Any, strategy: Any, blocks: LaunchBlocks, *, steps: int) ->
     carry = decoding.decode(strategy, decoder, carry, **static, pause_after=jnp.int32(steps)).carry
     asked, number, _ = gather(carry.query, carry.filled, carry.used, batch * rows, rows, strategy.position)
     expected = decoder(asked, carry.cache)[0].T[number.reshape(-1)]
-    found, logits = launch.decode(decoder, strategy, carry, **static, blocks=blocks, pause_after=jnp.int32(1))
+    _, failed, logits = launch.decode(decoder, strategy, carry, **static, blocks=blocks, pause_after=jnp.int32(1))
     live = carry.query.live.reshape(-1)
     both = (jnp.where(live[:, None], x, 0) for x in (logits[jnp.cumsum(live) - 1] - expected, expected))
-    return found.failed, jnp.linalg.norm(next(both)) / jnp.linalg.norm(next(both))
+    return failed, jnp.linalg.norm(next(both)) / jnp.linalg.norm(next(both))
 
 
 def _decoder() -> StepDecoder:

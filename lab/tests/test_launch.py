@@ -14,18 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lab import launch
+from lab.launch import nvrtc, trial
+from lab.launch.emulated import SOURCES, blocks, register
 from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import GREEDILY, Beam, Pipelined, Sampling, Sequential, Sizes, Wishes
-from pipejax.inference import backends, launch
-from pipejax.inference.backends import XLA, Gpu
-from pipejax.inference.launch import nvrtc, trial
-from pipejax.inference.programs import Programs, decode_batch, encode_batch
-from pipejax.inference.report import Report
+from pipejax.inference import backends
+from pipejax.inference.backends import XLA
+from pipejax.inference.programs import decode_batch, encode_batch
 from pipejax.model.t5 import T5
-from pipejax.system.errors import UserError
 from support import oracle
-from support.emulated_launch import SOURCES, blocks, register
 
 SMALL = T5Config(
     vocab_size=11,
@@ -66,17 +65,19 @@ def fields(decoded: Any) -> list[np.ndarray]:
 
 
 @cache
-def programs(config: T5Config, strategy: Any, batch: int, backend: Any, dtype: str = "float32") -> Any:
-    """From parameters and sources to what is encoded, and from that to a stretch of its whole decode."""
+def programs(config: T5Config, strategy: Any, batch: int, by: Any = None, dtype: str = "float32") -> Any:
+    """From parameters and sources to memories, and from these to a whole decode; `by`: the blocks of a launch."""
     model, sizes = T5(config, dtype=jnp.dtype(dtype)), Sizes.fit(strategy, batch)
 
     @jax.jit
     def encode(params: Any, source: jax.Array, length: jax.Array) -> Any:
-        ready = backend.prepare(model, params)
-        return ready.decoding, encode_batch(model, ready.encoding, source, length, backend=backend)
+        ready = XLA.prepare(model, params)
+        return ready.decoding, encode_batch(model, ready.encoding, source, length)
 
-    decode = partial(decode_batch, model, strategy, carry=None, sizes=sizes, slots=sizes.slots[-1], backend=backend)
-    return encode, jax.jit(decode)
+    static: Any = {"sizes": sizes, "slots": sizes.slots[-1]}
+    theirs = partial(decode_batch, model, strategy, carry=None, **static)
+    ours = partial(launch.decode_batch, model, strategy, backend=XLA, blocks=by, **static)
+    return encode, jax.jit(ours if by else theirs)
 
 
 def drawn(config: T5Config, batch: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray]:
@@ -90,13 +91,13 @@ def drawn(config: T5Config, batch: int, seed: int) -> tuple[Any, np.ndarray, np.
 def check_decodes(name: str, case: int, seeds: range) -> int:
     """How many rows ended by themselves in random models, all of whose decodes are the step decoder's."""
     config, (strategy, batch, count) = MODELS[name], CASES[case]
-    encode, theirs = programs(config, strategy, batch, XLA)
-    _, ours = programs(config, strategy, batch, Gpu(blocks=blocks(count, dawdle=200)))
+    encode, theirs = programs(config, strategy, batch)
+    _, ours = programs(config, strategy, batch, blocks(count, dawdle=200))
     ended = 0
     for seed in seeds:
         encoded = encode(*drawn(config, batch, seed))
-        found, expected = ours(*encoded), theirs(*encoded)
-        assert found.failed is not None and not found.failed and found.over
+        (found, failed), expected = ours(*encoded), theirs(*encoded)
+        assert not failed and found.over
         for one, other in zip(fields(found.decoded), fields(expected.decoded), strict=True):
             np.testing.assert_array_equal(one, other, err_msg=f"{name}, {strategy}, model {seed}")
         ended += int((np.asarray(expected.decoded.truncated) == 0).sum())
@@ -122,7 +123,7 @@ def test_tokens_of_random_models(name: str, case: int) -> None:
 def test_logits_in_bfloat16(name: str, case: int, steps: int) -> None:
     """Of a step in the middle of a decode."""
     config, (strategy, batch, count) = MODELS[name], CASES[case]
-    encode, _ = programs(config, strategy, batch, XLA, "bfloat16")
+    encode, _ = programs(config, strategy, batch, dtype="bfloat16")
     weights, memory = encode(*drawn(config, batch, 7))
     decoder: Any = XLA.decoder(T5(config, dtype=jnp.bfloat16), weights, memory)
     compared = jax.jit(partial(trial.compare, decoder, strategy, blocks(count), steps=steps))
@@ -155,7 +156,7 @@ def test_arguments_are_given_in_the_order_of_their_structs() -> None:
 def test_it_pauses_and_goes_on_with_either() -> None:
     """After some steps; as soon as a watched example is done; where the cache is full. Slots of each example apart."""
     config, strategy, batch = change(num_decoder_layers=1), Pipelined(1, 12, 4), 3
-    encode, theirs = programs(config, strategy, batch, XLA)
+    encode, theirs = programs(config, strategy, batch)
     for seed in range(40):
         weights, memory = encode(*drawn(config, batch, seed))
         expected = theirs(weights, memory)
@@ -184,40 +185,28 @@ def test_it_pauses_and_goes_on_with_either() -> None:
         (np.int32(50), nobody, large),
     ]
     turns = (True, True, True, True), (False, True, False, True), (True, False, True, False)
-    told = []
+    seen = []
     for turn in turns:
         carry, lines = begin(), []
         for (most, watch, slots), by_launch in zip(plan, turn, strict=True):
             found = go_on(carry, most, watch, slots, by_launch)
             carry = found.carry
             lines.append(
-                [int(found.over), int(found.steps_left), *np.asarray(carry.used), *np.asarray(carry.state.time)]
+                [int(found.over), int(found.steps_left), *np.asarray(carry.used), *np.asarray(found.decoded.steps)]
             )
-        told.append(lines)
+        seen.append(lines)
         for one, other in zip(fields(found.decoded), fields(expected.decoded), strict=True):
             np.testing.assert_array_equal(one, other)
-    assert told[0] == told[1] == told[2]
-    assert told[0][0][1] == 0 and 0 < told[0][1][1] < 50 and not told[0][2][0] and told[0][3][0]
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0][1] == 0 and 0 < seen[0][1][1] < 50 and not seen[0][2][0] and seen[0][3][0]
 
 
-def test_a_block_that_never_comes_ends_in_an_error_and_a_decode_step_by_step(caplog) -> None:
+def test_a_block_that_never_comes_is_reported() -> None:
     config, strategy = SMALL, Sequential(6)
-    sources = [[2, 3, 4], [5, 6]]
-    params, *_ = drawn(config, 1, 0)
-
-    def decoded(backend: Any) -> tuple[Programs, Any]:
-        own = Programs(config, jnp.dtype("float32"), devices=jax.devices()[:1], backend=backend)
-        own.set_params(params)
-        return own, own.decode(sources, strategy, batch_size=2, across=1, report=Report())
-
-    with caplog.at_level(logging.WARNING):
-        own, found = decoded(Gpu(interpret=True, blocks=blocks(3, absent=1, patience=300)))
-    assert [x.message for x in caplog.records if "gave up" in x.message] == [
-        "a decode as one launch gave up, as its blocks waited in vain: from now on, step by step"
-    ]
-    assert own.backend == Gpu(interpret=True)
-    for one, other in zip(fields(found), fields(decoded(XLA)[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    encode, _ = programs(config, strategy, 2)
+    _, ours = programs(config, strategy, 2, blocks(3, absent=1, patience=300))
+    _, failed = ours(*encode(*drawn(config, 2, 0)))
+    assert failed
 
 
 def test_what_the_kernel_does_not_know_is_not_asked() -> None:
@@ -268,15 +257,6 @@ def test_it_is_tried_before_it_is_trusted(caplog, monkeypatch) -> None:
     monkeypatch.setattr(trial, "compare", lambda *_, **__: 1 / 0)
     assert not trial.agrees(blocks(3))
     assert caplog.records[-1].message == "decoding goes without its one launch: division by zero"
-
-
-def test_it_is_off_unless_it_is_asked_for(monkeypatch) -> None:
-    trial.use.cache_clear()
-    assert trial.use() is None
-    trial.use.cache_clear()
-    monkeypatch.setenv(trial.VARIABLE, "maybe")
-    with pytest.raises(UserError, match=r"PIPEJAX_LAUNCH: found 'maybe'; expected on or off"):
-        trial.use()
 
 
 def test_a_machine_without_nvrtc_says_so(monkeypatch) -> None:
