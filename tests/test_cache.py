@@ -1,6 +1,5 @@
 """The directory of compiled programs: whose it may be, and what its line says if it is not used."""
 
-import ctypes
 import json
 import logging
 import os
@@ -17,7 +16,6 @@ import pytest
 
 from pipejax.convert import converted
 from pipejax.inference import kernels
-from pipejax.inference.launch import nvrtc
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
@@ -163,17 +161,6 @@ def test_a_kernel_of_root_is_loaded_and_no_other_is_made(
     assert said[-1] == (
         f"decoding goes without its own kernel: {cache} has no kernel for this processor, and cannot get one"
     )
-
-
-def test_the_kernel_of_a_launch_is_not_written_into_a_cache_of_root(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    monkeypatch.setattr(nvrtc, "_find", lambda: Path(__file__))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    monkeypatch.setattr(nvrtc, "_compile", lambda library, options: "text")
-    owned_by(0, cache, monkeypatch)
-    only_read(monkeypatch)
-    assert nvrtc.ptx.__wrapped__(3, 1, "89") == "text" and not [*cache.iterdir()]
 
 
 def test_a_conversion_is_not_written_into_a_cache_of_root(

@@ -30,7 +30,7 @@ from pipejax.config import (
 from pipejax.convert import description, huggingface
 from pipejax.data.encoding import answered, encode_example
 from pipejax.data.examples import Example
-from pipejax.decoding import TRUNCATIONS, Drafted, Pipelined, Sequential, Sizes, ends_of
+from pipejax.decoding import TRUNCATIONS, Drafts, Pipelined, Sizes, ends_of, with_drafts
 from pipejax.decoding.contract import walk
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.inference import small
@@ -97,7 +97,7 @@ def test_rows_of_random_models_are_those_of_algorithm_1(setting: Any, unique: bo
     delay, *_, literal = setting
     model = dataclasses.replace(SEVERAL, other_eos_token_ids=(5, 7)) if delay == 3 else SEVERAL
     strategy: Any = dataclasses.replace(Pipelined(*setting), unique=unique, other_ends=model.other_eos_token_ids)
-    strategy = strategy if drafter is None else Drafted(strategy, drafter, 4)
+    strategy = strategy if drafter is None else with_drafts(strategy, Drafts(drafter, 4))
     drafts = model if isinstance(drafter, FromModel) else None
     program, seen, in_circles = compiled(model, strategy, Sizes.fit(strategy, 4), small=drafts), Counter[Any](), 0
     for seed in range(12):
@@ -139,7 +139,7 @@ def test_drafts_end_rows_at_any_end_token(setting: Any) -> None:
         answers.append(rows)
         near = [token if rng.random() < 0.8 else int(rng.choice([1, 6, 8])) for row in rows for token in row]
         texts.append([*near, 1])
-    strategy = Drafted(dataclasses.replace(Pipelined(*setting), other_ends=(6, 8)), FromSource(), 4)
+    strategy = with_drafts(dataclasses.replace(Pipelined(*setting), other_ends=(6, 8)), Drafts(FromSource(), 4))
     decoded: Any = scripted.decode(strategy, texts, answers, length=48, width=9)
     saved = 0
     for b, rows in enumerate(answers):
@@ -477,11 +477,10 @@ def test_strategies_of_methods_have_all_end_tokens() -> None:
     generator = Generator(Config(model=SEVERAL, decode=DecodeConfig(draft="source")), None, None)
     for name in ("pipelined", "sequential"):
         made = generator.method(name).strategy(ids)
-        drafted = Drafted(made, FromSource())  # type: ignore[arg-type]
-        assert ends_of(made) == ends_of(drafted) == ends_of(drafted.grid) == (1, 5)
+        drafted = with_drafts(made, Drafts(FromSource()))  # type: ignore[arg-type]
+        assert ends_of(made) == ends_of(drafted) == (1, 5)
     beams = Generator(Config(model=SEVERAL, decode=DecodeConfig(beams=2)), None, None).method("sequential")
     assert ends_of(beams.strategy(ids)) == (1, 5)
-    assert Sequential(9, other_ends=(5,)).on_grid == Pipelined(1, 9, 1, other_ends=(5,))
 
 
 @pytest.mark.parametrize("eos, fits", [(1, True), (5, True), (6, False)])

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from pipejax import checkpoint
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference.backends import OwnKernel
@@ -92,6 +93,46 @@ def test_answers_are_those_of_each_alone(generator):
                 times.append(2 * event.row + seen[event.row])
                 seen[event.row] += 1
             assert times == sorted(times)
+
+
+@pytest.fixture(params=["source", "jacobi", "model"])
+def drafting(request, generator, tmp_path):
+    """The generator with drafts of each kind."""
+    small = dataclasses.replace(MORE_WORDS, d_model=12, num_heads=3)
+    params = oracle.random_params(small, np.random.default_rng(7))
+    checkpoint.save_params(tmp_path / "small", dataclasses.replace(generator.config, model=small), params)
+    own = {"draft": request.param, "draft_tokens": 3}
+    own |= {"draft_checkpoint": str(tmp_path / "small")} if request.param == "model" else {}
+    config = dataclasses.replace(generator.config, decode=dataclasses.replace(generator.config.decode, **own))
+    return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
+def test_drafted_answers_are_the_undrafted_ones_in_fewer_calls(generator, drafting, strategy):
+    """Sources of several lengths come and go, so that drafters meet longer ones in the middle of an answer."""
+    given = texts(9)
+    expected = generator.decode(given, strategy=strategy, batch_size=1)
+    engine = Engine(drafting, places=3, queue=99)
+    sampled = [request(100 + i, ids, strategy, temperature=0.7, seed=i) for i, ids in enumerate(given[:3])]
+    few = [request(200 + i, ids, strategy, max_tokens=4) for i, ids in enumerate(given[:3])]
+    requests = [*(request(i, ids, strategy) for i, ids in enumerate(given)), *sampled, *few]
+    found = {one.source.id: list(answer.events()) for one, answer in [(one, engine.submit(one)) for one in requests]}
+    engine.close(drain=True, seconds=60)
+    plain = Engine(generator, places=3, queue=99)
+    undrafted = {one.source.id: list(plain.submit(one).events()) for one in [*sampled, *few]}
+    plain.close(drain=True, seconds=60)
+    saved = 0
+    for i, wanted in [*enumerate(expected), *((i, undrafted[i][-1]) for i in undrafted)]:
+        *events, record = found[i]
+        assert_same({**record, "calls": 0}, {**wanted, "calls": 0, "id": i})
+        if wanted["truncated"] != "max_tokens":  # calls go on until a pause shows that there are enough tokens
+            assert record["calls"] <= wanted["calls"]
+            saved += wanted["calls"] - record["calls"]
+        if i in undrafted:  # the same tokens in the same order
+            tokens = [(event.row, event.token) for event in events]
+            assert tokens == [(event.row, event.token) for event in undrafted[i][:-1]]
+    assert saved > 0
 
 
 @pytest.mark.slow
@@ -180,7 +221,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
             answers = [engine.submit(one) for one in requests]
         for answer in answers:
             list(answer.events())
-        return {lane.places: batch for lane, batch in engine._batches.items() if batch._memory is not None}
+        return {lane.places: batch for lane, batch in engine._batches.items() if batch._encoded is not None}
 
     assert set(lanes(given[:1])) == {1}
     assert set(lanes(given[:3])) == {1, 3}

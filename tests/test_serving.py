@@ -829,18 +829,6 @@ def test_a_server_for_all_pages_without_a_key(
 
 
 @pytest.mark.usefixtures("lines_on_stderr")
-def test_a_start_with_drafts_says_that_there_are_none(
-    params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint.save_params(tmp_path / "run", tiny.RUN, params)
-    monkeypatch.setattr(command, "run", lambda service, listener, **more: listener.close())
-    for draft, said in (("none", []), ("source", ["warning: decode.draft = source"])):
-        flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--warm-up", "0", f"--set=decode.draft={draft}"]
-        assert command.main(flags) == 0
-        assert [line.rpartition(":")[0] for line in capsys.readouterr().err.splitlines()] == said
-
-
-@pytest.mark.usefixtures("lines_on_stderr")
 def test_a_start_compiles_for_all_prompts_unless_told_less(
     params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,22 @@ def test_the_order_of_events_does_not_depend_on_the_steps_taken_at_once(monkeypa
     assert any(event.done for events in found[1] for event in events[:-4])
 
 
+@pytest.mark.parametrize(
+    "draft", ["source", pytest.param("jacobi", marks=pytest.mark.slow), pytest.param("unique", marks=pytest.mark.slow)]
+)
+def test_drafted_streams_have_the_events_of_undrafted_ones(draft):
+    """In the same order: rows that drafts write ahead wait for the others."""
+    settings = {"unique_rows": True} if draft == "unique" else {}
+    plain, drafting = generator(**settings), generator(draft="source" if draft == "unique" else draft, **settings)
+    saved = 0
+    for ids in texts(8):
+        (*expected, wanted), (*events, record) = plain.stream_rows(ids), drafting.stream_rows(ids)
+        assert events == expected
+        assert {**record, "calls": 0} == {**wanted, "calls": 0}
+        saved += wanted["calls"] - record["calls"]
+    assert saved > 0
+
+
 def test_streams_of_one_generator_may_run_side_by_side(caplog):
     made, given = generator(), texts(2)
     expected = [list(made.stream_rows(ids))[-1] for ids in given]
@@ -112,20 +128,13 @@ def test_an_event_says_the_text_of_its_row_so_far(tokenizer):
 
 
 def test_what_a_stream_does_not_have_is_refused_before_anything_is_shown(tmp_path, capsys):
-    for setting, key in (({"draft": "source"}, "draft"), ({"limit": "source"}, "limit")):
-        with pytest.raises(UserError, match=f"decode.{key}"):
-            list(generator(**setting).stream_rows([3, 1]))
-        (tmp_path / "in.jsonl").write_text('{"source_ids": [3, 1]}\n')
-        with pytest.raises(UserError, match=f"decode.{key}"):
-            decode_file(
-                generator(**setting),
-                str(tmp_path / "in.jsonl"),
-                str(tmp_path / "out"),
-                strategy=None,
-                batch_size=None,
-                live=True,
-            )
-        assert not (tmp_path / "out").exists() and "0:" not in capsys.readouterr().err
+    limited, (given, out) = generator(limit="source"), (tmp_path / name for name in ("in.jsonl", "out"))
+    given.write_text('{"source_ids": [3, 1]}\n')
+    with pytest.raises(UserError, match=r"^decode\.limit: found source"):
+        list(limited.stream_rows([3, 1]))
+    with pytest.raises(UserError, match=r"^decode\.limit: found source"):
+        decode_file(limited, str(given), str(out), strategy=None, batch_size=None, live=True)
+    assert not out.exists() and "0:" not in capsys.readouterr().err
     with pytest.raises(UserError, match="row_prefixes"):
         list(generator().stream_rows({"source_ids": [3, 1], "row_prefixes": [[4]]}))
 

@@ -29,7 +29,7 @@ import numpy as np
 from pipejax.decoding import choice, contract
 from pipejax.decoding.choice import GREEDILY, Wishes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, count_slots, gather, hide
-from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, Stepper
+from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, SourceIds, Stepper
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -260,15 +260,33 @@ def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
 
 
 def refill(
-    strategy: Refillable, carry: Carry, *, begins: Array, ends: Array, sizes: Sizes, wishes: Wishes = GREEDILY
+    strategy: Refillable,
+    carry: Carry,
+    *,
+    begins: Array,
+    ends: Array,
+    sizes: Sizes,
+    wishes: Wishes = GREEDILY,
+    source: SourceIds | None = None,
 ) -> Carry:
-    """The carry, whose examples take slots apart, after some begin and some are given up, bool [B] each."""
-    fresh = strategy.query(strategy.init(len(begins)))
+    """The carry, whose examples take slots apart, after some begin and some are given up, bool [B] each.
+
+    `source`: the sources of all examples, for a strategy that reads them.
+    """
 
     def put(new: Array, old: Array) -> Array:
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
-    state, query = jax.tree.map(put, fresh, (strategy.stop(carry.state, ends), carry.query))
+    def begin_anew(old: tuple[Tree, Query]) -> tuple[Tree, Query]:
+        fresh: tuple[Tree, Query] = strategy.query(strategy.init(len(begins), source))
+        found: tuple[Tree, Query] = jax.tree.map(put, fresh, old)
+        return found
+
+    old = strategy.stop(carry.state, ends), carry.query
+    if strategy.borrows:  # a small model decodes a draft in the first query, which takes time
+        state, query = jax.lax.cond(begins.any(), begin_anew, lambda old: old, old)
+    else:
+        state, query = begin_anew(old)
     query = dataclasses.replace(query, live=query.live & ~(ends & ~begins)[:, None])
     changes = begins | ends
     filled = dataclasses.replace(carry.filled, row=jnp.where(changes[:, None], NOWHERE, carry.filled.row))

@@ -201,3 +201,6 @@ class Refillable(Strategy, Protocol):
 
     def stop(self, state: Tree, which: Array) -> Tree:
         """The state with the examples bool [B] done."""
+
+    def reread(self, state: Tree, source: SourceIds | None) -> Tree:
+        """The state after the sources were padded to another length; only of a strategy that `reads_source`."""

@@ -137,6 +137,12 @@ class GridStrategy(Rows):
         """See `Refillable`."""
         return dataclasses.replace(state, done=state.done | which)
 
+    def reread(self, state: RowState, source: SourceIds | None) -> RowState:
+        """See `Refillable`: the drafter begins anew, which changes no answer."""
+        assert self.drafts is not None and source is not None, "only a drafter reads the source"
+        drafter = self.drafts.drafter.init(source, self.rows)
+        return dataclasses.replace(state, drafts=dataclasses.replace(state.drafts, drafter=drafter))
+
     def kept(self, state: RowState) -> Array | None:
         """See `Stepper`: with drafts, the tokens of the last call that are right."""
         if self.drafts is None:
@@ -152,7 +158,8 @@ class GridStrategy(Rows):
     def result(self, state: RowState) -> Decoded:
         """The rows without their end tokens (line 14), and the time-steps that Algorithm 1 takes for them.
 
-        If neither an empty row nor `sub_max` ended spawning, time ran out.
+        If neither an empty row nor `sub_max` ended spawning, time ran out. Before the end it is the number of
+        time-steps that are complete: all their tokens are generated.
         """
         started, drafts = self.has_started(state), state.drafts
         complete = self._has_empty(state)
@@ -160,12 +167,15 @@ class GridStrategy(Rows):
             complete |= state.circle < NEVER
         cut = (started & ~state.ended).any(axis=1)
         over = ~cut & (self.literal | complete | (state.started == self.sub_max))
-        steps = jnp.where(started, self.first + state.length, 0).max(axis=1)
+        newest = self.first + state.length
+        steps = jnp.where(started, newest, 0).max(axis=1)
+        next_start = jnp.where(self.is_closed(state), NEVER, grid.start(state.started, self.delay))
+        complete_steps = jnp.minimum(jnp.where(self.find_open(state), newest, NEVER).min(axis=1), next_start)
         names = self if self.drafts is None or self.drafts.names is None else self.drafts.names
         return Decoded(
             tokens=state.tokens,
             lengths=state.length - state.ended,
-            steps=jnp.where(over | ~state.done, steps, self.time_max),
+            steps=jnp.where(state.done, jnp.where(over, steps, self.time_max), complete_steps),
             truncated=names.cut(cut, complete, state.started),
             calls=None if drafts is None else drafts.calls,
             trace=None if drafts is None else drafts.trace,

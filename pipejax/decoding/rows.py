@@ -1,8 +1,8 @@
 """The rows of an answer as far as they are generated, and the rules of Algorithm 1 about them.
 
-A row is kept as it is read: its tokens from the first on, its end token included. The j-th token of row i is generated at
-time start(i) + j (j = 1, 2, ...), and the query that generates it feeds the token before it, at time start(i) + j - 1.
-So the newest query of a row with `length` tokens has the time start(i) + length, and no clock is needed: without
+A row is kept as it is read: its tokens from the first on, its end token included. The j-th token of row i is generated
+at time start(i) + j (j = 1, 2, ...), and the query that generates it feeds the token before it, at time start(i) + j -
+1. So the newest query of a row with `length` tokens has the time start(i) + length, and no clock is needed: without
 drafts all open rows have the same newest time, as each of them grows by one token a call.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row.
@@ -124,7 +124,7 @@ class Rows(Plain):
         return (state.ended & (state.length == 1)).any(axis=1)
 
     def find_unfed(self, state: RowState, asks: Array) -> Array:
-        """bool [B, R], the ended rows whose last token is not fed and can be seen by a later one of the rows that ask."""
+        """bool [B, R], the ended rows whose last token is not fed and can be seen by a later row that asks."""
         rows = jnp.arange(self.rows)
         last = jnp.where(asks, rows, -1).max(axis=1)
         return state.ended & ~state.retired & (rows < last[:, None])

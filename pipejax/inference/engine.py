@@ -174,7 +174,7 @@ class Engine:
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
-        kind = self._kind(generator, request.strategy)
+        kind = self._kind(generator, request.strategy, drafts=request.source.schema is None)
         if temperature := request.sampling.temperature:
             kind.method.require("sample", f"temperature: found {temperature}", 0)
         if request.log_probs:
@@ -390,14 +390,14 @@ class Engine:
         batch.give(wishes.forced_of(rows, kind.strategy), source.schema)
         return batch
 
-    def _kind(self, generator: Generator, name: str) -> Kind:
-        """Without drafts, whose states hold a whole batch."""
+    def _kind(self, generator: Generator, name: str, *, drafts: bool = True) -> Kind:
+        """The kind of requests to a method; `drafts`: whether drafts are verified if the config says so."""
         method = generator.method(name)
         method.require("serve")
         method.check()
         if generator.config.decode.limit != "none":
             raise UserError(f"decode.limit: found {generator.config.decode.limit}; expected none, to be served")
-        return Kind(cast(Refillable, generator.make_strategy(name, drafts=False)), method)
+        return Kind(cast(Refillable, generator.make_strategy(name, drafts=drafts)), method)
 
     def _advance(self, lane: _Lane) -> None:
         """Some steps of all requests of a lane: no pause but for those who wait for something."""
@@ -450,6 +450,7 @@ class Engine:
         kept = np.minimum(only.lengths, one.lengths)
         cut |= bool((kept < only.lengths).any())
         strategy, method = lane.kind
+        starts = self._batches[lane].starts
         only = dataclasses.replace(only, lengths=kept, calls=strategy.calls(only))
         if not one.answer.request.log_probs:
             only = dataclasses.replace(only, log_probs=None)
@@ -465,6 +466,7 @@ class Engine:
         )
         if cut:
             record["truncated"] = "max_tokens"
+            record["steps"] = int(np.where(one.lengths > 0, starts + one.lengths, 0).max())
         return record
 
     def _leave(self, lane: _Lane, place: int) -> None:

@@ -171,7 +171,7 @@ class Generator:
           settings: as of `decode`.
 
         Raises:
-          UserError: as `decode`; and for beams, drafts, limits and prefixes, which a stream does not have.
+          UserError: as `decode`; and for beams, limits and prefixes, which a stream does not have.
         """
         own = self._with("stream_rows", settings, batch_size="none: one source", samples="none: one answer")
         return own.stream_source(own.source(given, "the source", 0), strategy or self.default_strategy)
@@ -180,9 +180,8 @@ class Generator:
         """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
         config, method = self.config.decode, self.method(strategy)
         method.require("stream")
-        for key in ("draft", "limit"):
-            if getattr(config, key) != "none":
-                raise UserError(f"decode.{key}: found {getattr(config, key)}; a stream of rows expects none")
+        if config.limit != "none":
+            raise UserError(f"decode.limit: found {config.limit}; a stream of rows expects none")
         if source.prefixes or source.max_rows is not None:
             raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
         return self._stream(source, method, self.make_strategy(strategy))
@@ -373,7 +372,7 @@ class Generator:
                 self._told.add(line)
                 logger.warning(line)
         small.check(self._opened.small, made, method)
-        return self.programs.suit(made) if made.reads_source else made  # else nothing is laid out before it must be
+        return made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
         """Its token ids, as many as the encoder takes; the report counts those that were cut."""

@@ -173,6 +173,7 @@ class Programs:
 
         Wishes and results [E * B, ...] are NumPy's; copies of the last source fill the batch up.
         """
+        strategy = self.suit(strategy)
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
@@ -203,6 +204,7 @@ class Programs:
         adapter: int | None = None,
     ) -> None:
         """Compiles all that batches of a size may need."""
+        strategy = self.suit(strategy)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
         carry = None
@@ -228,14 +230,14 @@ class Programs:
         wide = np.zeros(memory.mask.shape, source.dtype)
         wide[..., : source.shape[2]] = source
         read = SourceIds(wide, lengths)
-        if not (small := self._small(strategy)):
+        if not (small := self.small_of(strategy)):
             return ready.decoding, memory, read
         own = small.on(across)
         drafter = call(small, "encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
         return (ready.decoding, own.decoding), memory, dataclasses.replace(read, memory=drafter)
 
-    def _small(self, strategy: Strategy) -> "Programs | None":
-        """Those of the T5 that drafts, if the strategy has one."""
+    def small_of(self, strategy: Strategy) -> "Programs | None":
+        """The programs of the T5 that drafts, if the strategy has one."""
         if not strategy.borrows:
             return None
         assert self.small is not None, "the generator saw to it"
@@ -284,7 +286,7 @@ class Programs:
             name, more = "encoder", ""
             if not isinstance(part, str):
                 sizes = schedule(part, batch)
-                small = self._small(part)
+                small = self.small_of(part)
                 function = partial(
                     decode_batch,
                     self.model,

@@ -48,7 +48,8 @@ def _all_events(
         while not over:
             decoded, done = batch.advance()
             over, news = bool(done[place]), batch.news(decoded, place, known)
-            known = np.maximum(known, decoded.lengths[place])
+            for _, row, j in news:
+                known[row] = j + 1
             # Of an open row every step up to now has written a token. One that has no room for its end was cut off.
             end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
             closed = np.flatnonzero((known < end) & ~ended & (known > 0)).tolist()

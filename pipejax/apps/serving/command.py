@@ -132,8 +132,6 @@ def start(flags: argparse.Namespace) -> int:
     from pipejax.inference.loading import load  # starts JAX: after the flags and the port are known to be good
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
-    if (draft := generator.config.decode.draft) != "none":  # which changes no token, so it is no reason to refuse
-        logger.warning(f"decode.draft = {draft}: a server decodes without drafts; the answers are the same")
     # Schemas compile in Python, and the engine asks for the interpreter many times a step: 5 ms each by default.
     sys.setswitchinterval(0.0005)
     engine = Engine(generator, places=flags.places, queue=flags.queue, encodings=flags.encoding_cache)
