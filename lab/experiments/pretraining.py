@@ -126,7 +126,7 @@ def weights(model: T5Config) -> Any:
 def learn_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
     """Pieces of lower-cased text by the unigram model (Kudo 2018), with T5's special tokens at T5's ids."""
     from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     backend = Backend(models.Unigram())
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -137,6 +137,7 @@ def learn_tokenizer(documents: Iterable[str], size: int) -> Tokenizer:
         vocab_size=size, special_tokens=special, unk_token="<unk>", initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(documents, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])  # as T5's
     names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
     return Tokenizer(import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, **names))
 

@@ -70,20 +70,18 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
 def _as_begun(config: Config, saved: Config, where: Path) -> Config:
     """The config of a run that goes on, with all that was found out when it began."""
     wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
-    wanted = _with_special_tokens(wanted, saved)
+    wanted = _with_special_tokens(wanted, saved.data.special_tokens)
     if wanted.train.remat == "auto":
         wanted = dataclasses.replace(wanted, train=dataclasses.replace(wanted.train, remat=saved.train.remat))
     check_resume(saved, wanted, where)
     return wanted
 
 
-def _with_special_tokens(config: Config, learned: Config | None) -> Config:
-    """The config with the setting of the weights that the training goes on from, unless it has one of its own."""
+def _with_special_tokens(config: Config, found: str) -> Config:
+    """The config with this value of `data.special_tokens`, if it leaves that open."""
     if config.data.special_tokens != "auto":
         return config
-    found = learned.data.special_tokens if learned is not None else "auto"
-    chosen = "template" if found == "auto" else found
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, special_tokens=chosen))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, special_tokens=found))
 
 
 def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapping[str, str]) -> Start:
@@ -130,7 +128,7 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
     origin: Restored | None = None
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
-        config = resolve_model(_with_special_tokens(config, origin.config), origin.config)
+        config = _with_special_tokens(resolve_model(config, origin.config), origin.config.data.special_tokens)
     elif config.train.lora_rank:
         raise UserError(
             f"train.lora_rank: found {config.train.lora_rank} without train.init_from; expected a checkpoint that the "
@@ -138,7 +136,7 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
         )
     elif config.model is None:
         raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
-    config = _with_special_tokens(config, None)
+    config = _with_special_tokens(config, "template")
     tokenizer = _find_tokenizer(config, origin)
     assert config.model is not None
     if tokenizer.size > config.model.vocab_size:
