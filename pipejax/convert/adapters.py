@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -77,18 +77,20 @@ def base_of(directory: Path) -> str:
 
 
 def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
+    modules, formerly = _modules(model), _modules(model, in_files=True)
+    targets = _targets(directory / CONFIG, [*(modules | formerly)])
     weights, tensors = open_tensors(directory, ADAPTER)
     images = tuple(f"{PREFIX}{name}" for name in model.image_tensors)
     if left := [name for name in tensors if name.startswith(images)]:
         note(f"{weights}: left out {len(left)} factors of the vision tower: sources are text alone here")
     tensors = {name: stored for name, stored in tensors.items() if not name.startswith(images)}
-    modules = _modules(model, tensors)
-    if modules != _modules(model):
+    if any(f"{PREFIX}{name}.lora_A.weight" in tensors for name in formerly.keys() - modules.keys()):
+        modules = formerly
         note(
             f"{weights}: its modules have names of an earlier release of transformers, which PEFT may leave out "
             "without a warning; pipejax convert to-hf --adapter writes those of today"
         )
-    targets = _targets(directory / CONFIG, [*modules])
+    targets = {name: target for name, target in targets.items() if name in modules}
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
     implied = f"as {CONFIG} implies for {len(targets)} modules"
     for name, (rank, scale) in targets.items():
@@ -139,18 +141,14 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
     }
 
 
-def _modules(model: Backbone, tensors: Container[str] = ()) -> dict[str, str]:
+def _modules(model: Backbone, *, in_files: bool = False) -> dict[str, str]:
     """The names in PEFT of the modules that may have factors, and our paths of them.
 
-    Factors that were trained over another release of transformers may have the names of the base's files instead:
-    `tensors`, the names of an adapter's, say whether these have.
+    `in_files`: as the base's files name them, which adapters over earlier releases of transformers may do.
     """
     found = {path: name for path, (name, _) in model.tensors().items() if lora.ADAPTED.fullmatch(path)}
-    names = {path: model.module_name(name).removesuffix(".weight") for path, name in found.items()}
-    others = {path: name.removesuffix(".weight") for path, name in found.items()}
-    if any(f"{PREFIX}{name}.lora_A.weight" in tensors for path, name in others.items() if name != names[path]):
-        names = others
-    return {name: path.removesuffix("/kernel") for path, name in names.items()}
+    names = {path: name if in_files else model.module_name(name) for path, name in found.items()}
+    return {name.removesuffix(".weight"): path.removesuffix("/kernel") for path, name in names.items()}
 
 
 def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
