@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import normalizers
+from tokenizers import Regex, normalizers
 
 import pipejax
 from pipejax import config as config_lib
@@ -231,6 +231,17 @@ def test_a_name_that_the_tokenizer_changes_is_found_as_it_comes_back() -> None:
     config = config_lib.override(Config(), ["data.targets=ma\u00df,b"])
     assert config.grid.row_names == ("maß:", "b:")
     assert answers._columns_in(["mass: 3", "b: x"], config, tokenizer) == {"maß": "3", "b": "x"}
+
+
+@pytest.mark.parametrize("names", ["\u732b,\u72ac", "a\u732b,a"])
+def test_names_that_the_tokenizer_does_not_tell_apart_are_told_by_their_places(names: str) -> None:
+    config = config_lib.override(Config(), [f"data.targets={names}"])
+    tokenizer = schemas.tokenizer(normalizers.Replace("\u732b", ""))
+    if names == "\u732b,\u72ac":
+        tokenizer = schemas.tokenizer(normalizers.Replace(Regex("\u732b|\u72ac|:"), ""))
+    first, second = names.split(",")
+    assert answers._columns_in(["x", "y"], config, tokenizer) == {first: "x", second: "y"}
+    assert answers._columns_in(["x"], config, tokenizer) == {first: None, second: None}
 
 
 @pytest.mark.parametrize("name", ["steps", "text", "truncated", "sample", "columns"])

@@ -112,10 +112,15 @@ def record_of(
 
 
 def _columns_in(rows: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str | None]:
-    """The texts of the columns, of which each is in the first row that begins with its name."""
+    """The texts of the columns, of which each is in the first row that begins with its name.
+
+    If the tokenizer does not tell the names apart, each is in the row at its place, if there are so many rows.
+    """
     names = columns_of(config.data.columns, config.grid.row_names)
     by_text = {_as_decoded(tokenizer, name): column for column, name in names.items()}
     found: dict[str, str | None] = dict.fromkeys(names)
+    if len(by_text) < len(names) or not all(text.strip() for text in by_text):
+        return dict(zip(names, rows, strict=True)) if len(rows) == len(names) else found
     for row in rows:
         if (parts := split_row(row, by_text, fold)) and found[by_text[parts[0]]] is None:
             found[by_text[parts[0]]] = parts[1]
