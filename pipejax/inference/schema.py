@@ -40,8 +40,8 @@ class Effort(NamedTuple):
     entries: int  # of its table
 
 
-WHOLE = Effort(MOST, ENTRIES)  # about half a second for the steps, and as much for the table
-QUICK = Effort(1 << 15, 1 << 20)  # a sixteenth of it, which is enough for usual schemas
+WHOLE = Effort(MOST, ENTRIES)  # about a quarter of a second for the steps, and as much for the table
+QUICK = Effort(1 << 14, 1 << 20)  # a sixteenth of it, which is enough for usual schemas
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ CHUNKS = 2**14  # bytes of a body that are no content beside an eighth of it: fr
 KEPT_BODY = 99_999  # bytes of a body that nobody reads after which the connection is kept, at the most
 GONE = 499  # nobody sees it but the counters
 READERS = 4  # threads that read requests; new schemas are compiled in others
-SHARES = {QUICK: 0.5, WHOLE: 0.25}  # of the interpreter's time, that compiling schemas takes
+SHARES = {QUICK: 0.5, WHOLE: 0.5}  # of the interpreter's time, that compiling schemas takes
 WAITING = {QUICK: 64, WHOLE: 4}  # new schemas of a client that may wait
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
