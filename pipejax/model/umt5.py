@@ -8,7 +8,6 @@ transformers 5 scales that head as well: the same tokens, but other log-probabil
 
 import dataclasses
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
@@ -110,28 +109,26 @@ class UMT5Config(t5_config.T5Config):
         """See `T5Config`."""
         return bool(given["tie_word_embeddings"])
 
-    def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """See `Backbone`."""
-        model = super().fitted(tensors, weights)
-        if not model.tied_head and model.scale_head:
-            note(f"{weights}: the head is scaled, as transformers 5 does: config.json ties it, beside {t5_config.HEAD}")
-        elif not model.tied_head:
-            note(f"{weights}: the head is not scaled, as in T5X and transformers 4; {IN_TRANSFORMERS_5}")
-        return model
-
     def with_head(self, *, tied: bool) -> Self:
         """See `T5Config`. The table is scaled wherever it is the head."""
         return dataclasses.replace(self, tied_head=tied, scale_head=self.scale_head or tied)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
         """See `Backbone`. A head that is not scaled counts as its own."""
-        return super().without_copies(params) if self.scale_head else self
+        model = super().without_copies(params) if self.scale_head else self
+        if not model.scale_head:
+            note(f"{t5_config.HEAD}: not scaled, as in T5X and transformers 4; {IN_TRANSFORMERS_5}")
+        elif not model.tied_head:
+            note(
+                f"{t5_config.HEAD}: scaled, as by transformers 5, since config.json says tie_word_embeddings beside it"
+            )
+        return model
 
     def written(self, params: MutableMapping[str, np.ndarray]) -> Self:
         """See `Backbone`. A table that is the head, unscaled, is written as a head of its own."""
         if self.scale_head:
             return self
-        note(f"the head is not scaled; {IN_TRANSFORMERS_5}")
+        note(f"{t5_config.HEAD}: not scaled; {IN_TRANSFORMERS_5}")
         if self.tied_head:
             params["lm_head/kernel"] = params["shared/embedding"].T
         return dataclasses.replace(self, tied_head=False)
@@ -141,7 +138,7 @@ class UMT5Config(t5_config.T5Config):
         return "a head that is the table, not scaled" if self.tied_head and not self.scale_head else ""
 
     def facts(self) -> dict[str, object]:
-        """See `Backbone`. transformers 5 reads none of both keys, and takes the head to be scaled."""
+        """See `Backbone`. transformers 5 scales every head, and transformers 4 one that config.json ties."""
         facts = super().facts() | {"architectures": ["UMT5ForConditionalGeneration"]}
         return facts | {"tie_word_embeddings": facts.pop("scale_decoder_outputs")}
 
