@@ -13,7 +13,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 unexport PYTHONPATH
 unexport PYTHONHOME
 
-.PHONY: help demo job test test-all test-long check docs docs-run package gpu-wheels ladder venv venv-bench venv-docs \
+.PHONY: help demo job test test-all test-long test-newest check docs docs-run package gpu-wheels ladder venv venv-bench venv-docs \
 	venv-clients venv-peers venv-programs venv-run clean
 
 help:  ## this list
@@ -30,6 +30,9 @@ test-all: venv  ## the whole suite, on two cores
 
 test-long: venv  ## what the suite tests, in more settings
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+
+test-newest:  ## what another JAX may break, with the newest one, in build/newest: needs Python 3.12 or newer (PYTHON, else python3.13)
+	@tools/test_newest.sh "$(or $(PYTHON),python3.13)" $(ARGS)
 
 job: venv  ## a practitioner's whole job: from a messy CSV to served tags and back, in minutes
 	@tests/job/run.sh $(ARGS)

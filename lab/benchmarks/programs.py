@@ -154,7 +154,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lowered(case: Case, sharding: jax.sharding.Sharding) -> Any:
-    return jax.jit(case.function, out_shardings=sharding).lower(*case.arguments)
+    with targets.named(next(iter(sharding.device_set))):
+        return jax.jit(case.function, out_shardings=sharding).lower(*case.arguments)
 
 
 def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = False) -> Any:

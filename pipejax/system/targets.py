@@ -4,6 +4,7 @@ A GPU is described by its figures, as openxla/xla keeps them under xla/backends/
 name of its topology. Nothing compiled so can run here.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pipejax.system.errors import UserError, did_you_mean
 
@@ -103,6 +105,14 @@ def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
         return TpuTarget(name)
     hint = did_you_mean(name, TARGETS)
     raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4{hint}")
+
+
+def named(device: jax.Device) -> contextlib.AbstractContextManager[object]:
+    """A context for tracing and lowering programs: without it Pallas finds no kind of a device that is not here."""
+    if device in jax.devices():
+        return contextlib.nullcontext()
+    named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=named))
 
 
 _added: set[str] = set()

@@ -29,7 +29,7 @@ from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots
 from pipejax.model.t5 import is_stock
-from pipejax.system import Tree, cli
+from pipejax.system import Tree, cli, targets
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.training.optimizer import combine, learning_rate, make_optimizer, partition, trained_paths, updates_made
@@ -299,7 +299,8 @@ class Trainer:
             return self.lower(batch).compile()
 
     def lower(self, batch: ArrayShapes) -> Tree:
-        return self.trace(batch).lower()
+        with targets.named(self.mesh.devices.flat[0]):
+            return self.trace(batch).lower()
 
     def trace(self, batch: ArrayShapes) -> Tree:
         """The step for such batches, not lowered yet."""

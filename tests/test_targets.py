@@ -1,0 +1,71 @@
+"""Programs with kernels for GPUs that are not here: lowered anywhere, and compiled where there are compilers for them.
+
+`make venv-programs` installs these. `make test-newest` runs this file with the newest JAX, and skips nothing.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.inference import gpu
+from pipejax.model import block_attention
+from pipejax.system import targets
+from pipejax.training import plan
+from pipejax.training.step import Trainer
+
+KINDS = {"h100": "NVIDIA H100 80GB HBM3", "rtx4090": "NVIDIA GeForce RTX 4090"}
+TINY = T5Config(128, d_model=64, d_kv=16, d_ff=128, num_heads=2, num_layers=1, num_decoder_layers=1)
+KERNEL = "__gpu$xla.gpu.triton"
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+compiled = pytest.mark.skipif(
+    "PIPEJAX_TEST_NEWEST" not in os.environ and not (Path(sys.prefix) / "programs").is_dir(),
+    reason="no compilers for GPUs here: make venv-programs",
+)
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), "NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+@pytest.mark.parametrize("trial", [lambda: block_attention.difference(64), lambda: gpu.trial(2)])
+def test_kernels_are_lowered_for_a_gpu_that_is_not_here(kind: str, trial: Any) -> None:
+    device: Any = SimpleNamespace(device_kind=kind, platform="gpu")
+    with targets.named(device):
+        text = jax.jit(trial).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(KERNEL) >= 2
+
+
+def test_a_device_that_is_here_needs_no_name() -> None:
+    before = jax.sharding.get_abstract_mesh()
+    with targets.named(jax.devices()[1]):
+        assert jax.sharding.get_abstract_mesh() == before
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("name, remat", [("h100", "none"), ("rtx4090", "layers")])
+def test_a_training_step_is_compiled(name: str, remat: str) -> None:
+    config = Config(
+        model=TINY,
+        data=DataConfig(max_source=256, max_target=64),
+        train=TrainConfig(batch_size=4, dtype="bfloat16", remat=remat),
+        mesh=MeshConfig(data=1),
+    )
+    trainer = Trainer(config, targets.find_target(name, "--target").devices(1))
+    step = trainer.lower(plan.longest_batch(config)).compile()
+    assert trainer.blocks and KERNEL in step.as_text() and step.memory_analysis().temp_size_in_bytes > 0
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kernel_is_compiled(name: str) -> None:
+    device = targets.find_target(name, "--target").devices(1)[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    with targets.named(device):
+        lowered = jax.jit(lambda: gpu.trial(2), out_shardings=place).lower()
+    assert KERNEL in lowered.compile().as_text()
