@@ -57,7 +57,7 @@ def test_a_training_step_is_compiled(name: str, remat: str) -> None:
     )
     trainer = Trainer(config, targets.find_target(name, "--target").devices(1))
     step = trainer.lower(plan.longest_batch(config)).compile()
-    assert trainer.blocks and KERNEL in step.as_text() and step.memory_analysis().temp_size_in_bytes > 0
+    assert trainer.blocks and KERNEL in (step.as_text() or "") and step.memory_analysis().temp_size_in_bytes > 0
 
 
 @compiled
@@ -68,4 +68,4 @@ def test_a_kernel_is_compiled(name: str) -> None:
     place = jax.sharding.SingleDeviceSharding(device)
     with targets.named(device):
         lowered = jax.jit(lambda: gpu.trial(2), out_shardings=place).lower()
-    assert KERNEL in lowered.compile().as_text()
+    assert KERNEL in (lowered.compile().as_text() or "")
