@@ -136,20 +136,9 @@ def test_beams_are_generates():
     check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
 
 
-SEVERAL = dataclasses.replace(TINY, other_eos_token_ids=(5, 7))  # as [1, 107] of the instruction-tuned ones
-
-
-@pytest.mark.slow
-def test_answers_end_at_each_end_token_as_generates():
-    """Greedily and with beams; the list lies in config.json, top and decoder."""
-    ends, searched = Counter(), Counter()
-    for seed in range(3):
-        params = varied(SEVERAL, seed, centered=True)
-        torchs = loaded(made(SEVERAL), SEVERAL, params)
-        assert torchs.generation_config.eos_token_id == torchs.config.decoder.eos_token_id == [1, 5, 7]
-        ends += check_greedy_tokens(SEVERAL, params, torchs, lowest=3)
-        searched += check_beams(SEVERAL, params, torchs, lowest=3, beams=2, least=0)
-    assert {1, 5, 7} <= ends.keys() | searched.keys() and len({1, 5, 7} & ends.keys()) > 1
+SEVERAL = dataclasses.replace(
+    TINY, vocab_size=12, other_eos_token_ids=(5,)
+)  # as [1, 107] of the instruction-tuned ones
 
 
 @pytest.mark.slow
