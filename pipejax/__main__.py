@@ -29,7 +29,7 @@ COMMANDS = {
     "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
     "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
     "probe": ("measure how much the rows of labelled answers need one another", "pipejax.training.probe_command"),
-    "picture": ("draw a record's grid as SVG, or as a page that plays it", "pipejax.apps.picture.command"),
+    "picture": ("draw a record's grid, or the curves of runs, as a page", "pipejax.training.picture_command"),
 }
 
 

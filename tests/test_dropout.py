@@ -188,8 +188,6 @@ def test_a_loss_has_the_same_masks_with_every_remat_packed_and_in_parts(tokenize
     params = random_params(MODEL, np.random.default_rng(0))
     model, other = (t5.T5(MODEL, dropout=0.4, remat=remat) for remat in ("none", "layers"))
     expected = loss_of(model, params, demo_batch(tokenizer, 1))
-    assert abs(expected - loss_of(t5.T5(MODEL), params, demo_batch(tokenizer, 1))) > 0.01 * expected
-    assert loss_of(other, params, demo_batch(tokenizer, 1)) == pytest.approx(expected, rel=2e-6)
     assert loss_of(other, params, demo_batch(tokenizer, 4), parts=2) == pytest.approx(expected, rel=2e-6)
 
 

@@ -166,9 +166,7 @@ def known_needs(monkeypatch):
     """GiB of a step, instead of arithmetic."""
     needs = {"none": 30, "dots": 12, "layers": 9}
     monkeypatch.setattr("pipejax.training.step.Trainer", lambda config, devices=None: None)
-    monkeypatch.setattr(
-        plan, "_estimator", lambda trainer: lambda config: {"all": needs[config.train.remat] * plan.GIB}
-    )
+    monkeypatch.setattr(plan, "estimator", lambda trainer: lambda config: {"all": needs[config.train.remat] * plan.GIB})
 
 
 def with_remat(chosen, remat):

@@ -190,7 +190,7 @@ def test_every_way_to_import_is_seen(line: str) -> None:
 # Rooms that the core does without: their modules, and those that name them, when they are asked for and not before. To
 # delete one, delete its modules and these names.
 ROOMS_APART = {
-    "picture": (("apps.picture*",), {"__main__"}),
+    "picture": (("apps.picture*", "training.picture_command"), {"__main__"}),
     "probe": (("apps.probe*", "training.probe_command", "training.adaptation"), {"__main__"}),
     "bulk": (("apps.bulk*", "apps.ray_pool", "apps.shards"), {"__main__"}),
     "teach": (("training.teach*",), {"__main__"}),

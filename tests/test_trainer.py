@@ -341,6 +341,15 @@ def test_schedules(schedule):
     np.testing.assert_allclose([rate(60), rate(85)], [halfway, late], rtol=1e-5)
 
 
+def test_a_warmup_may_be_a_share_of_the_steps():
+    """Also where few steps are left for it, and with another count beside it."""
+    for share, steps, rising in ((0.06, 500, 30), (0.1, 7, 1), (0.5, 3, 2), (0.001, 100, 1)):
+        own = TrainConfig(steps=steps, warmup_share=share, warmup_steps=77, learning_rate=1.0)
+        rate = optimizer.learning_rate(own)
+        assert float(rate(rising - 1)) == 1.0 and float(rate(0)) == pytest.approx(1 / rising)
+    assert optimizer.warmup(TrainConfig(warmup_steps=77)) == 77
+
+
 # Initial weights.
 
 

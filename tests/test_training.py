@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
@@ -33,6 +35,7 @@ from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Affixes, Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.training import compare, examiner, loop
+from pipejax.training.dry_run import dry_run
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
 from support import tiny_run as runs
@@ -548,3 +551,52 @@ def test_resolved_config_is_written_beside_the_checkpoint(finished):
     written = config_lib.from_json((finished / "config.json").read_text(), where="config.json")
     resolved = change(CONFIG, train={"remat": "none"}, data={"special_tokens": "template"})  # from "auto"
     assert written == resolved == checkpoint.open_run(finished).config
+
+
+def files_of(place):
+    return {str(path.relative_to(place)): path.stat().st_mtime_ns for path in place.rglob("*")}
+
+
+def test_a_dry_run_tries_the_first_step_and_leaves_nothing(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert dry_run(change(CONFIG, train={"tensorboard": True}), tmp_path / "run") == 0
+    assert list(tmp_path.iterdir()) == []
+    words = " ".join(said)
+    for expected in (
+        "GiB on each device, estimated",
+        "first batch: sources (8, ",
+        "its first example, train-",
+        "step 1: loss ",
+    ):
+        assert expected in words, expected
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(finished, tmp_path, said):
+    before = files_of(finished)
+    with pytest.raises(UserError, match=r"train\.learning_rate: 0\.001 -> 0\.5; expected no change on resume"):
+        dry_run(change(CONFIG, train={"learning_rate": 0.5}), finished)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("x")
+    with pytest.raises(UserError, match="found a directory with other things in it"):
+        dry_run(CONFIG, tmp_path / "other")
+    with pytest.raises(UserError, match=r"data\.task"):
+        dry_run(change(CONFIG, data={"task": "none"}), tmp_path / "new")
+    assert files_of(finished) == before and not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_beside_a_run_leaves_it_as_it_is(finished, said):
+    before = files_of(finished)
+    assert dry_run(CONFIG, finished) == 0
+    assert files_of(finished) == before and any("the dry run begins anew, beside it" in line for line in said)
+
+
+def test_a_dry_run_says_that_a_loss_is_not_finite(tmp_path, said, monkeypatch):
+    make_step = loop.Run.make_step
+
+    def poisoned(self):
+        self.state = self.state.replace(params=jax.tree.map(lambda x: x * jnp.nan, self.state.params))
+        make_step(self)
+
+    monkeypatch.setattr(loop.Run, "make_step", poisoned)
+    assert dry_run(CONFIG, tmp_path / "run") == 1
+    assert any("the loss or the gradient of the first step is not finite" in line for line in said)

@@ -401,19 +401,19 @@ KINDS: tuple[Kind, ...] = (
     _flags("no predictions", "pipejax.metrics.__main__", ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
     _flags(
         "a picture of no record",
-        "pipejax.apps.picture.command",
+        "pipejax.training.picture_command",
         ("{here}/in.jsonl", "--output={here}/x.svg"),
         "row_ids",
     ),
     _flags(
         "a picture of another kind",
-        "pipejax.apps.picture.command",
+        "pipejax.training.picture_command",
         ("{here}/in.jsonl", "--output={here}/x.png"),
         ".svg",
     ),
     _flags(
         "a delay for nobody",
-        "pipejax.apps.picture.command",
+        "pipejax.training.picture_command",
         (f"--delay={10**30}", "x", "--output={here}/x.svg"),
         "--delay",
     ),

@@ -9,7 +9,7 @@ from lab.faults.runs import Commands
 
 DENIED = "denied"  # a directory of each trial; what lies in it is that of the good run
 CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.checkpoint.__main__"
-METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.apps.picture.command", "pipejax.data.__main__"
+METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.training.picture_command", "pipejax.data.__main__"
 PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cannot be reached
     ("train.py --config", "train", ("--config={place}", "--workdir={{here}}/new")),
     ("train.py --workdir", "train", ("--config={{here}}/config.py", "--workdir={place}")),

@@ -105,6 +105,7 @@ class TrainConfig:
     learning_rate: float = setting(1e-4, above=0.0)  # after the warm-up
     schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
     warmup_steps: int = setting(100, least=0)  # in which the rate rises from 0
+    warmup_share: float = setting(0.0, least=0.0, below=1.0)  # of `steps`, instead of `warmup_steps`; 0: these count
     weight_decay: float = setting(0.0, least=0.0)  # decoupled: times the rate, at every update
     beta1: float = setting(0.9, least=0.0, below=1.0)  # of AdamW: decay of the mean gradient
     beta2: float = setting(0.999, least=0.0, below=1.0)  # of AdamW: decay of the mean square

@@ -174,7 +174,8 @@ def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
 def left(x: Array, lines: Lines, rate: float) -> Array:
     """x where the mask is True, and zeros."""
     # Of a plain zero, `jax.lax.scan` makes an array before its loop, as large as x, which every layer would read.
-    zero = (lines.hashes.ravel()[0] & jnp.uint32(0)).astype(x.dtype)
+    # One of each line, as another would have to be sent to all devices.
+    zero = (lines.hashes & jnp.uint32(0))[..., None].astype(x.dtype)
     return jnp.where(mask_of(lines, x.shape[-1], rate), x, zero)
 
 

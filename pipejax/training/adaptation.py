@@ -41,7 +41,12 @@ def adapt(
     """The parameters after so many updates with the mean likelihood of all tokens under all conditions."""
     assert config.model is not None
     train = dataclasses.replace(
-        config.train, steps=updates, warmup_steps=max(updates // WARMUP, 1), schedule="linear", lora_rank=0
+        config.train,
+        steps=updates,
+        warmup_steps=max(updates // WARMUP, 1),
+        warmup_share=0.0,
+        schedule="linear",
+        lora_rank=0,
     )
     optimizer = optax.chain(optax.clip_by_global_norm(train.clip_norm), make_optimizer(train))
     module = config.model.module(dtype=compute_dtype(train.dtype))

@@ -21,6 +21,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting (repeatable), such as train.steps=500; pipejax/config/schema.py lists all")
     parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
     parser.add_argument(
+        "--dry-run", action="store_true", help="try config, data, memory and the first step, then stop; leaves nothing"
+    )
+    parser.add_argument(
         "--profile", type=cli.whole_number(0), default=0, metavar="STEPS", help="to trace into DIR/profile"
     )
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
@@ -67,6 +70,10 @@ def main(argv: Sequence[str]) -> int:
         if not distributed.first():
             cli.mute()
         compile_cache.use_cache()
+        if flags.dry_run:
+            from pipejax.training.dry_run import dry_run
+
+            return dry_run(config, flags.workdir)
         return fit(config, flags.workdir, profile=flags.profile)
 
 

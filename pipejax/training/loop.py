@@ -29,6 +29,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.examiner import Examiner
 from pipejax.training.monitoring import Clock, Window, warn_of_examples
+from pipejax.training.optimizer import warmup
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line
 from pipejax.training.start import Start, start_run
@@ -56,8 +57,7 @@ def fit(
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
     """
-    if config.method is None and config.train.objective == "none":
-        raise UserError("train.objective: found 'none'; expected pipelined or sequential")
+    check_objective(config)
     methods.check_training(config)
     environment.check_environment()
     examples = Examples.of(config, given)
@@ -95,6 +95,12 @@ def fit(
                 run.progress.add(1, run.note)
             run.log_the_rest()
         return run.end()
+
+
+def check_objective(config: Config) -> None:
+    """Raises a UserError if there is none."""
+    if config.method is None and config.train.objective == "none":
+        raise UserError("train.objective: found 'none'; expected pipelined or sequential")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,9 +320,9 @@ class Run:
         train, trainer, params = self.config.train, self.trainer, self.state.params
         size, own = (sum(x.size for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, trainer.trained(params)))
         trains = f" ({own:.2f} M are trained)" if own < size else ""
-        if self.step == 0 and train.warmup_steps >= train.steps:
+        if self.step == 0 and warmup(train) >= train.steps:
             logger.warning(
-                f"train.warmup_steps: found {train.warmup_steps}; expected fewer than train.steps ({train.steps}), or "
+                f"train.warmup_steps: found {warmup(train)}; expected fewer than train.steps ({train.steps}), or "
                 "the full learning rate comes too late"
             )
         where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"

@@ -19,17 +19,22 @@ with extra("train", "training"):
 FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # how the paths of parameters begin that are not trained
 
 
+def warmup(config: TrainConfig) -> int:
+    """The updates in which the rate rises."""
+    return round(config.warmup_share * config.steps) if config.warmup_share else config.warmup_steps
+
+
 def learning_rate(config: TrainConfig) -> optax.Schedule:
     """Linear warm-up to `learning_rate`, then constant, or down to 0 at `steps` in a line or half a cosine."""
-    warmup, peak = max(config.warmup_steps, 1), config.learning_rate
-    rest = max(config.steps - warmup, 1)
+    rising, peak = max(warmup(config), 1), config.learning_rate
+    rest = max(config.steps - rising, 1)
     after = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest),
     }[config.schedule]
-    # Step 1 is count 0: it already learns, and step `warmup` is the first at the full rate.
-    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup])
+    # Step 1 is count 0: it already learns, and step `rising` is the first at the full rate.
+    return optax.join_schedules([optax.linear_schedule(peak / rising, peak, rising - 1), after], [rising])
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:

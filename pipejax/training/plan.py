@@ -139,10 +139,10 @@ def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tupl
     from pipejax.training.step import Trainer
 
     trainer = Trainer(config, devices)
-    return trainer, _estimator(trainer)(trainer.config)
+    return trainer, estimator(trainer)(trainer.config)
 
 
-def _estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
+def estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
     """`estimate` with the sizes of this trainer's arrays."""
     import jax
 
@@ -191,7 +191,7 @@ def choose_remat(config: Config, memory: float | None, devices: "Sequence[jax.De
     choices = [dataclasses.replace(config, train=dataclasses.replace(train, remat=remat)) for remat in REMATS[1:]]
     if memory is None or not isinstance(config.model, T5Config):
         return choices[0]
-    estimate_of, totals = _estimator(Trainer(choices[0], devices)), dict[str, float]()
+    estimate_of, totals = estimator(Trainer(choices[0], devices)), dict[str, float]()
     for choice in choices:
         own = dataclasses.replace(choice.train, dtype=compute_dtype(train.dtype).name)
         totals[own.remat] = sum(estimate_of(dataclasses.replace(choice, train=own)).values())

@@ -43,7 +43,7 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
     trainers: list[Trainer] = []  # one, once a step says what the run began with
 
     def expect(saved: Config) -> dict[str, Tree]:
-        wanted = _as_begun(config, saved, directory.path)
+        wanted = as_begun(config, saved, directory.path)
         if not trainers:
             trainers.append(Trainer(wanted))
         return trainers[0].templates()
@@ -67,7 +67,7 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
     return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]), conversion=conversion)
 
 
-def _as_begun(config: Config, saved: Config, where: Path) -> Config:
+def as_begun(config: Config, saved: Config, where: Path) -> Config:
     """The config of a run that goes on, with all that was found out when it began."""
     wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
     wanted = _with_special_tokens(wanted, saved.data.special_tokens)

@@ -1,8 +1,6 @@
-"""`pipejax picture`: draws one record of what `pipejax decode` wrote.
+"""The flags of `pipejax picture`, and the picture of a record."""
 
-pipejax picture RECORDS.jsonl --id ID --output PICTURE.html
-"""
-
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,10 +17,16 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import writing
 
 
-def main(argv: Sequence[str]) -> int:
-    """Draws one record of what `pipejax decode` wrote."""
-    parser = Parser(prog="pipejax picture", description=main.__doc__)
-    parser.add_argument("records", metavar="RECORDS.jsonl", help="what `pipejax decode --output` wrote")
+def make_parser() -> Parser:
+    """The parser of the command."""
+    what = "Draws one record of what `pipejax decode` wrote, or the curves of runs."
+    parser = Parser(prog="pipejax picture", description=what)
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="RECORDS.jsonl | RUN",
+        help="what `pipejax decode --output` wrote; or directories of runs, one or several",
+    )
     parser.add_argument("--id", help="of the record to draw; default: the first")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
     parser.add_number(
@@ -39,12 +43,23 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--input", metavar="FILE", help="the decoded file, to show the source (html)")
     parser.add_overrides()
-    flags = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draws one record of what `pipejax decode` wrote."""
+    return draw(make_parser().parse_args(argv))
+
+
+def draw(flags: argparse.Namespace) -> int:
+    """Draws one record."""
+    if len(flags.inputs) > 1:
+        raise UserError(f"{flags.inputs[1]}: found a second file; expected one file of records, or directories of runs")
     config.backbone(flags.overrides)
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
-    place, found = record.find_record(flags.records, flags.id)
+    place, found = record.find_record(flags.inputs[0], flags.id)
     settings, can_draw = None, [*methods.able(Config(), "draw")]
     if flags.checkpoint:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
