@@ -247,13 +247,9 @@ def test_packed_examples_have_the_masks_of_attend(over_sources: bool, length: in
     q, k = (jnp.asarray(rng.standard_normal((1, 2, count, 64)), jnp.float32) for _ in "qk")
     values, seed = jnp.broadcast_to(jnp.eye(count), (1, 2, count, count)), jnp.asarray([3, 4], jnp.uint32)
     with dropout.numbered(jnp.asarray([5, 0, 9]), length, example):
-        found, expected = (
-            attended(q, k, values, seen, seed, 0.5, over_sources=over_sources)
-            for attended, seen in (
-                (attend_in_blocks, Seen(Slots(example * 0), Slots(example * 0), None, Blocks(interpret=True))),
-                (attend, jnp.zeros((1, 1, 1, 1))),
-            )
-        )
+        seen = Seen(Slots(example * 0), Slots(example * 0), None, Blocks(interpret=True))
+        found = attend_in_blocks(q, k, values, seen, seed, 0.5, over_sources=over_sources)
+        expected = attend(q, k, values, jnp.zeros((1, 1, 1, 1)), seed, 0.5, over_sources=over_sources)
     np.testing.assert_array_equal(found == 0, expected == 0)
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert 0.45 < float((found == 0).mean()) < 0.55

@@ -37,7 +37,8 @@ def evaluated(step: int, score: float, metric: str = "exact", name: str = "em_f1
 def paths(page: str, run: int) -> list[list[tuple[float, float]]]:
     """The curves of a run, in pixels, from the top of the page; the first is the legend's."""
     found = re.findall(rf'<path class="c{run}(?: dashed)?" d="M([^"]*)"', page)
-    return [[tuple(map(float, point.split())) for point in one.split("L")] for one in found[1:]]
+    pairs = [[point.split() for point in one.split("L")] for one in found[1:]]
+    return [[(float(x), float(y)) for x, y in one] for one in pairs]
 
 
 def test_points_lie_where_their_values_are(tmp_path: Path) -> None:

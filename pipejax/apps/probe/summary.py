@@ -114,8 +114,8 @@ def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
             "cells": {of_row: places(name, of_row) for of_row in names},
             "says": "",
         }
-    whole = nats["whole"] / max(tokens, 1)
-    ignorant = chance is not None and whole >= chance
+    all_seen = nats["whole"] / max(tokens, 1)
+    ignorant = chance is not None and all_seen >= chance
     for name, found in conditions.items():
         found["says"] = "" if ignorant else said(name, found)
     height = max((i + 1 for i, _ in graph), default=0)
@@ -126,7 +126,7 @@ def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
         "conditions": conditions,
         "graph": [[mean(graph[i, k]) for k in range(i)] for i in range(height)],
         "chance": None if chance is None else round(chance, 6),
-        "says": ignorance(whole, chance) if chance is not None and ignorant else sentence(conditions),
+        "says": ignorance(all_seen, chance) if chance is not None and ignorant else sentence(conditions),
     }
 
 
