@@ -180,9 +180,12 @@ def whole(kind: str) -> Facts:
 
 def objects(kind: str) -> dict[str, tuple[str, ...]]:
     """The objects of a config.json, each with the keys on the way to it."""
-    sides = {"t5gemma": [("encoder",), ("decoder",)], "t5gemma2": [("encoder", "text_config"), ("decoder",)]}
-    more = [("encoder",)] if kind == "t5gemma2" else []
-    return {".".join(way): way for way in [(), *sides.get(kind, []), *more]}
+    ways: list[tuple[str, ...]] = [()]
+    if kind == "t5gemma":
+        ways += [("encoder",), ("decoder",)]
+    elif kind == "t5gemma2":
+        ways += [("encoder", "text_config"), ("decoder",), ("encoder",)]
+    return {".".join(way): way for way in ways}
 
 
 def at(facts: Facts, way: tuple[str, ...]) -> Facts:
@@ -405,7 +408,8 @@ def test_null_has_a_meaning_of_its_own_where_the_config_class_takes_it() -> None
         *("attn_logit_softcapping", "final_logit_softcapping", "rope_theta"),
         *("pad_token_id", "eos_token_id", "bos_token_id"),
     }
-    side = T5GemmaConfig.read_facts(changed(whole("t5gemma"), ("decoder",), {"attn_logit_softcapping": ABSENT}))
+    facts = changed(whole("t5gemma"), ("decoder",), {"attn_logit_softcapping": ABSENT})
+    side: Any = T5GemmaConfig.read_facts(facts)
     assert side["decoder"].attn_logit_softcapping == 50.0 and side["encoder"].attn_logit_softcapping == 2.0
     facts = changed(whole("t5gemma"), ("decoder",), {"final_logit_softcapping": ABSENT})
     assert T5GemmaConfig.read_facts(facts)["final_logit_softcapping"] == 30.0

@@ -28,7 +28,7 @@ class Key:
     keys: "Mapping[str, Key]" = dataclasses.field(default_factory=dict)  # of an object that is its value
 
 
-Keys = Mapping[str, Key]
+Keys = dict[str, Key]
 
 
 def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> dict[str, Any]:

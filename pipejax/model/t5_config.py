@@ -274,7 +274,7 @@ def _feed_forward(given: Mapping[str, Any]) -> str:
     function = FEED_FORWARDS.get(name, name.split("-")[-1])
     named = {"dense_act_fn": function, "is_gated_act": name.split("-")[0] == "gated"}
     found = {key: value if given[key] is None else given[key] for key, value in named.items()}
-    known = {(act, gate != "relu"): gate for gate, act in FEED_FORWARDS.items()}
+    known: dict[tuple[object, object], str] = {(act, gate != "relu"): gate for gate, act in FEED_FORWARDS.items()}
     if (described := known.get((found["dense_act_fn"], found["is_gated_act"]))) is not None:
         return described
     for key, expected in named.items():
