@@ -306,10 +306,10 @@ def test_training_goes_on_with_the_ids_that_were_learned(
     former = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "pipelined"))
     saved = checkpoint.open_run(former).config
     wanted = dataclasses.replace(saved, data=dataclasses.replace(saved.data, special_tokens="auto"))
-    assert start._as_begun(wanted, saved, former).data.special_tokens == "eos"
+    assert start.as_begun(wanted, saved, former).data.special_tokens == "eos"
     other = dataclasses.replace(saved, data=dataclasses.replace(saved.data, special_tokens="template"))
     with pytest.raises(Exception, match=r"data\.special_tokens: 'eos' -> 'template'; expected no change on resume"):
-        start._as_begun(other, saved, former)
+        start.as_begun(other, saved, former)
 
     def begun(init: Path, **data: Any) -> str:
         config = Config(data=DataConfig(task="jsonl", **data), train=TrainConfig(init_from=str(init)))
