@@ -25,7 +25,7 @@ class Key:
     default: Any  # the value of a file without the key
     null: Any = REFUSED  # the value that null means
     names: tuple[str, ...] = ()  # other names of the key, which go before it as in transformers' `attribute_map`
-    keys: "Mapping[str, Key]" = dataclasses.field(default_factory=dict)  # of an object that is its value
+    keys: "dict[str, Key]" = dataclasses.field(default_factory=dict)  # of an object that is its value
 
 
 Keys = dict[str, Key]
