@@ -176,13 +176,13 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "null vocabulary": (setting(vocab_size=None), ("config.json: vocab_size: found null; expected a whole",)),
     "nan epsilon": (setting(layer_norm_epsilon=float("nan")), ("config.json", "layer_norm_epsilon", "nan")),
     "eos too large": (both(generation(None), setting(eos_token_id=50)), (f"source/{EOS} found 50", "vocab_size = 50")),
-    "two eos": (
-        both(generation(None), setting(eos_token_id=[1, 2])),
-        (f"source/{EOS} found [1, 2]; expected a single",),
+    "no eos in a list": (
+        both(generation(None), setting(eos_token_id=[])),
+        (f"source/{EOS} found an empty list; expected one id or more",),
     ),
-    "two eos in generation_config": (
-        generation('{"eos_token_id": [1, 2]}'),
-        (f"generation_{EOS} found [1, 2]; expect",),
+    "two eos in generation_config, one too large": (
+        generation('{"eos_token_id": [1, 50]}'),
+        (f"generation_{EOS} found 50; expected ids from 0 on, below",),
     ),
     "two starts": (generation('{"decoder_start_token_id": [0, 3]}'), ("decoder_start_token_id: found [0, 3]",)),
     "eos of generation_config too large": (generation('{"eos_token_id": 50}'), (f"generation_{EOS} found 50", "= 50")),
