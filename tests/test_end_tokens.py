@@ -30,6 +30,7 @@ from pipejax.config import (
 from pipejax.convert import description, huggingface
 from pipejax.data.encoding import answered, encode_example
 from pipejax.data.examples import Example
+from pipejax.data.tokenizer import Affixes
 from pipejax.decoding import TRUNCATIONS, Drafts, Pipelined, Sizes, ends_of, with_drafts
 from pipejax.decoding.contract import walk
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
@@ -226,7 +227,7 @@ def test_a_stream_names_the_token_that_ended_each_row() -> None:
 class Words:
     """A tokenizer of single words, of which some are special."""
 
-    eos, added, words = 1, (1,), ("<pad>", "</s>", "<unk>", "red", "blue", "<end>", ";", "<over>")
+    eos, affixes, words = 1, Affixes(suffix=(1,)), ("<pad>", "</s>", "<unk>", "red", "blue", "<end>", ";", "<over>")
 
     def encode(self, text: str) -> list[int]:
         return [self.words.index(word) for word in text.split()]

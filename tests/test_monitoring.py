@@ -23,6 +23,7 @@ from pipejax.data import batches, demo
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.metrics import score as scores_of
+from pipejax.model import dropout
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -468,10 +469,10 @@ def test_a_run_keeps_its_id_and_a_new_one_has_another(tmp_path, monkeypatch):
     first, other = (begin_from(monkeypatch, tmp_path / "run", None) for _ in range(2))
     assert first.run != other.run and re.fullmatch(r"[0-9a-f]{16}", first.run)
     for name in ("run", "moved"):
-        assert begin_from(monkeypatch, tmp_path / name, {"run": first.run}).run == first.run
+        assert begin_from(monkeypatch, tmp_path / name, {"run": first.run, "dropout": dropout.VERSION}).run == first.run
     place = (tmp_path / "run").absolute()
     former = hashlib.sha256(str(place).encode()).hexdigest()[:16]  # as a former version called it
-    assert begin_from(monkeypatch, place, {}).run == former
+    assert begin_from(monkeypatch, place, {"dropout": dropout.VERSION}).run == former
 
 
 def test_boards_are_opened_with_the_id_of_the_run(boards, tmp_path, monkeypatch):

@@ -261,7 +261,9 @@ def test_settings_with_names_are_the_same_when_they_are_read_again(named):
 
 def test_records_depend_on_drafts_only_if_they_hold_their_trace():
     def settings(**decode):
-        return settings_of(SimpleNamespace(config=Config(decode=DecodeConfig(**decode)), origin={}), "pipelined", [])
+        config = Config(decode=DecodeConfig(**decode))
+        made = SimpleNamespace(config=config, origin={}, tokenizer=None, architecture=SIZES)
+        return settings_of(made, "pipelined", [])
 
     assert settings() == settings(draft="model", draft_checkpoint="one") == settings(draft="jacobi", draft_tokens=3)
     assert settings(draft="jacobi", trace=True) != settings(draft="source", trace=True) != settings(draft="source")

@@ -237,7 +237,7 @@ def test_each_end_token_is_compared(ends: list[int], line: str, tmp_path: Path) 
     huggingface.from_hf(source, tmp_path / "out")
     t5 = pipejax.load(tmp_path / "out")
     assert t5.tokenizer is not None and t5.ids.ends == (*ends,)
-    assert t5.ids_of(t5.source("word1 word2", "here", 0)) == [6, 7, 1]  # the tokenizer's own ends a source
+    assert t5.ids_of(t5.source("word1 word2", "here", 0)) == [6, 7]  # its tokenizer adds nothing
     assert t5.tokenizer.vanishes("</s> <end_of_turn>", t5.ids.ends) == (3 in ends)
     assert not t5.tokenizer.vanishes("<end_of_turn> word1", t5.ids.ends)
 

@@ -32,7 +32,7 @@ from pipejax.data.batches import TrainingBatches
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
-from pipejax.data.tokenizer import Affixes, Tokenizer
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.training import compare, examiner, loop
 from pipejax.training.dry_run import dry_run
@@ -59,14 +59,13 @@ def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
 
     class Counting(Tokenizer):
         calls = 0
-        eos = None
-        affixes = Affixes()
 
         def encode(self, text):
             Counting.calls += 1
             return tokenizer.encode(text)
 
     counting, rows = Counting.__new__(Counting), ("honey",) * 4000
+    vars(counting).update(vars(tokenizer))
     config = change(CONFIG, data={"max_target": 101}, train={"objective": "sequential"})
     encoded = encode_example(Example("x", "deliver honey .", rows), counting, config, MODEL)
     assert encoded.target_was_cut and Counting.calls <= 15

@@ -231,7 +231,7 @@ class Sequential(GridStrategy):
     other_ends: tuple[int, ...] = ()  # tokens that end an answer as well
     drafts: Drafts | None = None
 
-    delay = 1
+    delay = 0
     sub_max = 1
     literal = False
     unique = False

@@ -224,7 +224,7 @@ def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) ->
     under, answers, compared = made.under(asked).schema, set(), 0
     assert under is not None and made.tokenizer is not None
     for text in ("a red fish", "2024", "the", "ab ab", "no", "5 5"):
-        chooses, margins = Greedy(logits, [*made.tokenizer.encode(text), 1], delay, (1,)), list[float]()
+        chooses, margins = Greedy(logits, made.ids_of(made.source(text, "here", 0)), delay, (1,)), list[float]()
         expected = oracle.algorithm1(
             schemas.choices(made, chooses.last, under.rows, [], margins),
             delay=delay,
