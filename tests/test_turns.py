@@ -165,8 +165,12 @@ def same(found: Stretch, expected: Stretch) -> None:
         np.testing.assert_array_equal(*(getattr(x.filled, name)[at] for x in carries))
     np.testing.assert_array_equal(*(x.cache[at] for x in carries))
     rest = [dataclasses.replace(x, filled=None, cache=None) for x in carries]
-    if getattr(rest[0].state, "drafter", None) is not None:  # its memory has free slots as well
-        rest = [dataclasses.replace(x, state=dataclasses.replace(x.state, drafter=None)) for x in rest]
+    if getattr(rest[0].state, "drafts", None) is not None:  # a drafter's memory has free slots as well
+        drafts = [dataclasses.replace(x.state.drafts, drafter=None) for x in rest]
+        rest = [
+            dataclasses.replace(x, state=dataclasses.replace(x.state, drafts=own))
+            for x, own in zip(rest, drafts, strict=True)
+        ]
     jax.tree.map(equal, *rest)
 
 
