@@ -166,6 +166,16 @@ def test_time_runs_on_after_the_last_row_that_fits_into_it():
     assert [row for row in rows_of(found, 0) if row] == answer
 
 
+def test_an_unfinished_answer_has_the_calls_that_were_made_not_the_next_one():
+    strategy = with_drafts(Pipelined(delay=1, time_max=6, sub_max=2), Drafts(Table(), 1))
+    state = strategy.init(1, SourceIds(np.full((1, 2 * GUESSED), 3, np.int32), np.zeros(1, np.int32)))
+    for made in range(3):
+        state, query = strategy.query(state)
+        assert not state.done[0] and strategy.result(state).calls.tolist() == [made]
+        state = strategy.advance(state, jnp.full_like(query.tokens, 4))
+    assert strategy.result(state).calls.tolist() == [3]
+
+
 def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
     """In a batch each example has its own; without it the loop carries nothing more, and does the same."""
     answers = [[[2, 3, 4], [5]], [[6] * 5, [7, 8], [2]], []]

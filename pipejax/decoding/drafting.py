@@ -34,7 +34,7 @@ from pipejax.system import Tree
 class DraftState:
     """The part of the state that exists only with drafts. Each example has its own."""
 
-    calls: Array  # i32 [B], decoder calls in which the example asked
+    calls: Array  # i32 [B], decoder calls that answered the example
     used: Array  # i32 [B], slots that these calls took
     apart: bool = flax.struct.field(pytree_node=False)  # whether examples take slots by themselves, or all the same
     fed: Array  # i32 [B, 1 + D, R], of the last call: the newest token of each row and its drafts
@@ -161,9 +161,7 @@ class Drafts:
         feeds_end = rows.find_unfed(state, asks)
         fed = jnp.concatenate([state.last[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
         live = (asks[:, None] & (columns[:, None] <= drafted[:, None])) | (feeds_end[:, None] & (columns == 0)[:, None])
-        drafts = dataclasses.replace(
-            old, calls=old.calls + ~state.done, fed=fed, live=live, trust=draft.trust, drafter=drafter
-        )
+        drafts = dataclasses.replace(old, fed=fed, live=live, trust=draft.trust, drafter=drafter)
         state = dataclasses.replace(state, retired=state.retired | feeds_end, drafts=drafts)
         time = newest[:, None] + columns[:, None]
         row = jnp.broadcast_to(index, (1, width, rows.rows))
@@ -198,6 +196,7 @@ class Drafts:
         taken = count_slots(*(x.reshape(len(x), -1) for x in (live, kept)))
         drafts = dataclasses.replace(
             old,
+            calls=old.calls + ~state.done,
             used=old.used + jnp.where(state.done, 0, taken if old.apart else taken.max()),
             kept=kept,
             record=old.record.add(old.trust, drafted=fed - 1, run=verdict.run, counts=counts),
@@ -206,7 +205,7 @@ class Drafts:
             trace=old.trace
             and tracing.record(
                 old.trace,
-                jnp.where(state.done, rows.time_max, old.calls - 1),
+                jnp.where(state.done, rows.time_max, old.calls),
                 drafted=old.fed[:, 1:].swapaxes(1, 2),
                 count=jnp.where(verdict.asks, fed - 1, -1),
                 accepted=jnp.clip(counts, 0, gain),
