@@ -270,7 +270,7 @@ class RunningBatch:
         while one.length < encoded.length:
             one = call("widen", one, slots=2 * one.length)
         if self.strategy.reads_source and encoded.length > length:
-            carry = call("reread", self._weights, encoded, carry)
+            carry = dataclasses.replace(carry, state=call("reread", self._weights, encoded, carry.state))
         return encoded, carry, one
 
     def _place(self, call: Call, encoded: Encoded, one: Encoded, place: int) -> Encoded:
@@ -485,10 +485,10 @@ class RunningBatch:
         carry = decoding.begin(strategy, decoder, state, self._sizes, wishes=wishes, apart=True)
         return many, decoding.grow(decoder, carry, slots)
 
-    def _reread(self, weights: Tree, encoded: Encoded, carry: Carry) -> Carry:
-        """The carry, with a strategy's state for sources that were padded to another length."""
+    def _reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
+        """A strategy's state for sources that were padded to another length; the same program for each cache size."""
         strategy, _ = self._meet(weights, encoded)
-        return dataclasses.replace(carry, state=strategy.reread(carry.state, encoded.source))
+        return strategy.reread(state, encoded.source)
 
     def _with_states(self, carry: Carry) -> Carry:
         """The carry as the grammar needs it; `refill` puts in the states of examples that begin."""
