@@ -23,6 +23,7 @@ from pipejax.decoding import (
     Carry,
     Decoded,
     Grammar,
+    GridStrategy,
     Refillable,
     Sampling,
     SourceIds,
@@ -138,6 +139,8 @@ class RunningBatch:
         self.strategy = programs.suit(strategy)
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
+        # Whether rows may be generated ahead of others.
+        self.has_drafts = isinstance(self.strategy, GridStrategy) and self.strategy.drafts is not None
         self._model, self._backend = programs.model, programs.backend
         self._encoder, self._weights = programs.on(1).encoding, programs.on(1).decoding
         self._drafting: Drafting | None = None
@@ -414,9 +417,11 @@ class RunningBatch:
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
         """Time, row and place in it of each token beyond the `known` i32 [R] of each row, in the order of steps.
 
-        Drafts write some rows ahead of others: tokens of a time-step come once all rows have reached it.
+        With drafts some rows are generated ahead of others: tokens of a time-step come once all rows have reached it.
         """
-        lengths = np.minimum(decoded.lengths[place], np.maximum(int(decoded.steps[place]) - self.starts, 0))
+        lengths = decoded.lengths[place]
+        if self.has_drafts:
+            lengths = np.minimum(lengths, np.maximum(int(decoded.steps[place]) - self.starts, 0))
         rows = np.flatnonzero(lengths > known)
         first, begin, end = (x[rows].tolist() for x in (self.starts, known, lengths))
         return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
