@@ -412,10 +412,10 @@ class Engine:
             return
         for place, one in [*self._running[lane].items()]:
             self._tell(one, batch, decoded, place)
-            over = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
-            if over or done[place]:
+            full = one.answer.request.max_tokens is not None and one.count >= one.answer.request.max_tokens
+            if full or done[place]:
                 try:
-                    one.answer.give(self._record(one, lane, decoded, place, cut=over and not done[place]))
+                    one.answer.give(self._record(one, lane, decoded, place, full=full, done=bool(done[place])))
                     self.answered += 1
                 except UserError as error:  # of a tokenizer that cannot decode these tokens
                     one.answer.give(error)
@@ -444,13 +444,16 @@ class Engine:
         self.tokens += len(events)
         one.answer.give(*events)
 
-    def _record(self, one: _Running, lane: _Lane, decoded: Decoded, place: int, *, cut: bool) -> Record:
-        """The record of an answer; `cut`: it has as many tokens as were asked for, and would go on."""
+    def _record(self, one: _Running, lane: _Lane, decoded: Decoded, place: int, *, full: bool, done: bool) -> Record:
+        """The record of an answer; `full`: it has as many tokens as were asked for; `done`: decoding is over."""
         only = jax.tree.map(lambda x: x[place : place + 1], decoded)
         kept = np.minimum(only.lengths, one.lengths)
-        cut |= bool((kept < only.lengths).any())
         strategy, method = lane.kind
-        starts = self._batches[lane].starts
+        batch = self._batches[lane]
+        steps = int(np.where(one.lengths > 0, batch.starts + one.lengths, 0).max())  # up to its last token
+        # With drafts the call that generates this token may generate the ends of rows at later time-steps as well.
+        done &= not batch.has_drafts or steps >= int(only.steps[0])
+        cut = bool((kept < only.lengths).any()) or (full and not done)
         only = dataclasses.replace(only, lengths=kept, calls=strategy.calls(only))
         if not one.answer.request.log_probs:
             only = dataclasses.replace(only, log_probs=None)
@@ -466,7 +469,7 @@ class Engine:
         )
         if cut:
             record["truncated"] = "max_tokens"
-            record["steps"] = int(np.where(one.lengths > 0, starts + one.lengths, 0).max())
+            record["steps"] = steps
         return record
 
     def _leave(self, lane: _Lane, place: int) -> None:
