@@ -13,6 +13,7 @@ import pytest
 from pipejax import checkpoint
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Decoded, Sampling
+from pipejax.inference import programs
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
@@ -138,6 +139,39 @@ def test_drafted_answers_are_the_undrafted_ones_in_fewer_calls(generator, drafti
             tokens = [(event.row, event.token) for event in events]
             assert tokens == [(event.row, event.token) for event in undrafted[i][:-1]]
     assert saved > 0
+
+
+@pytest.mark.slow
+def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
+    monkeypatch.setattr(programs, "SLOTS", (6,))
+    config = Config(
+        model=MORE_WORDS,
+        grid=GridConfig(delay=1, time_max=24, sub_max=2),
+        train=TrainConfig(objective="pipelined"),
+        decode=DecodeConfig(draft="source", draft_tokens=1),
+    )
+    made = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
+    compiled = {}
+    batch = RunningBatch(made.programs, made.make_strategy("pipelined"), 2, compiled=compiled)
+
+    def meet(needs):
+        for key, make in needs.items():
+            make()
+            compiled[key] = True
+
+    rng = np.random.default_rng(0)
+    short, longer = ([*rng.integers(2, 12, length).tolist(), 1] for length in (20, 70))
+    meet(batch.needs(len(short), logits=False, adapter=None))
+    place = batch.add(short, log_probs=False)
+    while not batch.lacks:
+        assert not batch.advance(1)[1][place], "the answer is too short for its cache to grow"
+    meet(batch.lacks)
+    batch.advance(1)
+    meet(batch.needs(len(longer), logits=False, adapter=None))
+    known = {*compiled}
+    batch.add(longer, log_probs=False)
+    batch.advance(1)
+    assert {*compiled} == known
 
 
 @pytest.mark.slow
