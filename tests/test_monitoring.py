@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import queue
 import re
 import shutil
 import struct
@@ -372,6 +373,71 @@ def test_long_work_aside_says_that_it_goes_on(capsys, monkeypatch):
         pass
     assert threading.active_count() == before
     assert capsys.readouterr().err.splitlines() == ["training: compiling again, 0 s the last time"]
+
+
+def test_work_aside_shows_how_far_it_is(capsys, monkeypatch):
+    progress, waits, steps = Progress("training", 3, unit="step", every=0.0), [], queue.Queue()
+    real, asked = threading.Event.wait, 1
+
+    def wait(self, seconds=None):
+        if seconds is None:  # of a thread that starts
+            return real(self)
+        waits.append(seconds)
+        return steps.get()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", wait)
+        with progress.aside("evaluating", "8 examples") as reach:
+            for count in ("", "3 of 8 answers"):
+                if count:
+                    reach(count)
+                steps.put(False)
+                asked += 1
+                while len(waits) < asked:  # until the line is written
+                    time.sleep(0.001)
+            steps.put(True)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: evaluating 8 examples",
+        "training: evaluating 8 examples, 0 s so far",
+        "training: evaluating 8 examples, 3 of 8 answers, 0 s so far",
+    ]
+
+
+def test_a_bar_shows_how_far_work_aside_is():
+    progress, shown = Progress("training", 3, unit="step", shown=False), []
+    progress.bar = types.SimpleNamespace(set_postfix_str=shown.append, start_t=0.0, last_print_t=0.0)
+    with progress.aside("evaluating", "8 examples") as reach:
+        reach("3 of 8 answers")
+    assert shown == ["evaluating 8 examples", "evaluating 8 examples, 3 of 8 answers", ""]
+
+
+@pytest.mark.parametrize(
+    ("processes", "ticks", "expected"),
+    [
+        (1, [2, 2, 1], ["2 of 5 answers", "4 of 5 answers", "5 of 5 answers"]),
+        (2, [1, 1, 1], ["2 of 5 answers", "4 of 5 answers", "5 of 5 answers"]),
+        (4, [1, 1], ["4 of 5 answers", "5 of 5 answers"]),
+    ],
+)
+def test_an_evaluation_counts_its_answers(monkeypatch, processes, ticks, expected):
+    """All processes decode as many at a time, and each all of the rest."""
+    made, reached = examiner.Examiner.__new__(examiner.Examiner), []
+    made.examples, made.config = [Example(str(i), "s", ()) for i in range(5)], CONFIG
+    programs = types.SimpleNamespace(set_params=lambda params: None, forget_params=lambda: None)
+    made.generator = types.SimpleNamespace(programs=programs, config=CONFIG)
+    made.best, made.write, made.highest, made.without_better = None, lambda line: None, [0.0, 0.0], 0
+    made._dev_loss = lambda params, stopped: 1.0
+    monkeypatch.setattr("jax.process_count", lambda: processes)
+    monkeypatch.setattr(examiner, "distributed", types.SimpleNamespace(same=lambda found: found))
+
+    def evaluate(generator, examples, *, batch_size, tick):
+        for count in ticks:
+            tick(count)
+        return {"metric": "exact", "em_f1": 1.0, "steps": 2.0}, []
+
+    monkeypatch.setattr(examiner, "evaluate", evaluate)
+    assert made.evaluate(3, {}, types.SimpleNamespace(line=print), lambda: False, reached.append)
+    assert reached == [*expected, "the loss of the dev split"]
 
 
 @pytest.mark.slow

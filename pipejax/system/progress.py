@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _bars: list[Any] = []  # shown at the moment
@@ -69,12 +69,13 @@ class Progress:
             self.said = time.monotonic()
 
     @contextlib.contextmanager
-    def aside(self, what: str, of: str, first: str = "") -> Iterator[None]:
-        """A block during which the work pauses; rates and the time left ignore it.
+    def aside(self, what: str, of: str, first: str = "") -> Iterator[Callable[[str], None]]:
+        """A block during which the counted work pauses; rates and the time left ignore it.
 
-        Says so, with what it took the last time, or `first`, and now and then that it goes on.
+        Shows what it does, with the seconds that it took the last time, or `first`, and now and then that it goes on.
+        Yields a function that takes how far it is, such as "3 of 8 answers", for the lines that follow.
         """
-        begun, took = time.monotonic(), self._took.get(what)
+        begun, took, reached = time.monotonic(), self._took.get(what), ""
         text = f"{what} {of}" + (first if took is None else f", {took:.0f} s the last time")
 
         def show(so_far: str = "") -> None:
@@ -83,16 +84,22 @@ class Progress:
             else:
                 self.line(f"{self.what}: {text}{so_far}")
 
+        def reach(count: str) -> None:
+            nonlocal reached
+            reached = f", {count}"
+            if self.bar is not None:
+                show(reached)
+
         def go_on() -> None:
             while not over.wait(max(self.every, 1.0)):
-                show(f", {time.monotonic() - begun:.0f} s so far")
+                show(f"{reached}, {time.monotonic() - begun:.0f} s so far")
 
         over = threading.Event()
         beside = threading.Thread(target=go_on, daemon=True)
         show()
         beside.start()
         try:
-            yield
+            yield reach
         finally:
             over.set()
             beside.join()

@@ -95,12 +95,19 @@ class Examiner:
         """Whether `train.patience` evaluations in a row were no better than the best."""
         return 0 < self.config.train.patience <= self.without_better
 
-    def evaluate(self, step: int, params: Tree, progress: Progress, stopped: Callable[[], bool]) -> bool:
+    def evaluate(
+        self,
+        step: int,
+        params: Tree,
+        progress: Progress,
+        stopped: Callable[[], bool],
+        reach: Callable[[str], None] = lambda count: None,
+    ) -> bool:
         """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
 
-        `stopped` is asked before and after each batch: once it says True the evaluation is given up, which leaves
-        nothing behind, and this is False. The line in the log comes last: who is killed before it evaluates again, so
-        no best step is missed.
+        `reach` gets the number of answers so far, of all processes. `stopped` is asked before and after each batch:
+        once it says True the evaluation is given up, which leaves nothing behind, and this is False. The line in the
+        log comes last: a run that is killed before it evaluates again, so no best step is missed.
         """
         if stopped():
             return False
@@ -109,7 +116,12 @@ class Examiner:
         else:
             self.generator.programs.set_params(params)
 
+        answers, total = 0, len(self.examples)
+
         def tick(count: int) -> None:
+            nonlocal answers
+            answers += count * jax.process_count()  # each decodes as many, and the rest, which all decode
+            reach(f"{min(answers, total)} of {total} answers")
             if stopped():
                 raise _Stopped
 
@@ -120,6 +132,7 @@ class Examiner:
             return False
         finally:
             self.generator.programs.forget_params()  # training needs the room
+        reach("the loss of the dev split")
         loss = self._dev_loss(params, stopped)
         if loss is None:
             return False

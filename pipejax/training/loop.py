@@ -233,8 +233,9 @@ class Run:
                 self.window.flush()
 
     def evaluate(self) -> None:
-        with self.clock("evaluation"), self.progress.aside("evaluating", f"{len(self.examiner.examples)} examples"):
-            self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked)
+        of = f"{len(self.examiner.examples)} examples"
+        with self.clock("evaluation"), self.progress.aside("evaluating", of) as reach:
+            self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked, reach)
 
     def save_if_due(self) -> None:
         if self._save_is_due():
