@@ -16,6 +16,7 @@ import pytest
 
 from pipejax import config
 from pipejax.apps.picture import html, svg
+from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.command import main
 from pipejax.apps.picture.grid import LEFT, Cell, fill
 from pipejax.apps.picture.text import shorten, text_width
@@ -429,6 +430,51 @@ def test_command_draws_pages(tmp_path: Path) -> None:
     assert Page(draw(tmp_path, RECORD | {"source": "a b"}, output="x.html")).source == "a b"
     # The literal stop, before an empty row: two times bos and eos, three tokens.
     assert len(cells_of(draw(tmp_path, RECORD | {"steps": 4}, "--delay", "2"))) == 7
+
+
+NAMED = RECORD | {"rows": ["price: 3", "colour: red"], "row_ids": [[5, 6], [7, 8]], "steps": 3, "text": "x"}
+NAMED_GRID = {"grid": {"row_names": ("price:", "colour:"), "delay": 1, "sub_max": 2}}
+
+
+@pytest.mark.parametrize(
+    "sections, change, names",
+    [
+        (NAMED_GRID, {}, ["price", "colour"]),
+        (NAMED_GRID, {"rows": ["colour: red", "price: 3"]}, ["colour", "price"]),  # by its text, not its place
+        (NAMED_GRID, {"rows": ["price = 3", "red"]}, ["price", "row 2"]),
+        (NAMED_GRID, {"rows": ["~ 3", "~ red"]}, ["price", "colour"]),  # a tokenizer that does not know the names
+        (None, {"columns": {"colour": "red", "price": None}}, ["price", "colour"]),  # without the checkpoint
+        (None, {"columns": [1]}, ["row 1", "row 2"]),
+        (None, {}, ["row 1", "row 2"]),
+    ],
+)
+def test_command_names_named_rows(tmp_path: Path, sections: Any, change: dict[str, Any], names: list[str]) -> None:
+    flags = checkpoint_of(tmp_path, **sections) if sections else ()
+    texts = texts_of(drawn := draw(tmp_path, NAMED | {"truncated": "sub_max"} | change, *flags, "--delay", "0"))
+    assert [text for text in texts if text in {"price", "colour", "row 1", "row 2"}] == names
+    assert all(f"<title>{name}, time-step 1: " in drawn for name in names)
+
+
+def test_command_names_columns(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    settings = config.override(tiny.RUN, ["data.task=csv", "data.targets=unit price,colour"])
+    (tmp_path / "run" / "config.json").write_text(config.to_json(settings))
+    rows = {"rows": ["unit price: 3", "colour: red"], "truncated": "sub_max"}
+    drawn = draw(tmp_path, NAMED | rows, "--checkpoint", str(tmp_path / "run"), "--delay", "0")
+    assert "<title>unit price, time-step 1: " in drawn and "<title>colour, time-step 1: " in drawn
+
+
+def test_names_of_rows_are_shortened_and_escaped() -> None:
+    names = ["a name that is longer than the margin", "<b>&", None]
+    grid = fill([["a"], ["b"], ["c"]], delay=1, names=names)
+    drawn = svg(grid)
+    widths = {text: text_width(text) * 11 for text in texts_of(drawn) if text.startswith(("a name", "<b>", "row "))}
+    assert [*widths][1:] == ["<b>&", "row 3"] and all(width <= LEFT - 12 for width in widths.values())
+    assert names[0] not in texts_of(drawn) and f"<title>{names[0]}, time-step 1: a</title>" in drawn
+    calls = [[RowCall(0, 2, 0, ())], [RowCall(1, 2, 0, ())], [RowCall(2, 2, 0, ())], [RowCall(3, 1, 0, ())]]
+    page = html(grid, calls=calls)
+    assert '<th scope="row">&lt;b&gt;&amp;</th>' in page and "<b>&" not in page
+    assert '<th scope="row">empty row</th>' in page and "empty row" in texts_of(drawn)
 
 
 @pytest.mark.parametrize(

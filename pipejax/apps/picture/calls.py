@@ -92,7 +92,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
         middle, start = top + i * pitch + GAP / 2 + BOX / 2, LEFT + i * grid.delay * column
         drafted = sum(len(one.drafted) for call in calls for one in call if one.row == i)
         accepted = sum(one.accepted for call in calls for one in call if one.row == i)
-        parts.append(label(LEFT - 12, middle + 4, grid.name_of(i), anchor="end"))
+        parts.append(label(LEFT - 12, middle + 4, grid.label_of(i), anchor="end"))
         if drafted:
             sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
             parts.append(sums.replace("<text ", f'<text data-sum="{i}" ', 1))
@@ -144,7 +144,7 @@ def table_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
             if not one.written:
                 texts[-1] = "the row could not begin yet"
             cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-            lines.append(f'<tr><td>{number}</td><th scope="row">{grid.name_of(one.row)}</th>{cells}</tr>')
+            lines.append(f'<tr><td>{number}</td><th scope="row">{escape(grid.name_of(one.row))}</th>{cells}</tr>')
     names = ("call", "row", "accepted drafts", "rejected drafts", "written without a draft")
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

@@ -82,7 +82,8 @@ def draw(flags: argparse.Namespace) -> int:
     if known is not None and known.stop == "literal":
         doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")
     truncated = record.end_of(found, place)[1]
-    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row)
+    names = record.names(found, texts, settings)
+    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row, names=names)
     name = str(found.get("id", place))
     if output.suffix == ".svg":
         drawn = svg(grid)

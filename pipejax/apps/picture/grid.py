@@ -40,13 +40,20 @@ class Grid:
     truncated: str | None
     cells: tuple[Cell, ...]  # with the empty last row, if there was one
     sequential: tuple[int, ...]  # for each sequential step: its token's time here; 0: separator or eos
+    names: tuple[str | None, ...] = ()  # of rows that have one
 
     @property
     def height(self) -> int:
         return max((cell.row for cell in self.cells), default=-1) + 1
 
     def name_of(self, row: int) -> str:
+        if row < len(self.names) and (name := self.names[row]):
+            return name
         return "empty row" if len(self.rows) == row < self.height else f"row {row + 1}"
+
+    def label_of(self, row: int) -> str:
+        """The name of a row as far as the margin has room for it."""
+        return shorten(self.name_of(row), (LEFT - 16) / 11)
 
 
 def fill(
@@ -56,8 +63,12 @@ def fill(
     truncated: str | None = None,
     steps: int | None = None,
     empty_row: bool = True,
+    names: Sequence[str | None] = (),
 ) -> Grid:
-    """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3)."""
+    """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3).
+
+    `names`: of the rows; a row without one, or with None, is "row" and its number.
+    """
     if delay < 0:
         raise ValueError(f"delay: expected at least 0; got {delay}")
     if truncated not in TRUNCATIONS:
@@ -79,7 +90,7 @@ def fill(
     sequential: list[int] = []
     for i, row in enumerate(rows):
         sequential += [0] * (i > 0) + [i * delay + j for j in range(1, len(row) + 1)]
-    return Grid(tuple(map(tuple, rows)), delay, steps, truncated, tuple(cells), (*sequential, 0))
+    return Grid(tuple(map(tuple, rows)), delay, steps, truncated, tuple(cells), (*sequential, 0), tuple(names))
 
 
 def svg(grid: Grid, *, page: bool = False) -> str:
@@ -109,7 +120,7 @@ def svg(grid: Grid, *, page: bool = False) -> str:
     parts += time_axis(grid.steps, column, top)
     for i in range(grid.height):
         middle, start = top + (i + 0.5) * pitch, LEFT + i * grid.delay * column
-        parts.append(label(LEFT - 12, middle + 4, grid.name_of(i), anchor="end"))
+        parts.append(label(LEFT - 12, middle + 4, grid.label_of(i), anchor="end"))
         if 0 < i * grid.delay <= grid.steps:
             parts.append(dotted(LEFT + 2, middle, start - 4))
     written = (cell for cell in grid.cells if cell.time <= grid.steps)
@@ -134,13 +145,13 @@ def time_axis(steps: int, column: int, top: int) -> list[str]:
 def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: float) -> str:
     x, y, width, height = LEFT + cell.time * column + 2, top + cell.row * pitch + 3, column - 4, pitch - 6
     centre, middle = x + width / 2, y + height / 2
+    row = f"row {cell.row + 1}" if cell.row == len(grid.rows) else grid.name_of(cell.row)
+    tip = f"{row}, time-step {cell.time}: {cell.text if cell.kind == 'token' else cell.kind}"
     if cell.kind == "token":
-        tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.text}"
         box = f'fill="{_colour(cell.time, grid.steps)}"'
         shown = shorten(cell.text, (width - 6) / size)
         words = label(centre, middle + size * 0.35, shown, size=size, ink=INK)
     else:
-        tip = f"row {cell.row + 1}, time-step {cell.time}: {cell.kind}"
         line = (
             f'stroke="{QUIET}" stroke-opacity=".7" stroke-dasharray="3 3"'
             if cell.kind == "bos"
@@ -178,7 +189,10 @@ def facts(grid: Grid) -> str:
 
 
 def _describe(grid: Grid) -> str:
-    rows = [f"Row {i + 1} starts at time {i * grid.delay}: {' '.join(row)}." for i, row in enumerate(grid.rows)]
+    names = [f" ({name})" if name else "" for name in (*grid.names, *[None] * len(grid.rows))]
+    rows = [
+        f"Row {i + 1}{names[i]} starts at time {i * grid.delay}: {' '.join(row)}." for i, row in enumerate(grid.rows)
+    ]
     end = "An empty row ends it." if grid.height > len(grid.rows) else "No empty row ends it."
     other = (
         f"A sequential decoder takes {count(len(grid.sequential), 'step')} for the same text, "

@@ -2,14 +2,16 @@
 
 import reprlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.grid import fill
-from pipejax.config import GRID
+from pipejax.config import GRID, Config
+from pipejax.config.row_names import columns_of, names_of, split_row
 from pipejax.data.formats import read_records
 from pipejax.data.lines import Object, id_of
+from pipejax.metrics.exact import fold
 from pipejax.system.errors import UserError
 
 
@@ -56,6 +58,23 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
     elif not _is_table(found) or list(map(len, found)) != list(map(len, ids)):
         raise UserError(f"{place}: row_tokens: found another shape than row_ids; expected a token an id")
     return [[str(token) for token in row] for row in found], texts
+
+
+def names(record: Object, texts: Sequence[str], config: Config | None) -> list[str | None]:
+    """The names of the rows with these texts, None for a row without one.
+
+    Rows are named by `data.columns` or `grid.row_names` of the config, else by the columns in the record.
+    """
+    columns = record.get("columns")
+    known = [*map(str, columns)] if isinstance(columns, dict) else []
+    named = dict(zip(known, names_of(known), strict=True))
+    if config is not None and config.grid.row_names:
+        named = columns_of(config.data.columns, config.grid.row_names)
+    of_text = {text: name for name, text in named.items()}
+    found = [of_text[parts[0]] if (parts := split_row(text, of_text, fold)) else None for text in texts]
+    if not any(found) and len(texts) == len(named):  # the tokenizer does not give the names back, so places count
+        return [*named]
+    return found
 
 
 def steps(record: Object, rows: list[list[str]], delay: int, place: str) -> int:
