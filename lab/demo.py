@@ -7,6 +7,7 @@ T5-Base's size with random weights. Runs that are finished are not trained again
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,7 @@ ROUNDS = 5  # in which each decoder decodes every document once
 # Rows of typical answers, in tokens: a list of facts or steps, and a list of phrases.
 ANSWERS = {"8 rows of 14 tokens": [14] * 8, "5 rows of 4 tokens": [4] * 5}
 SOURCE = 512  # tokens of the source that goes with them
+SPREAD = 0.15  # of a decoder's times in the rounds, above which other work on the machine distorts them
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,14 +54,18 @@ def main(argv: Sequence[str]) -> int:
         if code := fit(config, workdir):
             return code
         generators[strategy] = open_run(workdir)
+    load = load_of_others()
     test = list(make_task(config.data, config.grid.row_names).examples("test"))
     results, records = compare(generators, test)
     print(table(results), flush=True)
+    warn_of_other_work(load, max(r["spread"] for r in results.values()))
     draw(generators["pipelined"].config, test, records["pipelined"], root / "demo.html")
     generators.clear()
     cli.note("\n--- T5-Base's size, random weights")
+    load = load_of_others()
     timed = at_size(ARCHITECTURES["base"], ANSWERS, source=SOURCE, rounds=3)
-    print(size_table(timed))
+    print(size_table(timed), flush=True)
+    warn_of_other_work(load, max(line["spread"] for line in timed))
     found = {**results, "base_size_random_weights": timed}
     (root / "demo.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(
@@ -73,8 +79,9 @@ def compare(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[Record]]]:
     """The evaluation of each generator at batch 1, and its records. One of them is called "sequential".
 
-    To each evaluation it adds "milliseconds", the median of a document, and "speed_up", the median of how many times
-    as fast as the sequential decoder it was, on the same document in the same round. The decoders take turns.
+    To each evaluation it adds "milliseconds", the median of a document, "speed_up", the median of how many times as
+    fast as the sequential decoder it was, on the same document in the same round, and "spread", that of the rounds'
+    medians. The decoders take turns.
     """
     results: dict[str, dict[str, Any]] = {}
     records: dict[str, list[Record]] = {}
@@ -88,8 +95,35 @@ def compare(
     progress.close()
     for strategy, own in seconds.items():
         ratios = [other / mine for other, mine in zip(seconds["sequential"], own, strict=True)]
-        results[strategy] |= {"milliseconds": 1000 * median(own), "speed_up": median(ratios)}
+        rounds = [median(own[i : i + len(test)]) for i in range(0, len(own), len(test))]
+        found = {"milliseconds": 1000 * median(own), "speed_up": median(ratios), "spread": spread(rounds)}
+        results[strategy] |= found
     return results, records
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """How far the slowest but one of some times is above the fastest, as a part of it; of two times, the slower."""
+    ordered = sorted(seconds)
+    return ordered[-2 if len(ordered) > 2 else -1] / ordered[0] - 1
+
+
+def load_of_others() -> float | None:
+    """The processes that run or wait for a processor, a mean of the last minute; None if the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
+
+
+def warn_of_other_work(load: float | None, spread: float) -> None:
+    """Notes that other work on the machine distorts times, as far as the load before them and their spread show it."""
+    processors, signs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, []
+    if load is not None and load > 1.5 * processors:  # this process itself keeps each of them busy
+        signs.append(f"a load of {load:.1f} on {processors} processors")
+    if spread > SPREAD:
+        signs.append(f"rounds that differ by {100 * spread:.0f} %")
+    if signs:
+        cli.note(f"warning: found {' and '.join(signs)}: other work distorts the times and the speed-up")
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -142,16 +176,21 @@ def at_size(
 
     Returns:
       for each answer: its name; for each decoder its steps and its seconds, decoding alone and with the encoder
-      (medians); how many times as fast the pipelined one was (medians of the rounds' ratios).
+      (medians); how many times as fast the pipelined one was (medians of the rounds' ratios); the spread of the
+      rounds, of the decoder that has the larger one.
     """
     strategies: dict[str, Pipelined | Sequential] = {
         "sequential": Sequential(512),
         "pipelined": Pipelined(delay=1, time_max=64, sub_max=20),
     }
-    dtype = compute_dtype("auto").name
-    systems = build(architecture, random_params(architecture), dtype, strategies=strategies)
+    progress = Progress("timing", len(answers) * len(strategies) * (rounds + 1), unit="answer")
+    with progress.aside("preparing", "random weights"):
+        dtype = compute_dtype("auto").name
+        systems = build(architecture, random_params(architecture), dtype, strategies=strategies)
     ids = np.random.default_rng(1).integers(3, architecture.vocab_size, (1, source), np.int32)
-    progress = Progress("timing", len(answers) * len(systems) * (rounds + 1), unit="answer")
+    for system in systems:
+        with progress.aside("compiling", f"the {system.name} decoder"):
+            system.run(ids, [next(iter(answers.values()))])
     found: list[dict[str, Any]] = []
     for name, rows in answers.items():
         runs = interleaved(systems, ids, [rows], rounds, lambda: progress.add(1))
@@ -162,6 +201,7 @@ def at_size(
                 "decode_seconds": median(run.decode_s for run in runs[system.name]),
                 "seconds": median(run.encode_s + run.decode_s for run in runs[system.name]),
             }
+        result["spread"] = max(spread([run.decode_s for run in own]) for own in runs.values())
         pair = runs["pipelined"], runs["sequential"]
         found.append(
             result | {"decode_speed_up": paired(*pair, whole=False), "speed_up": paired(*pair, whole=True)},

@@ -30,6 +30,7 @@ def test_decoders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) 
     assert turns == ["pipelined", "sequential", "sequential", "pipelined"] * 2 + ["pipelined", "sequential"]
     assert {name: r["speed_up"] for name, r in results.items()} == {"pipelined": 3.0, "sequential": 1.0}
     assert {name: r["milliseconds"] for name, r in results.items()} == {"pipelined": 2000.0, "sequential": 6000.0}
+    assert {r["spread"] for r in results.values()} == {0.0}  # but one round all are as fast
     assert [record["turn"] for record in records["pipelined"]] == [9, 9, 9]  # type: ignore[typeddict-item]
 
 
@@ -46,7 +47,7 @@ def test_the_table_says_both_ratios() -> None:
 
 
 @pytest.mark.slow
-def test_the_larger_model_takes_the_steps_of_its_rows() -> None:
+def test_the_larger_model_takes_the_steps_of_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     timed = demo.at_size(SIZES["tiny"], {"3 rows of 4 tokens": [4] * 3, "one of 2": [2]}, source=20, rounds=1)
     steps = [(line["sequential"]["steps"], line["pipelined"]["steps"]) for line in timed]
     assert steps == [(3 * (4 + 1), 3 + 4), (2 + 1, 1 + 2)]
@@ -54,5 +55,47 @@ def test_the_larger_model_takes_the_steps_of_its_rows() -> None:
         for name in ("sequential", "pipelined"):
             assert 0 < line[name]["decode_seconds"] < line[name]["seconds"]
         assert line["speed_up"] > 0 < line["decode_speed_up"]
+        assert line["spread"] >= 0
+    lines = capsys.readouterr().err.splitlines()  # before each wait, so that none is silent
+    for wait in ("preparing random weights", "compiling the sequential decoder", "compiling the pipelined decoder"):
+        assert sum(wait in line for line in lines) == 1
     text = demo.size_table(timed)
     assert "source of 20 tokens" in text and "3 rows of 4 tokens" in text and "15 -> 7" in text
+
+
+@pytest.mark.parametrize(
+    ("load", "spread", "signs"),
+    [
+        (0.4, 0.02, None),
+        (3.0, 0.02, None),  # the demo itself may keep both processors busy
+        (None, 0.02, None),  # a system that does not tell
+        (8.0, 0.02, "a load of 8.0 on 2 processors"),
+        (0.4, 0.31, "rounds that differ by 31 %"),
+        (None, 0.31, "rounds that differ by 31 %"),
+        (8.0, 0.31, "a load of 8.0 on 2 processors and rounds that differ by 31 %"),
+    ],
+)
+def test_a_busy_machine_is_reported(
+    monkeypatch: pytest.MonkeyPatch, load: float | None, spread: float, signs: str | None
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(demo.cli, "note", notes.append)
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    demo.warn_of_other_work(load, spread)
+    expected = f"warning: found {signs}: other work distorts the times and the speed-up"
+    assert notes == ([expected] if signs else [])
+
+
+def test_the_spread_leaves_out_one_slow_round() -> None:
+    assert demo.spread([2.0, 2.0, 9.0, 2.0, 2.0]) == 0.0
+    assert demo.spread([2.0, 3.0, 9.0, 2.0, 2.0]) == 0.5
+    assert demo.spread([2.0, 3.0]) == 0.5
+    assert demo.spread([2.0]) == 0.0
+
+
+def test_a_load_that_is_not_known_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise OSError
+
+    monkeypatch.setattr(demo.os, "getloadavg", absent)
+    assert demo.load_of_others() is None
