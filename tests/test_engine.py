@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -14,11 +15,12 @@ from pipejax import checkpoint
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference import programs
+from pipejax.inference import schema as schema_lib
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
+from pipejax.inference.running_batch import Encodings, RunningBatch, Steps, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 from support import oracle
@@ -435,7 +437,7 @@ def test_an_answer_that_outgrows_what_is_compiled_makes_room(generator, monkeypa
         found += answer.events()
     assert engine.failed == 0 and engine.answered == len(given)
     engine.close(drain=True, seconds=60)
-    sizes = {key[4] for key in engine.compiler.compiled if key[0] == "steps"}
+    sizes = {key.slots for key in engine.compiler.compiled if isinstance(key, Steps)}
     assert len(sizes) > 1 and min(sizes) == 8  # so that some were put off
     for (*tokens, record), expected in zip(events, decoded, strict=True):
         assert_same(record, {**expected, "id": record["id"]})
@@ -461,7 +463,9 @@ class FakeBatch:
         return self.needs_of(length, length, self.slots if self.places_of else 8, kinds, adapter)
 
     def needs_of(self, source, length, slots, logits, adapter=None):
-        keys = [("encode", source), *(("steps", self.strategy, self.places, length, slots, one) for one in logits)]
+        table = self.schema and self.schema.table.moves.shape
+        steps = [Steps(self.strategy, self.places, length, slots, one, table) for one in logits]
+        keys = [("encode", source), *steps]
         return {key: self.make for key in keys if key not in self.compiled and key[1] is not None}
 
     @staticmethod
@@ -519,6 +523,11 @@ def plain(length, strategy="sequential", **more):
     return request(0, [*[5] * (length - 1), 1], strategy, **{"log_probs": False, **more})
 
 
+def schema_of(asked):
+    usual = dataclasses.replace(schema_lib.usual(MORE_WORDS.vocab_size), spelled=[b""] * MORE_WORDS.vocab_size)
+    return dataclasses.replace(asked, source=asked.source._replace(schema=usual))
+
+
 @pytest.mark.parametrize("new", [plain(2, log_probs=True), plain(2, temperature=1.0), plain(1), plain(2, "pipelined")])
 def test_the_others_go_on(fake, new):
     """Alone and beside others, whatever the one that waits has that is new."""
@@ -533,6 +542,55 @@ def test_the_others_go_on(fake, new):
     assert (fake.waiting, fake.running) == (1, 0) and len(held.kept) == 1
     held.let_go()
     assert len(record_in(waits)["row_ids"][0]) == 3 * len(new.source.content) and not waits.awaits
+
+
+TABLE = "a schema of a new shape (512 kinds of tokens, 1024 states)"
+FIRST = "the first request for pipelined decoding and a prompt of 1 tokens"
+LARGER = "an answer that needs a larger cache (64 tokens)"
+
+
+@pytest.mark.parametrize(
+    ("new", "causes"),
+    [
+        (plain(1), ["a prompt of 1 tokens"]),
+        (plain(2, log_probs=True), ["sampling or scores"]),
+        (plain(2, temperature=1.0), ["sampling or scores"]),
+        (plain(1, temperature=1.0), ["a prompt of 1 tokens and sampling or scores"]),
+        (plain(1, "pipelined"), [FIRST]),
+        (plain(9), ["a prompt of 9 tokens", LARGER]),
+        (plain(9, log_probs=True), ["a prompt of 9 tokens and sampling or scores", LARGER]),
+        (
+            schema_of(plain(2, "pipelined")),
+            [f"the first request for pipelined decoding and a prompt of 2 tokens and {TABLE}"],
+        ),
+    ],
+)
+def test_the_log_says_why_something_is_compiled(fake, new, causes, caplog):
+    """Once for each cause, and not for what is compiled already."""
+    record_in(fake.submit(plain(2)))
+    with caplog.at_level("INFO", logger="pipejax"):
+        logging.getLogger("pipejax.inference.engine").addHandler(caplog.handler)
+        for _ in range(2):
+            record_in(fake.submit(new))
+        logging.getLogger("pipejax.inference.engine").removeHandler(caplog.handler)
+    said = [*dict.fromkeys(record.getMessage() for record in caplog.records)]
+    assert said == [f"compiling because of {cause}: a request waits for it, others go on" for cause in causes]
+
+
+def test_a_new_combination_is_named_by_its_parts(fake):
+    for key in (steps_key(fake, 2, True, None), steps_key(fake, 1, False, None)):
+        fake.compiler.compiled[key] = True
+    answer = fake.submit(plain(1, temperature=1.0))
+    assert fake._causes(answer, {steps_key(fake, 1, True, None): print}) == [
+        "a prompt of 1 tokens",
+        "sampling or scores",
+    ]
+    assert fake._causes(answer, {("encode", 1): print}) == ["a prompt of 1 tokens"]
+    record_in(answer)
+
+
+def steps_key(engine, length, logits, table):
+    return Steps(plain_kind(engine).strategy, 1, length, 8, logits, table)
 
 
 def test_the_cache_grows_while_others_go_on(fake):
@@ -585,9 +643,7 @@ def test_what_a_warm_up_plans(fake):
     fake.warm_up(70)
     wait_until(lambda: fake.compiler.prepared == fake.compiler.planned and not fake.compiler._asked.qsize())
     lengths = {64: {16, 24, 32, 48, 64}, 128: {96}}
-    steps = {
-        order: {(key[2], key[3], key[4], key[5]) for key in keys if key[0] == "steps"} for order, keys in orders.items()
-    }
+    steps = {order: {key[1:5] for key in keys if isinstance(key, Steps)} for order, keys in orders.items()}
     kinds = [(m, kind) for m in lengths for kind in (False, True)]
     assert steps[PLANNED] == {(2, m, 8, kind) for m, kind in kinds}
     assert steps[LATER] == {(1, m, 8, kind) for m, kind in kinds}
@@ -627,7 +683,7 @@ def test_a_compilation_that_fails_is_told_to_those_who_wait_for_it(generator, mo
     def fail():
         raise MemoryError("too little for a program")
 
-    held.ask({key: fail for key in held.kept[0] if key[0] == "steps"})  # the encoder is everybody's
+    held.ask({key: fail for key in held.kept[0] if isinstance(key, Steps)})  # the encoder is everybody's
     for answer in lost:
         with pytest.raises(MemoryError, match="for a program"):
             list(answer.events())

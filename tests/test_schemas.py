@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +24,13 @@ from pipejax.data import json_schema
 from pipejax.data.examples import Example
 from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import grammar
+from pipejax.decoding import Sampling, grammar
 from pipejax.inference import schema as schema_lib
 from pipejax.inference.backends import XLA, OwnKernel
+from pipejax.inference.compiler import LAST
 from pipejax.inference.engine import Engine, Request
 from pipejax.inference.loading import load
+from pipejax.inference.running_batch import Steps
 from pipejax.inference.schema import WHOLE, Schema, Uncompiled
 from pipejax.inference.streaming import RowEvent
 from pipejax.system import cli
@@ -37,20 +39,13 @@ from pipejax.system.fields import named
 from pipejax.training.loop import fit
 from support import oracle, schemas
 from support.schemas import FORMATS, PROPERTIES, generator, many, schema
+from support.served import wait_until
 from support.tiny import RUN_ON_ONE, change
 
 SOURCES = ["a red fish", "2024", "the", "ab ab ab ab", "no", "5 5", "x", "red red"]
 
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_size() -> Any:
-    """Tables of most schemas have one size, so that few programs are compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammar, "LEAST", 512)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -959,6 +954,115 @@ def test_the_real_tokenizer_of_t5(real_data: Any) -> None:
     for names in (("date", "text", "price", "tags", "code"), ("moment", "mail", "many", "maybe", "long")):
         for temperature in (0.0, 1.0):
             check(own.decode(SOURCES, schema=schema(*names), temperature=temperature), schema(*names))
+
+
+USUAL = [("id",), ("text", "date"), ("id", "text", "date", "code"), ("short", "range", "yes")]
+
+
+@pytest.mark.parametrize("names", USUAL)
+def test_tables_of_usual_schemas_have_one_shape(made: Any, names: tuple[str, ...]) -> None:
+    table = made.under(schema(*names)).schema.table
+    expected = schema_lib.usual(len(table.kinds)).table
+    for field in ("kinds", "moves", "distance"):
+        found, usual = getattr(table, field), getattr(expected, field)
+        assert (found.shape, found.dtype) == (usual.shape, usual.dtype)
+
+
+def test_a_larger_table_is_twice_as_large() -> None:
+    moves = np.tile(np.arange(1025, dtype=np.int32), (3, 1))
+    accepts = np.arange(1025) % 2 == 1
+    table = grammar.Table._padded(np.zeros(7, np.int32), moves, accepts)
+    assert table.moves.shape == (512, 2048) and table.distance.shape == (2048,)
+    assert (np.asarray(table.moves)[:3, :1025] == moves).all() and not np.asarray(table.moves)[3:].any()
+    assert (np.asarray(table.distance)[1025:] == grammar.FAR).all()
+
+
+def submit_all(engine: Engine, own: Any, asked: Sequence[Any], **more: Any) -> list[Any]:
+    answers = []
+    for one in asked:
+        under = own.under(one)
+        request = Request(under.source(SOURCES[0], "a test", 0), own.default_strategy, log_probs=False, **more)
+        answers.append(engine.submit(request))
+    return [list(answer.events())[-1] for answer in answers]
+
+
+def wait_until_compiled(engine: Engine) -> None:
+    done = threading.Event()
+    wait_until(lambda: engine.compiler.prepared == engine.compiler.planned, 300)
+    engine.compiler.ask({"the last": done.set}, LAST)
+    assert done.wait(300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({"delay": 1}, {}),
+        ({"row_names": (*schemas.NAMES[:4],)}, {}),
+        ({"delay": 1}, {"sampling": Sampling(1.0, 0, 1.0, 3)}),
+    ],
+)
+def test_new_schemas_of_a_usual_shape_compile_nothing(settings: Any, more: Any) -> None:
+    """After the warm-up, alone and side by side, greedy and sampled; answers are those of decoding."""
+    own = generator(**settings)
+    engine = Engine(own, places=2, queue=8)
+    try:
+        engine.warm_up(8, schemas=True)
+        wait_until(
+            lambda: engine.compiler.prepared == engine.compiler.planned and not engine.compiler._asked.qsize(), 300
+        )
+        asked = [schema("yes", "range"), schema("range"), schema("short", "yes")]
+        before = len(engine.compiler.compiled)
+        lone = submit_all(engine, own, asked[:1], **more)
+        beside = submit_all(engine, own, [asked[1]] * 2, **more)
+        third = submit_all(engine, own, asked[2:], **more)
+        assert len(engine.compiler.compiled) == before
+    finally:
+        engine.close(drain=False, seconds=10)
+    if not more:
+        for records, one in ((lone, asked[0]), (beside, asked[1]), (third, asked[2])):
+            (wanted,) = own.decode(SOURCES[:1], schema=one)
+            assert {record["text"] for record in records} == {wanted["text"]}
+    for records, one in ((lone, asked[0]), (beside, asked[1]), (third, asked[2])):
+        check(records, one)
+
+
+def test_a_second_schema_of_a_shape_compiles_nothing_without_a_warm_up() -> None:
+    own = generator(delay=1)
+    engine = Engine(own, places=1, queue=8)
+    try:
+        submit_all(engine, own, [schema("yes", "range")])
+        before = len(engine.compiler.compiled)
+        submit_all(engine, own, [schema("short")])
+        assert len(engine.compiler.compiled) == before
+    finally:
+        engine.close(drain=False, seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "schemas_on", "expected"),
+    [
+        ({}, True, {(512, 1024)}),
+        ({}, False, set()),
+        ({"stop": "literal"}, True, set()),  # which follows no schema
+        ({"row_names": ("a:", "b:"), "stop": "literal"}, True, set()),
+        ({"row_names": ("a:", "b:"), "delay": 0}, True, {(512, 1024)}),
+    ],
+)
+def test_what_a_warm_up_plans_for_schemas(settings: Any, schemas_on: bool, expected: Any, monkeypatch: Any) -> None:
+    """As the last of all, alone and side by side, plain and sampled."""
+    own, asked = generator(**{"delay": 1, **settings}), list[tuple[Any, int]]()
+    engine = Engine(own, places=2, queue=8)
+    try:
+        monkeypatch.setattr(engine.compiler, "ask", lambda needs, order=0: asked.extend((key, order) for key in needs))
+        engine._plan(8, schemas_on)
+        keys = [key for key, _ in asked if isinstance(key, Steps)]
+        assert {key.table for key in keys if key.table} == expected
+        later = [(key.places, key.logits, order) for key, order in asked if isinstance(key, Steps) and key.table]
+        assert {*later} == ({(n, kind, LAST) for n in (1, 2) for kind in (False, True)} if expected else set())
+        assert all(key.table for key in keys[len(keys) - len(later) :])
+    finally:
+        engine.close(drain=False, seconds=10)
 
 
 def test_a_table_is_small(made: Any) -> None:

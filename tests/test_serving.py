@@ -834,21 +834,24 @@ def test_a_start_compiles_for_all_prompts_unless_told_less(
 ) -> None:
     """And without more it keeps idle connections longer than proxies do, and ends as a request would."""
     checkpoint.save_params(tmp_path / "run", tiny.RUN, params)
-    lengths, kept = list[int](), list[tuple[int, int]]()
+    lengths, kept = list[tuple[int, bool]](), list[tuple[int, int]]()
 
     def run(service: Any, listener: socket.socket, *, keep_alive: int, drain: int, **more: Any) -> None:
         kept.append((keep_alive, drain))
         listener.close()
 
-    monkeypatch.setattr(Engine, "warm_up", lambda engine, length: lengths.append(length))
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, length, *, schemas: lengths.append((length, schemas)))
     monkeypatch.setattr(command, "run", run)
-    for more in ("", "--warm-up 16 --timeout 20", "--warm-up 500 --keep-alive 9", "--warm-up 0 --drain 0"):
+    for more in ("", "--warm-up 16 --timeout 20", "--warm-up 500 --keep-alive 9 --no-schemas", "--warm-up 0 --drain 0"):
         flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--set=data.max_source=80", *more.split()]
         assert command.main(flags) == 0
-    assert lengths == [80, 16, 80]
+    assert lengths == [(80, True), (16, True), (80, False)]
     assert kept == [(75, 300), (75, 20), (9, 300), (75, 0)]
-    told = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if "compiling" in line]
-    assert told == [f"compiling for prompts of up to {length} tokens" for length in lengths]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiling")]
+    then = {True: "sampling, scores and schemas", False: "sampling and scores"}
+    assert [line.partition(":")[0] for line in lines] == [
+        f"compiling for prompts of up to {length} tokens, then for {then[schemas]}" for length, schemas in lengths
+    ]
 
 
 # What those who run it ask for.

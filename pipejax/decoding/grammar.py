@@ -15,7 +15,9 @@ from pipejax.decoding.interface import is_end
 Array = jax.Array
 FAR = 1 << 20  # tokens to an end that cannot be reached
 WORK = 4  # entries computed for each that a table may have: tokens of different bytes may move alike
-LEAST = 64  # states and kinds are padded to so many, or twice, four times ...: few shapes have to be compiled
+# Kinds and states are padded to so many, or twice, four times ...: the tables of usual schemas have one shape, so that
+# their answers share a compiled program.
+LEAST = 512, 1024
 
 
 class TableTooLarge(Exception):
@@ -78,6 +80,11 @@ class Table:
         return cls._padded(kinds[:-1].astype(np.int32), np.stack([functions[i] for i in used]), accepts)
 
     @classmethod
+    def least(cls, size: int) -> "Table":
+        """A table of the usual shape for a vocabulary of that size: whatever is written in state 1 stays there."""
+        return cls._padded(np.zeros(size, np.int32), np.asarray([[0, 1]], np.int32), np.asarray([False, True]))
+
+    @classmethod
     def _padded(cls, kinds: np.ndarray, moves: np.ndarray, accepts: np.ndarray) -> "Table":
         states = moves.shape[1]
         ordered = np.sort(moves.T, axis=1)  # the next states of each; equal ones count once
@@ -92,7 +99,7 @@ class Table:
             before = np.concatenate([begins[first[end] : first[end + 1]] for end in reached])
             reached = np.unique(before[distance[before] == FAR])
             distance[reached] = steps
-        shape = tuple(max(LEAST, 1 << (size - 1).bit_length()) for size in moves.shape)
+        shape = tuple(max(least, 1 << (n - 1).bit_length()) for n, least in zip(moves.shape, LEAST, strict=True))
         wide = np.zeros(shape, np.int32)
         wide[: moves.shape[0], : moves.shape[1]] = moves
         far = np.full(shape[1] - len(distance), FAR)

@@ -19,11 +19,12 @@ import numpy as np
 
 from pipejax.data.shapes import bucket, memory_length
 from pipejax.decoding import MOST_LIKELY, Decoded, Refillable, Sampling
+from pipejax.inference import schema as schema_lib
 from pipejax.inference import wishes
 from pipejax.inference.answers import Record, record_of
 from pipejax.inference.compiler import LAST, LATER, PLANNED, Compiler, Needs
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import NO_END, Encodings, RunningBatch, Switch
+from pipejax.inference.running_batch import NO_END, Encodings, RunningBatch, Steps, Switch
 from pipejax.inference.schema import Schema
 from pipejax.inference.sources import Source
 from pipejax.methods import Method
@@ -197,22 +198,40 @@ class Engine:
             self._change.notify()
         self._switch.throw()
 
-    def warm_up(self, length: int) -> None:
-        """Plans to compile what prompts of up to so many tokens need with the default strategy; returns at once."""
-        self.compiler.ask({WEIGHTS: self._lay_out, "plan": lambda: self._plan(length)}, PLANNED)
+    def warm_up(self, length: int, *, schemas: bool = False) -> None:
+        """Plans to compile what prompts of up to so many tokens need with the default strategy; returns at once.
+
+        `schemas`: also what usual schemas need, as the last of all.
+        """
+        self.compiler.ask({WEIGHTS: self._lay_out, "plan": lambda: self._plan(length, schemas)}, PLANNED)
 
     def _lay_out(self) -> None:
         _ = self.generator.programs
 
-    def _plan(self, length: int) -> None:
-        sources = sorted({bucket(n) for n in range(1, length + 1)})
-        for (kind, generator), places in itertools.product(self._kinds.items(), dict.fromkeys((self.places, 1))):
+    def _plan(self, length: int, schemas: bool) -> None:
+        lengths = sorted({bucket(n) for n in range(1, length + 1)})
+        sizes = [*dict.fromkeys((self.places, 1))]
+        for (kind, generator), places in itertools.product(self._kinds.items(), sizes):
             batch = self._give(self._new_batch(kind, places), kind, Source("", [1]))
             logits = {False, bool(kind.method.can & {"sample", "score"})}
             for i, slots in enumerate(batch.cache_sizes):
                 order = LAST if i else PLANNED if places == self.places else LATER  # the first of them takes any prompt
-                for n in sources:
-                    self.compiler.ask(batch.needs_of(n, memory_length(n), slots, logits, generator.adapter), order)
+                for one, n in itertools.product(sorted(logits), lengths):  # plain answers of all lengths first
+                    source = None if one else n
+                    self.compiler.ask(batch.needs_of(source, memory_length(n), slots, {one}, generator.adapter), order)
+        if not (schemas and self.generator.tokenizer):
+            return
+        source = Source("", [1], schema=schema_lib.usual(self.generator.architecture.vocab_size))
+        for generator, places in itertools.product(self._kinds.values(), sizes):
+            try:
+                kind = self._kind(generator, generator.default_strategy, drafts=False)
+                schema_lib.check(kind.method, generator.config)
+                batch = self._give(self._new_batch(kind, places), kind, source)
+            except UserError:  # answers of this model follow no schema
+                continue
+            for one, n in itertools.product((False, True), lengths):
+                needs = batch.needs_of(n, memory_length(n), batch.cache_sizes[0], {one}, generator.adapter)
+                self.compiler.ask(needs, LAST)
 
     def _met(self, key: Hashable, error: Exception | None) -> None:
         """Called by the compiler's thread."""
@@ -331,7 +350,8 @@ class Engine:
             if not needs[lane]:
                 self._beside = beside
                 return lane, {}
-        return lanes[0], needs[lanes[0]]
+        nearest = min(lanes, key=lambda lane: len(needs[lane]))  # of which more is compiled, else that for one alone
+        return nearest, needs[nearest]
 
     def _needs(self, lane: _Lane, answer: Answer) -> Needs:
         """The programs that an answer lacks to begin there."""
@@ -345,9 +365,37 @@ class Engine:
             answer.awaits = {key for key in needs if key not in self.compiler.compiled}
         self.compiler.ask(needs)
         if not needs.keys() <= self._told_of | {WEIGHTS}:
+            why = self._causes(answer, needs)
             self._told_of |= needs.keys()
-            tokens = f"a prompt of {len(answer.generator.ids_of(answer.request.source))} tokens"
-            logger.info(f"compiling for {tokens} and {answer.kind.method.label}: it waits, other requests go on")
+            logger.info(f"compiling because of {' and '.join(why)}: a request waits for it, others go on")
+
+    def _causes(self, answer: Answer, needs: Needs) -> list[str]:
+        """What is new about an answer that needs these programs."""
+        kind, known = answer.kind, [*self._told_of, *self.compiler.compiled]
+        before = [key for key in known if isinstance(key, Steps) and key.strategy == kind.strategy]
+        prompt = f"a prompt of {len(answer.generator.ids_of(answer.request.source))} tokens"
+        causes = dict[str, None]()
+        for key in needs:
+            if not isinstance(key, Steps):
+                continue
+            features = {
+                "length": prompt,
+                "slots": f"an answer that needs a larger cache ({key.slots} tokens)",
+                "logits": "sampling or scores" if key.logits else "answers without sampling and scores",
+                "table": "answers without a schema"
+                if key.table is None
+                else f"a schema of a new shape ({key.table[0]} kinds of tokens, {key.table[1]} states)",
+                "places": "a request that comes alone" if key.places == 1 else "requests side by side",
+            }
+            if not before:
+                causes |= dict.fromkeys([f"the first request for {kind.method.label}", prompt])
+                shown = [name for name in ("logits", "table") if getattr(key, name)]
+            else:
+                shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]
+                # Each is known, but not together.
+                shown = shown or ["length", *(name for name in ("logits", "table") if getattr(key, name))]
+            causes |= dict.fromkeys(features[name] for name in shown)
+        return [*causes] or [prompt]
 
     def _next(self) -> Answer | None:
         """The first of those that wait who may begin, or was cancelled."""

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.struct
 import jax
@@ -95,6 +95,18 @@ class Encoded:
         """L, slots of the memory."""
         length: int = self.memory.mask.shape[1]
         return length
+
+
+class Steps(NamedTuple):
+    """The key of programs that take steps."""
+
+    strategy: Refillable
+    places: int
+    length: int  # L, of the memory
+    slots: int  # C, of the cache
+    logits: bool  # whether tokens are sampled or scored
+    table: tuple[int, ...] | None  # [K, P], the shape of a schema's table
+    shapes: tuple[Hashable, ...] = ()  # of the wishes
 
 
 Call = Callable[..., Any]  # a program by its name, with its arguments: runs it, or finds the shapes of its results
@@ -187,7 +199,9 @@ class RunningBatch:
         assert not self._in_use.any(), "answers of other rows are under way"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
         self.schema = schema
-        self._grammar = None if schema is None else schema.grammar(self.strategy, [None] * self.places)
+        grammar = None if schema is None else schema.grammar(self.strategy, [None] * self.places)
+        # Its table goes to the device once, and not with each call.
+        self._grammar = grammar and dataclasses.replace(grammar, table=jax.device_put(grammar.table))
         if self._carry is not None:
             self._carry = self._with_states(self._carry)
 
@@ -322,14 +336,16 @@ class RunningBatch:
           adapter: of the source.
         """
         found: dict[Hashable, Callable[[], object]] = {}
-        own: tuple[Any, ...] = self.strategy, self.places, length
+        own = self.strategy, self.places, length
         if source is not None:
             reads = ("small",) if self._drafting else ()
             found["encode", source, *reads] = partial(self._compile_source, source, adapter)
             found["room", *own] = partial(self._compile_room, length, adapter)
         for kind in sorted({*logits}):
             wishes = self._wishes(kind)
-            found["steps", *own, slots, *_shapes(wishes)] = partial(self._compile_steps, length, slots, wishes, adapter)
+            table = None if self.schema is None else self.schema.table.moves.shape
+            key = Steps(*own, slots, kind, table, _shapes(wishes))
+            found[key] = partial(self._compile_steps, length, slots, wishes, adapter)
         return {key: make for key, make in found.items() if key not in self._compiled}
 
     def _compile_source(self, length: int, adapter: int | None) -> Encoded:
@@ -354,7 +370,7 @@ class RunningBatch:
 
     def _compile_room(self, length: int, adapter: int | None) -> None:
         """Compiles all programs by which a source joins a batch, or is joined, so that memories have that length."""
-        one, shorter = self._shape_of_source(length, adapter), length
+        one, shorter = self._shape_of_source(length, adapter), length if self.places > 1 else 0
         encoded, carry, _ = self._join(self._find, None, None, one)
         self._place(self._find, encoded, one, 0)
         while shorter > memory_length(1):

@@ -101,6 +101,11 @@ class Schema:
         return f"{{{', '.join(pairs[name] for name in self.names)}}}"
 
 
+def usual(size: int) -> Schema:
+    """A schema whose table has the shape of usual ones, for a vocabulary of that size: what it needs serves them."""
+    return Schema("schema", "{}", ("",), (Row("", (0,), 1, str),), Table.least(size), ())
+
+
 class Uncompiled(Exception):
     """A schema would have to be compiled first, or with more effort."""
 

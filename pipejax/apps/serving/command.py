@@ -148,10 +148,12 @@ def start(flags: argparse.Namespace) -> int:
     longest = generator.config.data.max_source
     try:
         if length := longest if flags.warm_up is None else min(flags.warm_up, longest):
-            engine.warm_up(length)
-            said = "requests are answered as their programs are there, and /readyz tells when all are"
+            engine.warm_up(length, schemas=not flags.no_schemas)
+            then = "sampling and scores" if flags.no_schemas else "sampling, scores and schemas"
             logger.info(
-                f"compiling for prompts of up to {length} tokens: {said}; --warm-up 0 leaves it to the requests"
+                f"compiling for prompts of up to {length} tokens, then for {then}: "
+                "requests are answered as soon as their programs are compiled, and /readyz reports when usual requests "
+                "are; --warm-up 0 leaves it to the requests"
             )
         drain = flags.timeout if flags.drain is None else flags.drain
         shown = not flags.log_json and logger.isEnabledFor(logging.INFO)
@@ -328,7 +330,7 @@ def run(
             if service.is_warm and not is_warm:
                 is_warm = True
                 progress.close()
-                logger.info("ready: what usual requests need is compiled; what lone and long ones need follows")
+                logger.info("ready: usual requests wait for no compiler; lone ones, long answers and schemas follow")
             ends = min(ends, time.monotonic() + drain) if service.draining else ends
             if time.monotonic() >= ends:
                 logger.warning(f"{service.active} requests are not finished after {drain:g} s; they get status 503")
