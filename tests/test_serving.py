@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,9 +22,11 @@ from starlette.testclient import TestClient
 
 from pipejax import checkpoint
 from pipejax.apps.serving import app, asked, command
+from pipejax.apps.serving.example import example_of
 from pipejax.apps.serving.written import Writing
 from pipejax.config import DataConfig
 from pipejax.data import make_task
+from pipejax.data.encoding import encode_source
 from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import Growing
 from pipejax.inference.engine import Engine
@@ -284,6 +288,54 @@ def test_a_filled_template_is_cut_if_asked(tokenizer: Any, params: Any) -> None:
 def test_models_show_the_template(tokenizer: Any, params: Any, data: Any, template: str, fields: list[str]) -> None:
     found = connect(service(with_data(tokenizer, params, **data))).get("/v1/models/tiny").json()
     assert (found["template"], found["fields"], found["has_tokenizer"]) == (template, fields, True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TEMPLATE,
+        {"task": "none"},
+        {"task": "none", "max_source": 3},
+        {"task": "none", "max_source": 512},
+        {"task": "msqa", "max_source": 40},
+        {"task": "demo"},
+        {"task": "demo_long", "max_source": 512},
+        {"task": "jsonl", "source_template": "{a} {b} {a}", "max_source": 512},
+    ],
+)
+def test_the_example_of_a_model_is_answered_whole(tokenizer: Any, params: Any, data: dict[str, Any]) -> None:
+    """In its own template, and cut off nowhere."""
+    engine = with_data(tokenizer, params, **data)
+    own, client = engine.generator, connect(service(engine))
+    (model,) = client.get("/v1/models").json()["data"]
+    example = model["example"]
+    if model["template"] == "{source}":
+        assert isinstance(example, str) and example.strip()
+    else:
+        assert [*example] == model["fields"] and all(text.strip() for text in example.values())
+    encoded = encode_source(own.source(example, "x", 0).content, own.config.data, tokenizer, own.architecture)
+    assert not encoded.left_out
+    reply = client.post(PATH, json={"prompt": example})
+    assert reply.status_code == 200 and "cut_tokens" not in reply.json()["usage"], reply.text
+
+
+@pytest.mark.parametrize("most", [1, 4, 512])
+def test_the_example_of_a_model_without_a_tokenizer_is_ids(params: Any, tokenizer: Any, most: int) -> None:
+    own = with_data(tokenizer, params, max_source=most).generator
+    own.tokenizer = None
+    ids = example_of(own)
+    assert isinstance(ids, list) and 0 < len(ids) <= most and ids[-1] == 1 and not {0, 1} & {*ids[:-1]}
+    own.source(ids, "x", 0)
+
+
+def test_a_text_that_the_tokenizer_refuses_is_no_example(params: Any, tokenizer: Any, monkeypatch: Any) -> None:
+    own = with_data(tokenizer, params, task="none").generator
+
+    def refuse(*given: Any) -> None:
+        raise UserError("no such text")
+
+    monkeypatch.setattr("pipejax.apps.serving.example.encode_source", refuse)
+    assert example_of(own) is None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -815,6 +867,55 @@ def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
     assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
     assert not re.search(r"https?://|src=|@import|url\(", reply.text)
     assert 'name="truncate"' in reply.text  # as the refusal of a long prompt advises
+
+
+PAGE = r"""
+const elements = {}, states = JSON.parse(process.argv[2]), timers = [];
+const make = () => new Proxy(function () {}, {
+  get: (own, name) => name in own ? own[name] : name === Symbol.toPrimitive ? () => "" : make(),
+  set: (own, name, value) => { own[name] = value; return true; },
+  apply: () => make(),
+});
+const warming = {};
+globalThis.document = {querySelector: (name) => name === ".warming" ? warming : make(), createElement: make};
+globalThis.setTimeout = (call) => timers.push(call);
+globalThis.fetch = async (path) => {
+  if (path !== "readyz") return new Promise(() => {});
+  const state = states.shift();
+  if (!state) throw new TypeError("gone");
+  return {json: async () => state};
+};
+const shown = [];
+eval(require("fs").readFileSync(0, "utf8"));
+(async () => {
+  for (;;) {
+    for (let i = 0; i < 20; i++) await null;
+    shown.push(warming.hidden ? null : warming.textContent);
+    if (!timers.length) break;
+    timers.shift()();
+  }
+  console.log(JSON.stringify(shown));
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the script of the page")
+@pytest.mark.parametrize(
+    "states, counts",
+    [
+        (["ok"], [None]),
+        (["warming up", "warming up", "ok"], ["3 of 9 programs", "3 of 9 programs", None]),
+        (["warming up", "draining"], ["3 of 9 programs", None]),
+        (["warming up", None], ["3 of 9 programs", None]),  # the server has ended
+    ],
+)
+def test_the_page_shows_that_the_server_compiles(client: TestClient, states: list[Any], counts: list[Any]) -> None:
+    script = client.get("/").text.partition("<script>")[2].partition("</script>")[0]
+    given = [state and {"status": state, "programs": {"prepared": 3, "planned": 9}} for state in states]
+    command = ["node", "-e", PAGE, "page", json.dumps(given)]
+    found = json.loads(subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == len(counts)
+    assert all(count in text if count else text is None for text, count in zip(found, counts, strict=True))
 
 
 @pytest.mark.usefixtures("lines_on_stderr")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -24,6 +24,7 @@ from pipejax.apps.serving.answering import Completion, told
 from pipejax.apps.serving.asked import ClientRequest, Form
 from pipejax.apps.serving.connections import FRAMING
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
+from pipejax.apps.serving.example import example_of
 from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.turns import Share, Turns
@@ -98,6 +99,7 @@ class Service:
         self.draining = False
         self._told_of_turns = False
         self.started = int(time.time())
+        self._examples = cache(lambda name: example_of(self.models[name]))
         watch = self.counters.watch
         watch("active_requests", "Requests for answers that are under way", lambda: self.active)
         watch("places", "Answers of a strategy that can be written at once", lambda: engine.places)
@@ -200,6 +202,7 @@ class Service:
             "template": template.text,
             "fields": [*dict.fromkeys(template.fields)],
             "has_tokenizer": generator.tokenizer is not None,
+            "example": self._examples(name),
         }
 
     async def health(self, request: Request) -> Response:
