@@ -13,6 +13,7 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.data.shapes import memory_length
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference import programs
 from pipejax.inference import schema as schema_lib
@@ -650,6 +651,54 @@ def test_what_a_warm_up_plans(fake):
     assert steps[LAST] == {(places, m, 64, kind) for places in (1, 2) for m, kind in kinds}
     assert {key[1] for key in orders[PLANNED] if key[0] == "encode"} == {n for own in lengths.values() for n in own}
     assert {"weights", "plan"} <= orders[PLANNED] and FakeBatch.made == len(fake.compiler.compiled) - 2
+
+
+def test_plain_answers_of_all_lengths_are_compiled_before_scores(fake):
+    asked = []
+    fake.compiler.ask = lambda needs, order=WANTED: asked.extend((key, order) for key in needs)
+    fake._plan(70, False)
+    kinds = [key.logits for key, order in asked if isinstance(key, Steps) and order == PLANNED]
+    assert kinds == sorted(kinds) and {*kinds} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "places"),
+    [
+        ([], 1),  # nothing: the batch for one alone
+        ([("encode", 3)], 1),
+        ([("encode", 3), 2], 2),
+        ([2], 2),  # the shared one lacks the encoder alone
+        ([1], 1),
+        ([1, 2], 1),
+    ],
+)
+def test_a_request_waits_for_the_batch_that_lacks_less(fake, monkeypatch, compiled, places):
+    kind = plain_kind(fake)
+    keys = [Steps(kind.strategy, one, 3, 8, False, None) if isinstance(one, int) else one for one in compiled]
+    fake.compiler.compiled.update(dict.fromkeys(["weights", *keys], True))
+    seen, held = [], Held(fake)
+    chosen = fake._choose
+    monkeypatch.setattr(fake, "_choose", lambda answer: (seen.append(chosen(answer)), seen[-1])[1])
+    answer = fake.submit(plain(3))
+    wait_until(lambda: seen)
+    assert seen[0][0].places == places
+    held.let_go()
+    record_in(answer)
+
+
+@pytest.mark.parametrize(("places", "widens"), [(1, False), (2, True)])
+def test_a_place_alone_is_never_widened(generator, places, widens):
+    """No other source joins it, so no program for that is compiled."""
+    batch = RunningBatch(generator.programs, generator.make_strategy("sequential"), places)
+    found, find = [], batch._find
+
+    def note(name, *given, **static):
+        found.append(name)
+        return find(name, *given, **static)
+
+    batch._find = note
+    batch._compile_room(2 * memory_length(1), None)
+    assert ("widen" in found) == widens and "empty" in found
 
 
 def scripted(generator, monkeypatch):

@@ -217,8 +217,8 @@ class Engine:
             for i, slots in enumerate(batch.cache_sizes):
                 order = LAST if i else PLANNED if places == self.places else LATER  # the first of them takes any prompt
                 for one, n in itertools.product(sorted(logits), lengths):  # plain answers of all lengths first
-                    source = None if one else n
-                    self.compiler.ask(batch.needs_of(source, memory_length(n), slots, {one}, generator.adapter), order)
+                    own = None if one else n  # whose encoder the plain answers have asked for
+                    self.compiler.ask(batch.needs_of(own, memory_length(n), slots, {one}, generator.adapter), order)
         if not (schemas and self.generator.tokenizer):
             return
         source = Source("", [1], schema=schema_lib.usual(self.generator.architecture.vocab_size))
@@ -371,13 +371,13 @@ class Engine:
 
     def _causes(self, answer: Answer, needs: Needs) -> list[str]:
         """What is new about an answer that needs these programs."""
-        kind, known = answer.kind, [*self._told_of, *self.compiler.compiled]
-        before = [key for key in known if isinstance(key, Steps) and key.strategy == kind.strategy]
+        known = [key for key in [*self._told_of, *self.compiler.compiled] if isinstance(key, Steps)]
         prompt = f"a prompt of {len(answer.generator.ids_of(answer.request.source))} tokens"
         causes = dict[str, None]()
         for key in needs:
             if not isinstance(key, Steps):
                 continue
+            before = [one for one in known if one.strategy == key.strategy]
             features = {
                 "length": prompt,
                 "slots": f"an answer that needs a larger cache ({key.slots} tokens)",
@@ -388,7 +388,7 @@ class Engine:
                 "places": "a request that comes alone" if key.places == 1 else "requests side by side",
             }
             if not before:
-                causes |= dict.fromkeys([f"the first request for {kind.method.label}", prompt])
+                causes |= dict.fromkeys([f"the first request for {answer.kind.method.label}", prompt])
                 shown = [name for name in ("logits", "table") if getattr(key, name)]
             else:
                 shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]

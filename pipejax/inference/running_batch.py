@@ -100,7 +100,7 @@ class Encoded:
 class Steps(NamedTuple):
     """The key of programs that take steps."""
 
-    strategy: Refillable
+    strategy: Strategy
     places: int
     length: int  # L, of the memory
     slots: int  # C, of the cache
