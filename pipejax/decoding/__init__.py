@@ -1,4 +1,4 @@
-"""Decoding strategies: which queries a step asks, what they may see, what becomes of the answers. No model in here."""
+"""Decoding strategies and the decoding loop, independent of the model."""
 
 import dataclasses
 from typing import cast
@@ -28,7 +28,7 @@ from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.trace import Asked, Trace, list_calls
 from pipejax.system.errors import UserError
 
-# A strategy with drafts replaces these methods by its own, so it would ignore a subclass's.
+# With drafts, `GridStrategy` uses its own versions of these methods, so overrides in a subclass would be ignored.
 REPLACED = (
     *("init", "query", "choose", "advance", "settle", "kept", "done", "result", "start", "rows", "first"),
     *("has_started", "find_open", "is_closed", "find_unfed", "find_circle", "may_begin"),
@@ -79,16 +79,16 @@ __all__ = [
 
 
 def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> GridStrategy:
-    """The strategy with drafts of `drafter`, or of the one that `decode.draft` names."""
+    """The strategy with drafts by `drafter`, or by the drafter that `decode.draft` names."""
     drafter = drafter or drafters.make(decode.draft)
     return with_drafts(cast(OnGrid, inner), Drafts(drafter, decode.draft_tokens, trace=decode.trace))
 
 
 def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
-    """The strategy of Algorithm 1 that generates the answers of `inner`, with drafts.
+    """The strategy of Algorithm 1 that generates the same answers as `inner`, with drafts.
 
     Raises:
-      UserError: a class of the strategy has steps of its own, which drafts do not follow.
+      UserError: the class of `inner` overrides steps, which drafts would not follow.
     """
     kinds = type(inner).__mro__
     followed = next(i for i, kind in enumerate(kinds) if "on_grid" in vars(kind))

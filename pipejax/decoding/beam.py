@@ -1,4 +1,4 @@
-"""Token by token over several hypotheses: beam search, the stronger baseline. A row of the grid is a beam."""
+"""Beam search for the sequential decoder, the stronger baseline. The rows of the grid are the beams."""
 
 import dataclasses
 
@@ -13,61 +13,61 @@ from pipejax.grid import Numbers
 
 @flax.struct.dataclass
 class BeamState:
-    """After t steps: K hypotheses that go on, best first, and what ended."""
+    """The state after t steps: K live hypotheses, best first, and the best finished one."""
 
     step: Array  # i32 scalar, t
-    tokens: Array  # i32 [B, K, max_length], generated ones
-    last: Array  # i32 [B, K], the newest of them
-    lineage: Array  # i32 [B, K, max_length], the row in which each token of a hypothesis is fed
-    scores: Array  # f32 [B, K], log-probabilities; -inf where no hypothesis is yet
-    best: Array  # i32 [B, max_length], tokens of the best that ended
-    length: Array  # i32 [B], how many, the end token included
-    ended: Array  # bool [B], by an end token
-    finished: Array  # f32 [B, K], scores by length of the K best that ended, best first; -inf for none
-    steps: Array  # i32 [B], taken until it was over
+    tokens: Array  # i32 [B, K, max_length], the generated tokens of the live hypotheses
+    last: Array  # i32 [B, K], their newest tokens
+    lineage: Array  # i32 [B, K, max_length], the row in which each token of a hypothesis was fed
+    scores: Array  # f32 [B, K], log-probabilities; -inf where there is no hypothesis yet
+    best: Array  # i32 [B, max_length], the tokens of the best finished hypothesis
+    length: Array  # i32 [B], the number of its tokens, the end token included
+    ended: Array  # bool [B], whether it ended with an end token
+    finished: Array  # f32 [B, K], penalised scores of the K best finished hypotheses, best first; -inf for none
+    steps: Array  # i32 [B], steps until the example was done
     done: Array  # bool [B]
 
 
 @dataclasses.dataclass(frozen=True)
 class Beam(Plain):
-    """The best hypothesis by log-probability / length**length_penalty that `beams` of them side by side lead to.
+    """Beam search with `beams` hypotheses, scored by log-probability / length**length_penalty.
 
-    Hypotheses, scores and end are those of Hugging Face's `generate` with its default early_stopping=False: each step
-    keeps the best `beams` of all continuations without an end token; one with it counts if it is among the best `beams`
-    of all; a hypothesis without one after `max_length` tokens ends there. The search is over once as many have ended,
-    and even the worst of them beats the best that goes on, judged by its present length.
+    The search equals that of Hugging Face's `generate` with its default early_stopping=False. Each step keeps the best
+    `beams` continuations without an end token. A continuation with an end token is finished if it is among the best
+    `beams` of all continuations. A hypothesis of `max_length` tokens is finished as it is. The search is over once
+    `beams` hypotheses are finished and the worst of them is better than the best live one at its present length.
 
-    Nothing in the cache moves when a beam continues another: it sees the rows of its own line.
+    When a beam continues another one, nothing is moved in the cache: the mask of its queries follows its lineage.
     """
 
     max_length: int  # tokens, the end token included
-    beams: int  # K; the vocabulary has at least M tokens: see `candidates`
+    beams: int  # K; the vocabulary must have at least M tokens, see `candidates`
     length_penalty: float = 1.0
     bos: int = 0
     eos: int = 1
-    other_ends: tuple[int, ...] = ()  # tokens that end a hypothesis as well
+    other_ends: tuple[int, ...] = ()  # further tokens that end a hypothesis
 
     @property
     def candidates(self) -> int:
-        """M = K (1 + E) with E end tokens: of so many continuations K at least have none, so K can go on."""
+        """M = K (1 + E) with E end tokens: of M continuations at least K have no end token."""
         return self.beams * (1 + len(ends_of(self)))
 
     @property
     def most_queries(self) -> int:
-        """One a beam."""
+        """One query for each beam."""
         return self.beams
 
     @property
     def slots(self) -> int:
-        """bos once, then one a beam and step."""
+        """One slot for bos, then one for each beam and step."""
         return 1 + self.beams * (self.max_length - 1)
 
     def start(self, row: Numbers) -> Numbers:
-        """At once."""
+        """0 for all rows."""
         return 0 * row
 
     def init(self, batch: int, source: SourceIds | None = None) -> BeamState:
-        """bos alone, in the first row."""
+        """The state with one hypothesis, bos alone, in the first row."""
         tokens = jnp.zeros((batch, self.beams, self.max_length), jnp.int32)
         none, zeros = jnp.full((batch, self.beams), -jnp.inf), jnp.zeros(batch, jnp.int32)
         return BeamState(
@@ -85,18 +85,18 @@ class Beam(Plain):
         )
 
     def query(self, state: BeamState) -> tuple[BeamState, Query]:
-        """The last token of each hypothesis sees those before it."""
+        """Feeds the newest token of each hypothesis, which sees the tokens of its lineage."""
         row = jnp.arange(self.beams)[None]
         live = ~state.done[:, None] & (state.scores > -jnp.inf)
         return state, Query(state.last, row, jnp.full_like(row, state.step), live, lineage=state.lineage)
 
     def choose(self, logits: Array) -> tuple[Array, Array]:
-        """Log-probabilities f32 [N, M] and ids i32 [N, M] of the best."""
+        """Log-probabilities f32 [N, M] and ids i32 [N, M] of the M most likely tokens of each query."""
         best, ids = jax.lax.top_k(logits.T, self.candidates)
         return best - jax.nn.logsumexp(logits, axis=0)[:, None], ids
 
     def advance(self, state: BeamState, answers: tuple[Array, Array]) -> BeamState:
-        """Chooses among all continuations of an example those that end and those that go on."""
+        """Selects the finished and the live hypotheses among all continuations of an example."""
         values, ids = answers
         batch, step = values.shape[0], state.step + 1
         full, by_length = step == self.max_length, step.astype(jnp.float32) ** self.length_penalty
@@ -104,7 +104,7 @@ class Beam(Plain):
         parent, found = place // values.shape[2], jnp.take_along_axis(ids.reshape(batch, -1), place, axis=1)
 
         def continued(which: Array) -> tuple[Array, Array, Array]:
-            """Tokens, newest token and lineage of some candidates [B, ...]."""
+            """Tokens, newest token and lineage of the candidates with the indices `which`, i32 [B, n]."""
             parents = jnp.take_along_axis(parent, which, axis=1)[:, :, None]
             last = jnp.take_along_axis(found, which, axis=1)
             tokens, lineage = (jnp.take_along_axis(x, parents, axis=1) for x in (state.tokens, state.lineage))
@@ -134,11 +134,11 @@ class Beam(Plain):
         )
 
     def done(self, state: BeamState) -> Array:
-        """As found by the last step."""
+        """bool [B], as `advance` determined."""
         return state.done
 
     def result(self, state: BeamState) -> Decoded:
-        """One row, the best that ended."""
+        """One row, the best finished hypothesis."""
         code = jnp.where(state.ended, TRUNCATIONS.index(None), TRUNCATIONS.index("max_length"))
         return Decoded(
             tokens=state.best[:, None],

@@ -1,8 +1,8 @@
-"""The choice of a token from logits: greedily, by sampling, within limits. One hook, whatever the strategy.
+"""Chooses tokens from logits: greedily, by sampling, or among allowed tokens. Used for all strategies.
 
-Strategies take the token of the highest logit; `choose_tokens` puts the one that is wished for in its place. A sample
-is drawn by a random number that depends on the seed and the place on the grid alone: it is the same whatever else is in
-the batch, and the same with drafts, which are then accepted exactly where the sample agrees.
+Strategies take the token with the highest logit; `choose_tokens` replaces it as `Wishes` describe. The random number of
+a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend on the other examples
+of the batch, and is the same with drafts: a drafted token is accepted if it equals the sample.
 
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
@@ -20,22 +20,22 @@ from pipejax.decoding.grammar import Grammar
 from pipejax.grid import Numbers
 
 Array = jax.Array
-NEVER = -jnp.inf  # the logit of a token that is not to be chosen
-BLOCK = 256  # tokens whose weights are added up together
+NEVER = -jnp.inf  # the logit of a token that must not be chosen
+BLOCK = 256  # tokens whose weights `_find` sums together
 
 
 @flax.struct.dataclass
 class Sampling:
-    """From which distribution tokens are drawn: for one answer, or as arrays for each example of a batch."""
+    """The distribution from which tokens are drawn: scalars for one answer, or arrays [B] for a batch."""
 
-    temperature: Numbers = 0.0  # f32 [B], what logits are divided by; 0: the most likely token is taken
-    top_k: Numbers = 0  # i32 [B], of so many most likely tokens; 0: of all
-    top_p: Numbers = 1.0  # f32 [B], of the fewest most likely tokens that have this probability together; 1: of all
+    temperature: Numbers = 0.0  # f32 [B], the divisor of logits; 0: the most likely token is taken
+    top_k: Numbers = 0  # i32 [B], draw among this number of most likely tokens; 0: among all
+    top_p: Numbers = 1.0  # f32 [B], draw among the fewest most likely tokens of this total probability; 1: among all
     seed: Numbers = 0  # u32 [B]
 
     @classmethod
     def together(cls, each: "Sequence[Sampling]") -> "Sampling":
-        """Those of several answers as arrays of NumPy, [B] each."""
+        """Stacks the settings of B answers into NumPy arrays [B]."""
         dtypes = np.float32, np.int32, np.float32, np.uint32
         names = (field.name for field in dataclasses.fields(cls))
         return cls(*(np.asarray([getattr(x, n) for x in each], t) for n, t in zip(names, dtypes, strict=True)))
@@ -46,22 +46,22 @@ MOST_LIKELY = Sampling()
 
 @flax.struct.dataclass
 class Wishes:
-    """The wishes for the answers of a batch, by which their tokens are chosen."""
+    """Options by which the tokens of a batch are chosen."""
 
-    sampling: Sampling | None = None  # None: greedily
-    forced: Array | np.ndarray | None = None  # i32 [B, R, W], the answer at each row and time; -1: the model's
+    sampling: Sampling | None = None  # None: greedy decoding
+    forced: Array | np.ndarray | None = None  # i32 [B, R, W], the token to generate at each row and time; -1: any
     allowed: Array | np.ndarray | None = None  # bool [B, V], the tokens that may be chosen; None: all
-    grammar: Grammar | None = None  # the texts that rows may be; None: any
-    scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether log-probabilities are kept
-    scored: Array | np.bool | None = None  # bool scalar: False saves computing them for now; None: they are computed
+    grammar: Grammar | None = None  # the allowed texts of rows; None: any
+    scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether `Carry` has log-probabilities
+    scored: Array | np.bool | None = None  # bool scalar, whether the step computes log-probabilities; None: it does
 
     @property
     def need_logits(self) -> bool:
-        """Whether the highest token of each query is not enough."""
+        """Whether choosing requires the logits, and not only the argmax token of each query."""
         return self.scores or any(x is not None for x in (self.sampling, self.allowed, self.grammar))
 
     def take(self, numbers: np.ndarray) -> "Wishes":
-        """The wishes for the examples with those numbers [E, B], each array with these axes first; in NumPy."""
+        """Selects the examples `numbers`, i32 [E, B]: each array gets these two leading axes. In NumPy."""
         rest: Wishes = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, grammar=None))
         return rest if self.grammar is None else dataclasses.replace(rest, grammar=self.grammar.take(numbers))
 
@@ -71,7 +71,8 @@ GREEDILY = Wishes()
 
 def first_argmax(logits: Array) -> Array:
     """Greedy choice i32 [N] from logits [V, N]; the lowest id wins a tie."""
-    # Else XLA may compute them once for the maximum and once to compare, rounded otherwise: none would be equal.
+    # Without the barrier XLA may compute the logits twice, for the maximum and for the comparison, with different
+    # rounding, so that no logit equals the maximum.
     logits = jax.lax.optimization_barrier(logits)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     return jnp.where(logits == logits.max(axis=0), ids, logits.shape[0] - 1).min(axis=0)
@@ -80,15 +81,23 @@ def first_argmax(logits: Array) -> Array:
 def choose_tokens(
     greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes, states: Array | None = None
 ) -> Array:
-    """The tokens i32 [N] wished for, by logits [V, N] and the rows' `states` i32 [B, R] by `Wishes.grammar`."""
+    """Chooses tokens i32 [N] as the wishes describe.
+
+    Args:
+      greedy: the strategy's choice [N] from logits [V, N].
+      logits: f32 [V, N].
+      asked: the step of the N queries.
+      wishes: the options.
+      states: i32 [B, R], the state of each row in `Wishes.grammar`.
+    """
     if not (wishes.sampling or wishes.grammar) and wishes.allowed is None:
         return greedy(logits)
     example, row, time = _query_coordinates(asked)
     if wishes.allowed is not None:
         logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
     if wishes.grammar is not None:
-        assert states is not None, "the loop keeps them"
-        at = example, jnp.minimum(row, states.shape[1] - 1)  # fillers may choose anything
+        assert states is not None, "with a grammar the loop keeps states"
+        at = example, jnp.minimum(row, states.shape[1] - 1)  # the tokens of fillers do not matter
         allowed = wishes.grammar.allow(states[at], jnp.asarray(wishes.grammar.last)[at] - time)
         logits = jnp.where(allowed, logits, NEVER)
     tokens = greedy(logits)
@@ -101,7 +110,7 @@ def choose_tokens(
 
 
 def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
-    """Puts tokens of `Wishes.forced` in the place of those i32 [N] that answer the queries."""
+    """Replaces the chosen tokens i32 [N] by those of `Wishes.forced`, where there are any."""
     if wishes.forced is None:
         return tokens
     forced = jnp.asarray(wishes.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
@@ -109,7 +118,7 @@ def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
 
 
 def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array:
-    """The states i32 [B, R] of rows after tokens i32 [N] answered the queries; given tokens leave them as they are."""
+    """The grammar's states i32 [B, R] of rows after the tokens i32 [N]; tokens of a given prefix change no state."""
     example, row, time = _query_coordinates(asked)
     at = example, jnp.minimum(row, states.shape[1] - 1)
     is_free = time >= jnp.asarray(grammar.first)[at]
@@ -118,7 +127,7 @@ def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array
 
 
 def score(logits: Array, tokens: Array, wishes: Wishes) -> Array:
-    """Computes log-probabilities f32 [N] of tokens i32 [N] by logits [V, N]; zeros where nobody wants them."""
+    """Log-probabilities f32 [N] of tokens i32 [N], given logits [V, N]; zeros if `Wishes.scored` is False."""
 
     def compute(logits: Array) -> Array:
         return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
@@ -130,14 +139,14 @@ def score(logits: Array, tokens: Array, wishes: Wishes) -> Array:
 
 
 def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -> Array:
-    """Writes those `found` f32 [B, S] that count, bool [B, S], into the log-probabilities f32 [B, R, W]."""
+    """Writes log-probabilities `found`, f32 [B, S], into `log_probs`, f32 [B, R, W], where `counts`, bool [B, S]."""
     row = jnp.where(counts, query.row, log_probs.shape[1])
     example = jnp.arange(len(counts))[:, None]
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")
 
 
 def _query_coordinates(asked: Step) -> tuple[Array, Array, Array]:
-    """Example, row and time i32 [N] of the queries. A filler has the last example and coordinates beyond the grid."""
+    """Example, row and time, i32 [N] each, of the queries. Fillers have the last example, and rows beyond the grid."""
     batch, width = asked.row.shape
     place = jnp.arange(batch * width) if asked.place_of_query is None else asked.place_of_query
     row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (asked.row, asked.time))
@@ -145,7 +154,7 @@ def _query_coordinates(asked: Step) -> tuple[Array, Array, Array]:
 
 
 def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
-    """Draws a sample i32 [N] from each of the logits [V, N]; settings, row and time are those of the N."""
+    """Draws a token i32 [N] from each column of the logits [V, N]; settings, row and time are [N]."""
     warm = sampling.temperature > 0
     wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
     is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
@@ -159,13 +168,13 @@ def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
 
 
 def _limit(logits: Array, sampling: Sampling) -> Array:
-    """Weighs the tokens from which a sample is drawn, [V, N]: first of the top k, of these of the top p."""
-    # Of floats that are not negative the bits have the same order. Equal ones stay or go together.
+    """Weights [V, N] for sampling: zero outside the top k, and among these outside the top p."""
+    # The bits of non-negative floats, as integers, have the order of the floats. Equal weights are treated alike.
     weights = jnp.exp(logits)
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
 
     def least(enough: Callable[[Array], Array]) -> Array:
-        """The highest order [N] from which on up the tokens are enough, bit by bit."""
+        """The largest i32 [N] such that the tokens with at least this order are `enough`; found bit by bit."""
 
         def add(number: Array, order: Array) -> Array:
             higher = order | (1 << (30 - number))
@@ -182,11 +191,14 @@ def _limit(logits: Array, sampling: Sampling) -> Array:
 
 
 def _find(weights: Array, share: Array) -> Array:
-    """i32 [N], the tokens of weights [V, N] at which their sum passes a share f32 [N] in [0, 1) of the whole."""
+    """Inverts cumulative sums: the first token i32 [N] at which the sum of weights [V, N] exceeds a share of the total.
+
+    `share`: f32 [N] in [0, 1).
+    """
     blocks = jnp.pad(weights, ((0, -weights.shape[0] % BLOCK), (0, 0))).reshape(-1, BLOCK, weights.shape[1])
     sums = jnp.cumsum(blocks.sum(axis=1), axis=0)
     wanted = share * sums[-1]
-    # Sums are rounded, so the share may be passed nowhere: then it is the last token with a weight.
+    # By rounding, no sum may exceed the share; then the last token with a non-zero weight is taken.
     block = jnp.minimum((sums <= wanted).sum(axis=0), _last(blocks.any(axis=1)))
     inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
     before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0)
@@ -195,6 +207,6 @@ def _find(weights: Array, share: Array) -> Array:
 
 
 def _last(is_there: Array) -> Array:
-    """i32 [N], of bool [M, N] the last True."""
+    """i32 [N], the index of the last True in each column of bool [M, N]."""
     numbers = jax.lax.broadcasted_iota(jnp.int32, is_there.shape, 0)
     return jnp.where(is_there, numbers, 0).max(axis=0)

@@ -1,4 +1,4 @@
-"""The rules of a strategy that shapes and a run without a model show: a broken one is told in a line where it enters.
+"""Checks a strategy by its shapes and by a dry run without a model; raises a one-line error at the first violation.
 
 Shapes as in `core`.
 """
@@ -16,7 +16,7 @@ from pipejax.decoding.interface import Decoded, SourceIds, Stepper, Strategy, en
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
-Walked = tuple[Query, np.ndarray, Decoded, np.ndarray]  # a step: query and answers i32 [B, S], rows so far, kept
+Walked = tuple[Query, np.ndarray, Decoded, np.ndarray]  # a step: query, tokens i32 [B, S], rows so far, kept queries
 
 
 def refuse(owner: object, place: str, found: object, expected: object) -> NoReturn:
@@ -25,14 +25,14 @@ def refuse(owner: object, place: str, found: object, expected: object) -> NoRetu
 
 
 def expect(owner: object, place: str, x: Any, kind: str, *shapes: tuple[int, ...], of: str = "") -> None:
-    """Refuses an array of another dtype or shape."""
+    """Raises a UserError unless the array `x` has the dtype `kind` and one of the shapes."""
     wanted = [f"{kind}{[*shape]}" for shape in dict.fromkeys(shapes)]
     if _kind(x) not in wanted:
         refuse(owner, place, _kind(x), " or ".join(wanted) + of)
 
 
 def check_query(strategy: Stepper, query: Query, batch: int) -> None:
-    """Refuses a query whose width is not `most_queries`, or of other dtypes; traced."""
+    """Raises a UserError for a query of another width than `most_queries` or of wrong dtypes; traced."""
     shape = batch, strategy.most_queries
     expect(strategy, "query: live", query.live, "bool", shape, of=", for each example its most_queries")
     expect(strategy, "query: tokens", query.tokens, "int32", shape)
@@ -41,7 +41,7 @@ def check_query(strategy: Stepper, query: Query, batch: int) -> None:
 
 
 def check_state(owner: object, before: Tree, after: Tree) -> None:
-    """Refuses a state of other types than before, with which no loop could go on; traced."""
+    """Raises a UserError if shapes or dtypes of a state changed, as a loop cannot carry such a state; traced."""
     old, new = (jax.tree_util.tree_leaves_with_path(jax.tree.map(_kind, tree)) for tree in (before, after))
     for was, now in zip(old, new, strict=False):
         if was != now:
@@ -52,7 +52,7 @@ def check_state(owner: object, before: Tree, after: Tree) -> None:
 
 
 def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
-    """Refuses a result of other shapes; traced."""
+    """Raises a UserError for a result of wrong shapes; traced."""
     rows, width = (*jnp.shape(decoded.tokens), 0, 0)[1:3]
     expect(strategy, "result: tokens", decoded.tokens, "int32", (batch, strategy.places[0] or rows, width))
     expect(strategy, "result: lengths", decoded.lengths, "int32", (batch, rows))
@@ -61,7 +61,7 @@ def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
 
 
 def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[Walked]:
-    """Takes the steps of one example with answers from elsewhere, until it is done; all in NumPy."""
+    """Runs the steps of one example until it is done, with tokens from `answer` instead of a model; in NumPy."""
     source = SourceIds(np.full((1, 4), 2, np.int32), np.full(1, 4, np.int32)) if strategy.reads_source else None
     state, most = strategy.init(1, source), 2 * strategy.slots + 64
     for _ in range(most):
@@ -92,9 +92,12 @@ def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, An
 
 
 def rehearse(strategy: Strategy, *, ordered: str, grows: str) -> None:
-    """Refuses a strategy for abilities that its rows do not have when an example is answered at random.
+    """Decodes an example with random tokens, and raises a UserError if the rows break a rule of some abilities.
 
-    `ordered`, `grows`: those that need a row's tokens to be consecutive answers, and rows to grow at their end.
+    Args:
+      strategy: the strategy.
+      ordered: the abilities that need a row's tokens to be generated at consecutive times, for the message; "": none.
+      grows: the abilities that need rows to grow at their end, for the message; "": none.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: strategy.init(7))) if grows else ():
         if x.shape[:1] != (7,):

@@ -1,20 +1,21 @@
 """The decoding loop.
 
-A strategy is a frozen dataclass of plain numbers (static under jit). It says which tokens a step feeds, at which
-places of the grid they stand, and what it takes from the logits; the loop gathers the live ones, keeps the
-coordinates of all that was fed, asks the model, and hands the answers back. Nothing here knows the T5.
+A strategy is a frozen dataclass of plain numbers (static under jit). It determines which tokens a step feeds, their
+coordinates on the grid, and which tokens it takes from the logits. The loop packs the live queries of a batch, records
+the coordinates of all cache slots, calls the model, and passes the generated tokens back to the strategy. This module
+does not depend on a particular model.
 
-The grid is the meaning and the output. The work of a step follows what is live: only rows that ask are fed, and they
-see a cache about as large as what is in use. XLA wants static shapes, so there are a few sizes of each (`Sizes`). For
-each cache size there is a program, and in it for each number of queries a `while_loop`, which runs as long as the steps
-need that number: a `switch` inside a single loop would copy the cache. When a step does not fit into the cache, the
-program ends, and the program of the next cache size goes on.
+The work of a step is proportional to the live queries: only open rows are fed, and they attend to a cache that is about
+as large as the slots in use. XLA requires static shapes, so there are a few sizes of each (`Sizes`). Each cache size
+has a program of its own. The program contains one `while_loop` for each number of queries, which runs as long as the
+steps need that number; a `switch` inside a single loop would copy the cache. When a step does not fit into the cache,
+the program returns, and the program of the next cache size continues.
 
-Where it takes long to read the condition of a loop, several steps make one turn of it (`Sizes.turn`). All of them are
-computed, and those after the end of a loop change nothing but slots that are free.
+On devices where reading the condition of a loop takes long, one iteration of the loop computes several steps
+(`Sizes.turn`). Steps after the end of the loop are computed too, but change only free slots.
 
-Shapes: B batch, S rows of the grid, T its time-steps, N queries of a step over the whole batch, Q queries of one
-example, C cache slots in reach, V vocabulary.
+Shapes: B batch, S most queries of an example in a step (one for each row, unless there are drafts), T time-steps of the
+grid, N queries of a step over the whole batch, Q queries of one example, C cache slots of the program, V vocabulary.
 """
 
 import dataclasses
@@ -33,16 +34,16 @@ from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable,
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
-QUERIES = (8, 20, 48, 128)  # live rows of a step over the whole batch, on a CPU
+QUERIES = (8, 20, 48, 128)  # numbers of live queries of a step over the whole batch, on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The static sizes that a decode goes through."""
+    """The static sizes for which the programs of a decode are compiled."""
 
-    queries: tuple[int, ...]  # N, ascending; the last holds every step
-    slots: tuple[int, ...]  # C, ascending; the last holds every decode
-    turn: int = 1  # steps between two looks at a loop's condition
+    queries: tuple[int, ...]  # values of N, ascending; the last suffices for every step
+    slots: tuple[int, ...]  # values of C, ascending; the last suffices for every decode
+    turn: int = 1  # steps in one iteration of a loop
 
     @classmethod
     def fit(
@@ -54,46 +55,58 @@ class Sizes:
         slots: tuple[int, ...] = (),
         turn: int = 1,
     ) -> "Sizes":
-        """The sizes that hold every decode of that strategy."""
+        """Chooses sizes that suffice for every decode of a strategy.
+
+        Args:
+          strategy: the strategy.
+          batch: B.
+          queries: the numbers of queries to choose from; the largest possible number is always added.
+          slots: the cache sizes to choose from; the largest possible size is always added.
+          turn: steps in one iteration of a loop.
+        """
         most = batch * strategy.most_queries
         chosen = (*(n for n in queries if n < most), most)
         holds = strategy.slots + strategy.most_queries  # the last write needs room for its fillers
         return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), turn)
 
     def full(self) -> UserError:
-        """The error of a strategy that fills more slots than it said."""
+        """The error for a strategy that fills more slots than its `slots`."""
         return UserError(f"slots: found a cache of {self.slots[-1]}, full before all examples are done; expected more")
 
 
 @flax.struct.dataclass
 class Carry:
-    """The state of a decode that goes from step to step."""
+    """The state of a decode, carried from step to step."""
 
-    state: Tree
-    query: Query  # of the next step
-    size: Array  # i32 scalar, index into `Sizes.queries`, the least that holds it
-    used: Array  # i32 [B|1], slots that are taken, by each example or by any
-    filled: Filled
-    cache: Tree
+    state: Tree  # of the strategy
+    query: Query  # the queries of the next step
+    size: Array  # i32 scalar, index into `Sizes.queries` of the smallest size that suffices for `query`
+    used: Array  # i32 [B|1], number of used slots: of each example, or of the batch if its examples share slots
+    filled: Filled  # the coordinates of the slots
+    cache: Tree  # of the model
     log_probs: Array | None = None  # as in `Decoded`
-    states: Array | None = None  # i32 [B, R], of the rows by `Wishes.grammar`, if there is one
-    steps_left: Array | None = None  # i32 scalar, until it pauses; below zero: at once; None: it does not pause
+    states: Array | None = None  # i32 [B, R], the state of each row in `Wishes.grammar`, if there is a grammar
+    steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: it does not pause
 
 
 @flax.struct.dataclass
 class Stretch:
-    """The part of a decode before a step that did not fit into its cache."""
+    """The result of one program: the steps of a decode that fit into its cache."""
 
-    over: Array  # bool scalar, every example is done; else a larger cache is needed
-    decoded: Decoded  # the rows so far; the result, if it is over
-    carry: Carry
+    over: Array  # bool scalar, whether every example is done; if not, a larger cache is needed or the loop has paused
+    decoded: Decoded  # the rows so far, or the final result if `over`
+    carry: Carry  # for the next program
     steps_left: Array | None = None  # as in `Carry`
 
 
 def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
     """Decodes with growing caches until every example is done (paper, Algorithm 1).
 
-    Each cache size is a program of its own: a decode that stays short never compiles what a longer one would need.
+    Each cache size has a program of its own, so a short decode never compiles the programs of a long one.
+
+    Args:
+      decode_stretch: runs the program of a cache size C from a carry (None: from the beginning).
+      sizes: the sizes of the caches.
     """
     carry: Carry | None = None
     for slots in sizes.slots:
@@ -107,7 +120,16 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
 def begin(
     strategy: Stepper, model: Model[Cache], state: Tree, sizes: Sizes, *, wishes: Wishes = GREEDILY, apart: bool = False
 ) -> Carry:
-    """The carry that the first step needs, with no slot yet; traced."""
+    """The carry before the first step, with a cache of no slots; traced.
+
+    Args:
+      strategy: the strategy.
+      model: the decoder of a batch.
+      state: the strategy's initial state.
+      sizes: as for `decode`.
+      wishes: as for `decode`.
+      apart: whether each example counts its used slots separately, as examples of a running batch do.
+    """
     done = strategy.done(state)
     batch = (jnp.shape(done) or (1,))[0]
     contract.expect(strategy, "done", done, "bool", (batch,))
@@ -138,9 +160,18 @@ def decode(
     listen: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
 ) -> Stretch:
-    """Goes on until every example is done, or the next step does not fit into a cache of that many slots; traced.
+    """Decodes until every example is done, the loop pauses, or a step does not fit into the cache; traced.
 
-    It pauses after `pause_after` steps, i32, or as soon as one of the `watched` examples, bool [B], is done.
+    Args:
+      strategy: the strategy.
+      model: the decoder of a batch.
+      carry: from `begin`, or from an earlier call with fewer slots.
+      sizes: the numbers of queries to compile for.
+      slots: C, the size of the cache.
+      wishes: how tokens are chosen.
+      pause_after: i32 scalar, the loop pauses after this number of steps; None: it does not pause.
+      listen: maps the number of steps left to a new one after each step, so that the host can shorten it.
+      watched: bool [B], the loop pauses as soon as one of these examples is done; None: it does not.
     """
     loop = _Loop(strategy, model, sizes, slots, wishes, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
@@ -154,7 +185,7 @@ def decode(
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The steps of a stretch; `size`: an index into `Sizes.queries`."""
+    """The loops of `decode`. In its methods `size` is an index into `Sizes.queries`."""
 
     strategy: Stepper
     model: Model[Tree]
@@ -166,13 +197,13 @@ class _Loop:
 
     @property
     def widths(self) -> list[int]:
-        """The slots that a step of each size writes, fillers included. One wider than the cache waits for a larger."""
+        """Q for each size: the slots that a step writes, fillers included. Sizes that exceed the cache are not used."""
         return [min(n, self.strategy.most_queries) for n in self.sizes.queries]
 
     def goes_on(self, carry: Carry) -> Array:
         done = self.strategy.done(carry.state)
         limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
-        # After a step of a longer turn there must be room for the writes of those that are not taken.
+        # Steps of an iteration that come after the end still write, so there must be room for one more.
         taken = carry.used if self.sizes.turn == 1 else carry.used + carry.query.live.sum(axis=1)
         goes = ~done.all() & (taken.max() <= limits[carry.size])
         if self.watched is not None:
@@ -191,13 +222,14 @@ class _Loop:
     def turn(self, size: int, carry: Carry) -> Carry:
         if self.sizes.turn == 1:
             return self.step(size, carry)
-        # A loop of a known length is compiled once, and nobody reads its condition.
+        # A loop of static length compiles the step once, and the host does not read a condition.
         found: Carry = jax.lax.fori_loop(0, self.sizes.turn, lambda _, carry: self.step_if_it_fits(size, carry), carry)
         return found
 
     def step_if_it_fits(self, size: int, carry: Carry) -> Carry:
         takes, new = self.fits(size, carry), self.step(size, carry)
-        # To choose a cache would copy it: what a step wrote that does not count stays, in free slots.
+        # Selecting one of two caches would copy them. The new cache is kept, as a step that does not count writes to
+        # free slots only.
         old = dataclasses.replace(carry, cache=new.cache)
         chosen: Carry = jax.tree.map(lambda a, b: a if a is b else jnp.where(takes, a, b), new, old)
         return chosen
@@ -211,7 +243,7 @@ class _Loop:
         chosen, logits, cache = self.choose(asked, carry)
         states = carry.states
         if wishes.grammar is not None:
-            assert states is not None, "as `begin` was told"
+            assert states is not None, "`begin` had the same wishes"
             states = choice.follow(states, chosen, asked, wishes.grammar)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         contract.check_state(strategy, carry.state, state)
@@ -221,7 +253,7 @@ class _Loop:
             contract.expect(strategy, "kept", kept, "bool", live.shape)
             filled = hide(live & ~kept, live, filled, carry.used)
         if wishes.scores:
-            assert log_probs is not None and logits is not None, "as `begin` was told"
+            assert log_probs is not None and logits is not None, "`begin` had the same wishes"
             found = choice.score(logits, chosen, wishes)[number_of]
             log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
@@ -239,7 +271,7 @@ class _Loop:
         )
 
     def choose(self, asked: Step, carry: Carry) -> tuple[Tree, Array | None, Tree]:
-        """The tokens [N] that are chosen, or all that `Stepper.choose` finds; the logits, if somebody needs them."""
+        """The chosen tokens [N], or the arrays of `Stepper.choose`; the logits f32 [V, N] if needed; the new cache."""
         strategy, wishes, logits = self.strategy, self.wishes, None
         if strategy.choose is None and not wishes.need_logits:
             chosen, cache = self.model.greedy(asked, carry.cache)
@@ -253,7 +285,7 @@ class _Loop:
 
 
 def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
-    """Grows the cache of a carry to so many slots, at least as many as it has."""
+    """Grows the cache of a carry to `slots`, C, which must not be less than its present size."""
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
     return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
@@ -269,9 +301,16 @@ def refill(
     wishes: Wishes = GREEDILY,
     source: SourceIds | None = None,
 ) -> Carry:
-    """The carry, whose examples take slots apart, after some begin and some are given up, bool [B] each.
+    """Replaces examples of a running batch: some begin anew, others are stopped.
 
-    `source`: the sources of all examples, for a strategy that reads them.
+    Args:
+      strategy: the strategy.
+      carry: of a batch whose examples count their slots separately (`apart` of `begin`).
+      begins: bool [B], the examples to begin.
+      ends: bool [B], the examples to stop.
+      sizes: as for `decode`.
+      wishes: as for `decode`, of all examples, the new ones included.
+      source: the sources of all examples, for a strategy that reads them.
     """
 
     def put(new: Array, old: Array) -> Array:
@@ -283,7 +322,7 @@ def refill(
         return found
 
     old = strategy.stop(carry.state, ends), carry.query
-    if strategy.borrows:  # a small model decodes a draft in the first query, which takes time
+    if strategy.borrows:  # the first query runs the small model, so skip it if no example begins
         state, query = jax.lax.cond(begins.any(), begin_anew, lambda old: old, old)
     else:
         state, query = begin_anew(old)

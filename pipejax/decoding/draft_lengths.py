@@ -1,8 +1,8 @@
-"""The choice of how many tokens to draft for each row: those that get on fastest, by what a call costs.
+"""Chooses how many tokens to draft for each row, to generate the most tokens for the cost of a call.
 
-How often drafts are right is learned as they are judged, for each example and each degree of the drafter's trust.
+The acceptance rate of drafts is estimated during decoding, for each example and each degree of the drafter's trust.
 
-Shapes: B batch, R rows of the grid, D drafted tokens of a row in a call, at the most, K degrees of trust.
+Shapes: B batch, R rows of the grid, D most drafted tokens of a row in a call, K degrees of trust.
 """
 
 from collections.abc import Sequence
@@ -14,32 +14,41 @@ import jax.numpy as jnp
 from pipejax.decoding.times import NEVER
 
 Array = jax.Array
-MEMORY = 0.9  # the share of their weight that calls keep after another, in the estimate of how often drafts are right
-ROUNDS = 4  # of the search for the drafts to feed; each comes nearer to the best choice
-PRIOR = 2.0  # weight of what is supposed before the first draft, in drafted tokens
+MEMORY = 0.9  # the factor by which the weight of earlier calls decays with each call
+ROUNDS = 4  # iterations of the search for the drafts to feed
+PRIOR = 2.0  # the weight of the prior acceptance rates, in drafted tokens
 
 
 @flax.struct.dataclass
 class TrackRecord:
-    """The drafted tokens that were judged so far, by trust; sums that forget."""
+    """Decaying counts of the drafted tokens, by trust."""
 
-    right: Array  # f32 [B, K]
-    judged: Array  # f32 [B, K]
+    right: Array  # f32 [B, K], tokens that were right
+    judged: Array  # f32 [B, K], tokens that were verified: right ones, and the first wrong one of each draft
 
     @classmethod
     def empty(cls, batch: int, degrees: int) -> "TrackRecord":
-        """Nothing was judged; `batch`: B, `degrees`: K."""
+        """Zero counts; `batch`: B, `degrees`: K."""
         return cls(jnp.zeros((batch, degrees)), jnp.zeros((batch, degrees)))
 
     def odds(self, supposed: Sequence[float], trust: Array) -> Array:
-        """f32 [B, R], how often a token of that trust is right if those before it are; `supposed`: at first."""
+        """f32 [B, R], the estimated probability that a drafted token is right if those before it are.
+
+        Args:
+          supposed: K prior probabilities, by trust.
+          trust: i32 [B, R].
+        """
         odds = (PRIOR * jnp.asarray(supposed) + self.right) / (PRIOR + self.judged)
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 
     def add(self, trust: Array, *, drafted: Array, run: Array, counts: Array) -> "TrackRecord":
-        """The record with a call's drafts, i32 [B, R] each; those up to a row's first wrong one are judged.
+        """Adds the drafts of a call; the tokens of a row up to its first wrong one are counted.
 
-        `run`: those before the first wrong one; `counts`: those that count, -1 if not even the row's newest token does.
+        Args:
+          trust: i32 [B, R].
+          drafted: i32 [B, R], number of drafted tokens.
+          run: i32 [B, R], number of drafted tokens before the first wrong one.
+          counts: i32 [B, R], number of accepted tokens; -1 if not even the row's newest token counted.
         """
         of = trust[:, :, None] == jnp.arange(self.right.shape[1])
         right = jnp.maximum(counts, 0)
@@ -51,25 +60,33 @@ class TrackRecord:
 def choose_lengths(
     count: Array, odds: Array, hangs: Array, needed: Array, *, fixed: float, most: int, sizes: Sequence[int] | None
 ) -> Array:
-    """i32 [B, R], how many to draft of the `count` tokens at hand: as many as get on fastest.
+    """i32 [B, R], how many tokens to draft for each row so that a call generates the most tokens for its cost.
 
-    A call of n columns costs `fixed` + n. It writes one token for each row, and those drafted ones that are right. The
-    best drafts come first, and so many of them that the call writes most at the cost of one column. `odds`: f32 [B, R];
-    `hangs`: bool [B, R], rows that are asked only if a draft of another one is right.
+    A call of n columns costs `fixed` + n, and generates one token for each row and the drafted tokens that are right.
+    Drafts are sorted by the probability that they are right; their number maximises generated tokens / cost.
+
+    Args:
+      count: i32 [B, R], number of tokens that could be drafted.
+      odds: f32 [B, R], the probability that a token is right if those before it are.
+      hangs: bool [B, R], rows that are queried only if a draft of another row is right.
+      needed: i32 scalar, number of columns without drafts.
+      fixed: the fixed cost of a call, in columns.
+      most: D.
+      sizes: the sizes of calls, each of which costs all its columns; None: a call costs the columns that are fed.
     """
     place = jnp.arange(1, most + 1)
     chances = odds[:, :, None] ** (place + hangs[:, :, None])
     chances = jnp.where(place <= count[:, :, None], chances, 0.0)
     if sizes is None:
-        # The best choice are all drafts that write more than the mean column of the call in which they are fed.
+        # The optimum consists of all drafts that are better than the mean column of the call that feeds them.
         mean = needed / (fixed + needed)
         for _ in range(ROUNDS):
             better = chances > mean
             mean = (needed + jnp.where(better, chances, 0).sum()) / (fixed + needed + better.sum())
         return (chances > mean).sum(axis=2)
     chances, columns = chances.reshape(-1), jnp.asarray(sizes)
-    best, order = jax.lax.top_k(chances, chances.size)  # of equals the first comes first
-    right = jnp.pad(jnp.cumsum(best), (1, 0))  # of the best k, how many will be
+    best, order = jax.lax.top_k(chances, chances.size)  # stable: the first of equal ones comes first
+    right = jnp.pad(jnp.cumsum(best), (1, 0))  # the expected number of right tokens among the best k
     free = jnp.clip(columns - needed, 0, chances.size)
     speed = (needed + right[free]) / (fixed + jnp.where(columns < needed, NEVER, columns))
     drafted = free[speed.argmax()]

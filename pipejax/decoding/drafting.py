@@ -1,13 +1,19 @@
-"""Greedy decoding in fewer decoder calls: a drafter guesses how rows go on, and one call verifies the guesses of all.
+"""Speculative decoding of rows: a drafter guesses the next tokens of each row, and one call verifies all guesses.
 
-In a call each open row feeds its newest token and the tokens drafted after it: one column for each. A drafted token is
-right if it is what the model answers to the token before it. By `grid.visible` an answer at time t depends on the row's
-own tokens up to t and on the tokens up to t of the rows above it on the page, the lower numbers. So it counts only if
-all of these were fed and are right, in this call or an earlier one: the accepted tokens are those that greedy decoding
-generates, token for token. A token that was fed and does not count is taken out of the cache.
+In a call each open row feeds its newest token and the tokens drafted after it, as one column each. The model generates
+a token for every column. A drafted token is right if it equals the token that the model generates from the column
+before it. By `grid.visible`, a token generated from a query at time t depends on the tokens up to time t of its own row
+and of the rows above (those with lower numbers). So it is accepted only if all of these were fed and are right, in this
+call or an earlier one. The accepted tokens are therefore exactly the tokens of greedy decoding. The cache slots of
+other fed tokens are hidden.
 
-A row begins once the rows before it are written up to its start. With drafts that reach so far the row is asked in the
-same call already, and begins if these drafts turn out right.
+A row begins once the rows above it are generated up to its start. If their drafts reach its start, the row is queried
+in the same call, and begins if these drafts turn out to be right.
+
+Example with a delay of 1 and two drafted tokens: row 0 feeds its newest token a at time 3 and the drafts b and c at
+times 4 and 5, and row 1 feeds x, y and z at the same times. If the model generates b from a but not c from b, row 0
+gains b and the model's token in place of c, and its tokens are known up to time 5. The column of z, at time 5, depends
+on c, so row 1 gains at most two tokens, even if y and z are right.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row, D the most drafted tokens of a row in a call.
 """
@@ -32,46 +38,46 @@ from pipejax.system import Tree
 
 @flax.struct.dataclass
 class DraftState:
-    """The part of the state that exists only with drafts. Each example has its own."""
+    """The part of the state that exists only with drafts, for each example."""
 
     calls: Array  # i32 [B], decoder calls that answered the example
-    used: Array  # i32 [B], slots that these calls took
-    apart: bool = flax.struct.field(pytree_node=False)  # whether examples take slots by themselves, or all the same
-    fed: Array  # i32 [B, 1 + D, R], of the last call: the newest token of each row and its drafts
-    live: Array  # bool [B, 1 + D, R], those that were fed
-    kept: Array  # bool [B, 1 + D, R], those that count
-    trust: Array  # i32 [B, R], the drafter's trust in its last drafts
+    used: Array  # i32 [B], slots that these calls used
+    apart: bool = flax.struct.field(pytree_node=False)  # whether examples count their slots separately
+    fed: Array  # i32 [B, 1 + D, R], in the last call: the newest token of each row and its drafts
+    live: Array  # bool [B, 1 + D, R], which of them were fed
+    kept: Array  # bool [B, 1 + D, R], which of them were accepted
+    trust: Array  # i32 [B, R], the drafter's confidence in the last drafts, an index into `Drafter.odds`
     record: TrackRecord  # how often drafts were right
-    guesses: Array  # i32 [B, R, D], the model's answers beyond the accepted tokens
-    guessed: Array  # i32 [B, R], how many of them there are
+    guesses: Array  # i32 [B, R, D], the model's tokens after the accepted ones
+    guessed: Array  # i32 [B, R], number of these
     drafter: Tree  # the drafter's own state
-    trace: tracing.Trace | None = None  # the fate of all drafts, if it is kept
+    trace: tracing.Trace | None = None  # the fate of all drafts, if `Drafts.trace`
 
 
 class Verdict(NamedTuple):
-    """The findings of a call about its drafts, [B, R] each."""
+    """The comparison of a call's drafts with the model's tokens; arrays [B, R]."""
 
-    asks: Array  # bool, the row was asked
-    run: Array  # i32, its drafted tokens up to the first wrong one
-    limit: Array  # i32, columns after its newest token that can count by the rows above it; below 0: not even that one
-    gain: Array  # i32, tokens by which it grows if it has begun
-    ends: Array  # bool, the last of these is an end token
+    asks: Array  # bool, whether the row had queries
+    run: Array  # i32, number of its drafted tokens before the first wrong one
+    limit: Array  # i32, number of drafted columns that the rows above allow; -1: not even the newest token's column
+    gain: Array  # i32, number of tokens that the row gains if it has begun
+    ends: Array  # bool, whether the last of these is an end token
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """The drafts of a strategy `Rows`: what is drafted, and how many drafts a call feeds. Static under jit.
+    """Drafting for a strategy `Rows`: the drafter, and the number of drafts in a call. Static under jit.
 
-    A drafted token that is too seldom right is not worth its column of the call: `choose_lengths` decides.
+    A drafted token that is rarely right is not worth its column of the call: see `choose_lengths`.
     """
 
     drafter: Drafter
-    tokens: int = 8  # the most drafted tokens of a row in a call
-    queries: tuple[int, ...] = ()  # the sizes of calls of a whole batch, ascending, but for the largest
-    fixed: float = 3.0  # the cost of a call in any case, in columns
+    tokens: int = 8  # D, the most drafted tokens of a row in a call
+    queries: tuple[int, ...] = ()  # the sizes of a batch's calls to compile for, ascending, without the largest
+    fixed: float = 3.0  # the fixed cost of a call, in units of the cost of a column
     rounded: bool = True  # whether a call costs all columns of its size, and not only those that are fed
     trace: bool = False  # whether the fate of drafts is kept (`Decoded.trace`)
-    names: OnGrid | None = None  # the strategy whose `cut` says what truncated an answer; None: the rows' own
+    names: OnGrid | None = None  # the strategy whose `cut` gives the codes of `Decoded.truncated`; None: the rows
 
     @property
     def borrows(self) -> bool:
@@ -79,32 +85,32 @@ class Drafts:
         return isinstance(self.drafter, Borrower)
 
     def width(self, rows: Rows) -> int:
-        """1 + D, columns of a row in a call."""
+        """1 + D, the number of columns of a row in a call."""
         return 1 + max(min(self.tokens, rows.time_max - 1), 1)
 
     def slots(self, rows: Rows) -> int:
-        """The most slots that are filled: twice what all rows and times need, as `query` stops drafting before."""
+        """The most slots of an example: twice those of a full grid. `query` stops drafting before they run out."""
         return 2 * rows.rows * rows.time_max
 
     def suit(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
-        """The sizes and the price of calls on a platform, for a grid of so many rows; see `Strategy.suit`."""
-        if platform != "cpu":  # weights are read for hundreds of columns in the time that a few take
+        """Sets sizes and costs of calls for a platform and a grid of `rows` rows; see `Strategy.suit`."""
+        if platform != "cpu":  # hundreds of columns take as long as a few, as reading the weights dominates
             return dataclasses.replace(self, queries=(64, 256), fixed=256.0)
         one_row = (1, 2, 4) if rows == 1 else ()
-        if skips_fillers:  # sizes differ in small things only, and each is one more loop
+        if skips_fillers:  # sizes hardly differ in cost, and each of them is one more loop
             return dataclasses.replace(self, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
         return dataclasses.replace(self, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
     def lend(self, model: Model[Tree], rows: Rows, batch: int) -> "Drafts":
-        """The drafts of a drafter that has the decoder of its own model for a batch."""
-        assert isinstance(self.drafter, Borrower), "it asks no model"
-        # Each size is one more copy of its step, in each size of the loop around it: a few are enough.
+        """Binds the decoder of the drafter's own model for a batch of size `batch`."""
+        assert isinstance(self.drafter, Borrower), "the drafter has no model"
+        # Each size is one more copy of the small model's step in each loop of the large one, so use only a few.
         few = self.queries[:: max(len(self.queries) // 2, 1)]
         drafter = self.drafter.over(model, rows, self.width(rows) - 1, queries=few, batch=batch)
         return dataclasses.replace(self, drafter=drafter)
 
     def init(self, rows: Rows, batch: int, source: SourceIds | None) -> DraftState:
-        """The state before the first call. The drafter reads the source."""
+        """The state before the first call."""
         assert source is not None, "drafters read the source"
         none = jnp.zeros((batch, rows.rows), jnp.int32)
         width = self.width(rows)
@@ -121,14 +127,14 @@ class Drafts:
             guesses=jnp.zeros((batch, rows.rows, most), jnp.int32),
             guessed=none,
             drafter=self.drafter.init(source, rows.rows),
-            # There is a call a time-step at most: the open row that is furthest behind grows in each.
+            # At most one call for each time-step, since the open row that is furthest behind grows in every call.
             trace=tracing.empty(batch, rows.time_max, rows.rows, most) if self.trace else None,
         )
 
     def query(self, rows: Rows, state: RowState) -> tuple[RowState, Query]:
-        """The newest token of each open row with its drafts; an end token that was not fed yet; rows that may begin.
+        """Feeds the newest token and the drafts of each open row, end tokens not fed yet, and rows that may begin.
 
-        Lines 5-8 of Algorithm 1, for a call that may take several time-steps of a row at once.
+        Lines 5-8 of Algorithm 1, for a call that may take several time-steps of a row.
         """
         assert state.drafts is not None
         old, width, index = state.drafts, self.width(rows), jnp.arange(rows.rows)
@@ -144,8 +150,8 @@ class Drafts:
         offered = jnp.where(may_draft, jnp.maximum(offered, 0), 0)
 
         def reach(drafted: Array) -> tuple[Array, Array]:
-            """The rows that are asked if so many tokens of each are drafted, and how many of these can count."""
-            # An ended row holds up no other; no row starts after an empty one.
+            """The rows with queries if `drafted` tokens of each are fed, and how many of these can be accepted."""
+            # A row whose draft has ended does not limit rows below it. No row starts after an empty one.
             closes = (state.length + before_end == 0) & (rows.delay > 0)
             far = jnp.where(before_end < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
             limit = over_earlier_rows(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
@@ -156,7 +162,7 @@ class Drafts:
         needed = (certain | rows.find_unfed(state, certain)).sum()
         _, useful = reach(offered)
         odds = old.record.odds(self.drafter.odds, draft.trust)
-        # A row that is asked only because of drafts needs one more draft to be right than its own.
+        # A row that is queried only because of drafts above it needs one more draft to be right.
         asks, drafted = reach(self.choose_lengths(rows, useful, odds, ~certain, needed))
         feeds_end = rows.find_unfed(state, asks)
         fed = jnp.concatenate([state.last[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
@@ -168,25 +174,25 @@ class Drafts:
         return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
 
     def advance(self, rows: Rows, state: RowState, answers: Array) -> RowState:
-        """Accepts the answers that count, i32 [B, (1 + D) * R] (lines 9-13 of Algorithm 1)."""
+        """Appends the tokens that are accepted among `answers`, i32 [B, (1 + D) * R] (lines 9-13 of Algorithm 1)."""
         assert state.drafts is not None
         old, width, started = state.drafts, self.width(rows), rows.has_started(state)
         columns = jnp.arange(width)
         live, answers = old.live, answers.reshape(old.live.shape)
         verdict = verify(rows, state, answers)
-        # As if every row that was asked had begun; `begins` then says which of them did.
+        # First as if every row with queries had begun; `begins` then determines which of them did.
         ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
         place = jnp.arange(rows.time_max) - state.length[:, :, None]
         found = jnp.take_along_axis(answers.swapaxes(1, 2), jnp.clip(place, 0, width - 1), axis=2)
         if circle is not None:
-            # Rows that do not begin after all are compared too: their circle is later than what keeps them from it.
+            # Rows that turn out not to begin are compared too. This is harmless: they could only add a later time.
             tokens = jnp.where(place >= 0, found, state.tokens)
             circle = jnp.minimum(circle, rows.find_circle(tokens, length, ended, verdict.ends))
         begins = started | ((verdict.gain > 0) & rows.may_begin(ended, length, circle))
         gain, ends = jnp.where(begins, verdict.gain, 0), verdict.ends & begins
         ended, length = state.ended | ends, state.length + gain
 
-        counts = jnp.where(begins & verdict.asks, jnp.minimum(verdict.run, verdict.limit), -1)  # the last right column
+        counts = jnp.where(begins & verdict.asks, jnp.minimum(verdict.run, verdict.limit), -1)  # last accepted column
         kept = live & ((columns[:, None] <= counts[:, None]) | state.ended[:, None])
         tokens = jnp.where((place >= 0) & (place < gain[:, :, None]), found, state.tokens)
         at_end = jnp.clip(length - 1, 0, rows.time_max - 1)[:, :, None]
@@ -226,27 +232,28 @@ class Drafts:
         return rows.settle(state)
 
     def choose_lengths(self, rows: Rows, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
-        """Lengths of drafts at the price of these calls; arguments as of `draft_lengths.choose_lengths`."""
+        """The numbers of tokens to draft, at the costs of these calls; see `draft_lengths.choose_lengths`."""
         width = self.width(rows)
         most = len(count) * rows.rows * width
         sizes = (*(n for n in self.queries if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=width - 1, sizes=sizes)
 
     def _has_room(self, rows: Rows, drafts: DraftState) -> Array:
-        """bool [B], whether the slots suffice for drafts now and none later, in a call for each time-step."""
+        """bool [B], whether the slots suffice for drafts in this call and a call for each later time-step without."""
         later = rows.rows * (rows.time_max - drafts.calls - 1)
         return drafts.used + rows.rows * self.width(rows) + later <= self.slots(rows)
 
 
 def verify(rows: Rows, state: RowState, answers: Array) -> Verdict:
-    """Compares the drafts of the last call with the model's answers i32 [B, 1 + D, R]."""
+    """Compares the drafts of the last call with the tokens `answers`, i32 [B, 1 + D, R], of the model."""
     assert state.drafts is not None
     live, columns = state.drafts.live, jnp.arange(state.drafts.live.shape[1])
     newest = rows.first + state.length
     asks, drafts = live[:, 0] & ~state.ended, state.drafts.fed[:, 1:]
     run = count_before(~(live[:, 1:] & (drafts == answers[:, :-1])), axis=1)
     right = columns[:-1, None] < run[:, None]
-    # How far a row's tokens are fed and right. An ended row whose end token is among them holds up no other.
+    # The time up to which a row's tokens are fed and right; NEVER for a row whose end token is among them, which does
+    # not limit the rows below.
     far = jnp.where((right & is_end(drafts, ends_of(rows))).any(axis=1), NEVER, newest + run)
     far = jnp.where(asks, far, jnp.where(rows.has_started(state), NEVER, -1))
     limit = over_earlier_rows(jax.lax.cummin, far, NEVER) - newest

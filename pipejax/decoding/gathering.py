@@ -1,8 +1,11 @@
-"""The queries of a step: the live ones of a batch, gathered, and the coordinates of all that was fed before.
+"""Packs the live queries of a batch into one step, and keeps the coordinates of the cache slots.
 
-Shapes as in `core`: B batch, S queries that an example may ask, N queries of a step over the whole batch, Q queries of
-one example, C cache slots in reach, T time-steps. A query has a place among the Q of its example, and a number among
-the N of the step.
+A strategy returns S queries for each example, of which only some are live. `gather` moves the live queries together:
+each of them has a place among the Q of its example, which determines its cache slot, and a number among the N of the
+step, which is its column in the matrix products.
+
+Shapes as in `core`: B batch, S queries of an example, live or not, N queries of a step over the whole batch, Q most
+live queries of one example, C cache slots of the program, T time-steps.
 """
 
 from collections.abc import Callable
@@ -16,54 +19,66 @@ from pipejax.grid import Numbers
 
 Array = jax.Array
 
-NOWHERE = 2**30  # the row of an empty slot and of a filler query: later than every real row, so none sees it
+NOWHERE = 2**30  # the row of an empty slot and of a filler: it is after all real rows, so no query sees the slot
 
 
 @flax.struct.dataclass
 class Query:
-    """The queries that one step may ask."""
+    """The queries of one step, before they are packed."""
 
     tokens: Array  # i32 [B, S]
     row: Array  # i32 [B|1, S], coordinates on the grid
     time: Array  # i32 [B|1, S]
-    live: Array  # bool [B, S], True: this one is fed; at least one is until every example is done
-    lineage: Array | None = None  # i32 [B, S, T], the one row that it sees at each time; None: what the grid says
+    live: Array  # bool [B, S], whether the query is fed; at least one is, until every example is done
+    lineage: Array | None = None  # i32 [B, S, T], the one row that it sees at each time; None: as `grid.visible`
 
 
 @flax.struct.dataclass
 class Filled:
-    """Coordinates of the slots of the cache."""
+    """The coordinates of the slots of the cache."""
 
-    row: Array  # i32 [B, C], NOWHERE where nothing was fed
+    row: Array  # i32 [B, C], NOWHERE for empty slots
     time: Array  # i32 [B, C]
 
 
 @flax.struct.dataclass
 class Step:
-    """The question to the model: N live queries, gathered; the last may be fillers, which stand for no query.
+    """The input of the model: N packed queries, of which the last may be fillers.
 
-    Where every example has all its Q places among the N, the two index arrays are None.
+    If N = B * Q, every place of every example has a query, and the two index arrays are None.
     """
 
     tokens: Array  # i32 [N]
-    query_at_place: Array | None  # i32 [B, Q], index among the N of the query at each place of an example; N: none
-    place_of_query: Array | None  # i32 [N], index of each query's place among all B * Q; B * Q: it is a filler
-    mask: Array  # bool [B, Q, C], True: the query sees that slot, its own included
-    position: Array  # i32 [B, Q]; less a key's that the query sees, it is how far that lies back
+    query_at_place: Array | None  # i32 [B, Q], the number among N of the query at each place; N: no query
+    place_of_query: Array | None  # i32 [N], the place of each query, as an index into B * Q; B * Q: a filler
+    mask: Array  # bool [B, Q, C], whether the query sees the slot, its own included
+    position: Array  # i32 [B, Q]; minus the position of a key, it is the key's relative distance
     key_position: Array  # i32 [B, C]
-    row: Array  # i32 [B, Q], coordinates of the queries; NOWHERE at fillers
+    row: Array  # i32 [B, Q], coordinates of the queries; NOWHERE for fillers
     time: Array  # i32 [B, Q]
-    start: Array  # i32 [B|1]: keys of an example's place q go to slot start + q
-    filled: Filled  # theirs included
+    start: Array  # i32 [B|1], the first slot to write: place q is written to slot start + q
+    filled: Filled  # the coordinates of all slots, those of this step included
 
 
 def count_slots(live: Array, kept: Array) -> Array:
-    """Counts, i32 [B], the slots of a step up to the last that is kept; the next step takes those after it."""
+    """i32 [B], the number of a step's slots up to the last kept one. The next step overwrites the slots after it.
+
+    Args:
+      live: bool [B, S], the queries that were fed.
+      kept: bool [B, S], the queries that later queries may see.
+    """
     return jnp.where(live & kept, jnp.cumsum(live, axis=1), 0).max(axis=1)
 
 
 def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """Hides rejected queries, bool [B, S], of those fed: nobody sees them by the coordinates that come back."""
+    """The coordinates of the slots after rejected queries are hidden from all later queries.
+
+    Args:
+      rejected: bool [B, S], the queries to hide.
+      live: bool [B, S], the queries that were fed.
+      filled: the coordinates with those of this step.
+      start: i32 [B|1], the first slot of this step.
+    """
     slot = jnp.where(rejected, start[:, None] + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
     example = jnp.arange(live.shape[0])[:, None]
     return Filled(filled.row.at[example, slot].set(NOWHERE, mode="drop"), filled.time)
@@ -77,9 +92,18 @@ def gather(
     width: int,
     position: Callable[[Numbers, Numbers], Numbers] = grid.position,
 ) -> tuple[Step, Array, Filled]:
-    """The live queries of a batch as a question to the model, whose slots begin at `start`, i32 [B|1].
+    """Packs the live queries of a batch into the input of the model.
 
-    Beside it for each of the [B, S] queries its number among the N, and the coordinates with theirs.
+    Args:
+      query: the queries of a step.
+      filled: the coordinates of the slots before the step.
+      start: i32 [B|1], the first slot to write.
+      queries: N.
+      width: Q.
+      position: the position of a row and time.
+
+    Returns:
+      The step; the number i32 [B, S] among N of each live query; the coordinates with those of this step.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))
@@ -87,7 +111,7 @@ def gather(
     place = jnp.cumsum(live, axis=1) - 1  # of a live query within its example
 
     def at_places(x: Array, otherwise: int) -> Array:
-        """[B, S] -> [B, Q]: what is live, moved together."""
+        """[B, S] -> [B, Q], the live entries moved to the front, and `otherwise` behind them."""
         hit = query.live[:, :, None] & (place[:, :, None] == jnp.arange(width))
         return jnp.where(hit.any(axis=1), jnp.where(hit, x[:, :, None], 0).sum(axis=1), otherwise)
 
@@ -95,10 +119,10 @@ def gather(
     filled = Filled(_put(filled.row, row, start), _put(filled.time, time, start))
     here = row[:, :, None], time[:, :, None], filled.row[:, None], filled.time[:, None]
     if query.lineage is None:
-        # Fillers stand at NOWHERE as well, and would see the empty slots.
+        # Fillers have the row NOWHERE as well, so they would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
         positions = position(row, time), position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
-    else:  # whatever rows it runs through, a line is as long as it took
+    else:  # a beam's tokens are in several rows, so only times count for positions
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
         mask, positions = seen == filled.row[:, None], (time, filled.time)
@@ -118,7 +142,7 @@ def gather(
 
 
 def _put(old: Array, new: Array, start: Array) -> Array:
-    """The old array [B, C], with the new [B, Q] from slot `start` i32 [B|1] on."""
+    """The array `old` [B, C] with `new` [B, Q] written from slot `start`, i32 [B|1], on."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start[0], axis=1)
     place = jnp.arange(old.shape[1]) - start[:, None]

@@ -1,6 +1,7 @@
-"""The texts that rows may be, as an automaton over tokens: the tokens after which a row can still end in time.
+"""Restricts rows to the texts of an automaton: a row may take only tokens after which it can still end in time.
 
-Shapes: V vocabulary, K kinds of tokens, P states, B batch, R rows, N queries of a step.
+Shapes: V vocabulary, K kinds of tokens (tokens of a kind have the same transitions), P states, B batch, R rows,
+N queries of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +14,24 @@ import numpy as np
 from pipejax.decoding.interface import is_end
 
 Array = jax.Array
-FAR = 1 << 20  # tokens to an end that cannot be reached
-WORK = 4  # entries computed for each that a table may have: tokens of different bytes may move alike
-# Kinds and states are padded to so many, or twice, four times ...: the tables of usual schemas have one shape, so that
-# their answers share a compiled program.
+FAR = 1 << 20  # the distance to an end that cannot be reached
+WORK = 4  # entries that may be computed, as a multiple of the table's largest size: most kinds occur repeatedly
+# The numbers of kinds and of states are padded to these, or to twice, four times ... these: the tables of usual schemas
+# have one shape, so that their answers share a compiled program.
 LEAST = 512, 1024
 
 
 class TableTooLarge(Exception):
-    """A table would have too many entries, or take too many to compute."""
+    """The table would have too many entries, or computing it would take too much work."""
 
 
 @flax.struct.dataclass
 class Table:
-    """An automaton over the tokens of a vocabulary. State 0 is of texts that cannot be; tokens of a kind move alike."""
+    """An automaton over the tokens of a vocabulary. State 0 is the state of invalid texts."""
 
-    kinds: Array | np.ndarray  # i32 [V]
-    moves: Array | np.ndarray  # i32 [K, P], the next state
-    distance: Array | np.ndarray  # i32 [P], tokens to the nearest end at least; 0: a row may end there
+    kinds: Array | np.ndarray  # i32 [V], the kind of each token
+    moves: Array | np.ndarray  # i32 [K, P], the next state, by kind of token and state
+    distance: Array | np.ndarray  # i32 [P], the fewest tokens to a state in which a row may end; 0: it may end here
 
     @classmethod
     def lift(
@@ -41,15 +42,18 @@ class Table:
         most: int,
         pause: Callable[[], None] | None = None,
     ) -> "Table":
-        """The table of an automaton over bytes, of at most so many entries.
+        """Lifts an automaton over bytes to tokens.
 
-        `automaton`: classes of bytes i32 [256], next states i32 [classes, states], accepting ones bool [states].
-        `pause`: called from time to time, to let other threads work.
+        Args:
+          automaton: classes of bytes i32 [256], next states i32 [classes, states], accepting states bool [states].
+          spelled: the bytes of each of the V tokens.
+          most: the largest number of entries of the table.
+          pause: called from time to time, to let other threads work.
 
         Raises:
-          TableTooLarge: it, or the work for it, would be larger.
+          TableTooLarge: the table would have more than `most` entries, or take too much work.
         """
-        # Each token is a function from states to states. Few differ, and a prefix of a token has one of its own.
+        # Each token is a function from states to states, composed of the functions of its bytes. Few of them differ.
         byte_kinds, moves, accepts = automaton
         states = moves.shape[1]
         functions = [np.zeros(states, np.int32), np.arange(states, dtype=np.int32)]
@@ -59,7 +63,7 @@ class Table:
         begins = np.cumsum(lengths) - lengths
         kinds = np.where(lengths > 0, 1, 0)
         work = 0
-        for place in range(int(lengths.max(initial=0))):  # of all tokens at once
+        for place in range(int(lengths.max(initial=0))):  # the byte at this place of all tokens at once
             longer = np.flatnonzero((lengths > place) & (kinds > 0))
             pairs, which = np.unique(kinds[longer] * 256 + parts[begins[longer] + place], return_inverse=True)
             work += len(pairs) * states
@@ -76,7 +80,7 @@ class Table:
                 if len(functions) * states > most:
                     raise TableTooLarge(f"more than {most} entries in its table")
             kinds[longer] = after[which.reshape(-1)]
-        used, kinds = np.unique(np.append(kinds, 0), return_inverse=True)  # 0 stays the first
+        used, kinds = np.unique(np.append(kinds, 0), return_inverse=True)  # kind 0 remains the first
         return cls._padded(kinds[:-1].astype(np.int32), np.stack([functions[i] for i in used]), accepts)
 
     @classmethod
@@ -87,14 +91,14 @@ class Table:
     @classmethod
     def _padded(cls, kinds: np.ndarray, moves: np.ndarray, accepts: np.ndarray) -> "Table":
         states = moves.shape[1]
-        ordered = np.sort(moves.T, axis=1)  # the next states of each; equal ones count once
+        ordered = np.sort(moves.T, axis=1)  # the next states of each state; duplicates are skipped below
         begins, which = np.nonzero(np.diff(ordered, axis=1, prepend=-1))
         ends = ordered[begins, which]
         begins = begins[np.argsort(ends)]
         first = np.searchsorted(np.sort(ends), np.arange(states + 1))
         distance: np.ndarray = np.where(accepts, 0, FAR)
         reached, steps = np.flatnonzero(accepts), 0
-        while len(reached):  # breadth first, against the edges
+        while len(reached):  # breadth-first search along reversed edges
             steps += 1
             before = np.concatenate([begins[first[end] : first[end + 1]] for end in reached])
             reached = np.unique(before[distance[before] == FAR])
@@ -108,30 +112,33 @@ class Table:
 
 @flax.struct.dataclass
 class Grammar:
-    """The texts that the rows of a batch may be."""
+    """The allowed texts of the rows of a batch."""
 
     table: Table
-    starts: Array | np.ndarray  # i32 [B, R], the state of each row before its first token that is no given one
-    first: Array | np.ndarray  # i32 [B, R], the time of the query for that token
-    last: (
-        Array | np.ndarray
-    )  # i32 [B, R], the time of the last query of the row, whose answer is an end token at the latest
+    starts: Array | np.ndarray  # i32 [B, R], the state of each row after its given prefix
+    first: Array | np.ndarray  # i32 [B, R], the time of the query that generates the first token after the prefix
+    last: Array | np.ndarray  # i32 [B, R], the time of the query that generates an end token at the latest
     ends: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))  # tokens that end a row
 
     def take(self, numbers: np.ndarray) -> "Grammar":
-        """The grammar of the examples with those numbers [E, B]; each of the E has the table, which they share."""
+        """Selects the examples `numbers`, i32 [E, B]. The table is broadcast to the leading axis E."""
         table = jax.tree.map(lambda x: np.broadcast_to(x, (len(numbers), *x.shape)), self.table)
         starts, first, last = (np.asarray(x)[numbers] for x in (self.starts, self.first, self.last))
         return Grammar(table, starts, first, last, self.ends)
 
     def allow(self, states: Array, left: Array) -> Array:
-        """bool [V, N], the tokens that may be chosen if `left` i32 [N] may follow, the end token included."""
+        """bool [V, N], the tokens that may be chosen.
+
+        Args:
+          states: i32 [N], the present states of the rows.
+          left: i32 [N], how many more tokens may follow the chosen one, the end token included.
+        """
         in_time = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
         ids = jax.lax.broadcasted_iota(jnp.int32, (len(self.table.kinds), 1), 0)
         may_end = jnp.asarray(self.table.distance)[states] == 0
         return jnp.where(is_end(ids, self.ends), may_end, in_time[self.table.kinds])
 
     def move(self, states: Array, tokens: Array) -> Array:
-        """i32 [N], the states after those tokens i32 [N]; an end token leaves a state as it is."""
+        """The states i32 [N] after the tokens i32 [N]; an end token does not change the state."""
         moved = jnp.asarray(self.table.moves)[jnp.asarray(self.table.kinds)[tokens], states]
         return jnp.where(is_end(tokens, self.ends), states, moved)

@@ -1,4 +1,4 @@
-"""The parts of the decoding loop: a strategy, which says what is asked, and a model, which answers.
+"""The interfaces of the decoding loop: a strategy, which chooses the queries, and a model, which computes logits.
 
 Shapes as in `core`.
 """
@@ -30,58 +30,58 @@ class SourceIds:
     """A batch of sources, for strategies that read them."""
 
     ids: Array | np.ndarray  # i32 [B, L]
-    length: Array | np.ndarray  # i32 [B], how many are real
-    memory: Tree = None  # their memory in a drafter's own model
-    apart: bool = flax.struct.field(pytree_node=False, default=False)  # whether each example takes slots by itself
+    length: Array | np.ndarray  # i32 [B], number of ids of each source; the rest is padding
+    memory: Tree = None  # the sources as encoded by a drafter's own model
+    apart: bool = flax.struct.field(pytree_node=False, default=False)  # whether examples count their slots separately
 
 
 @flax.struct.dataclass
 class Decoded:
     """The result of a strategy: rows of tokens without bos and eos.
 
-    Of one example in two batches, the last digits of `log_probs` may differ and, with drafts, `calls` and `trace`;
-    tokens only where two are equally likely but for rounding.
+    If an example is decoded in two different batches, the last digits of `log_probs` may differ, and with drafts also
+    `calls` and `trace`. Tokens differ only if two tokens are equally likely up to rounding.
     """
 
-    tokens: Array  # i32 [B, R, W], R rows, W their longest; meaningless beyond `lengths`
+    tokens: Array  # i32 [B, R, W], R rows, W the length of the longest; undefined beyond `lengths`
     lengths: Array  # i32 [B, R], 0 for empty rows and rows that never started
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
-    calls: Array | np.ndarray | None = None  # i32 [B], decoder calls; None: `Strategy.calls` knows
-    log_probs: Array | None = None  # f32 [B, R, W], of the answer to the query of each row and time, if `Wishes.scores`
+    calls: Array | np.ndarray | None = None  # i32 [B], decoder calls; None: `Strategy.calls` computes them
+    log_probs: Array | None = None  # f32 [B, R, W], of the token generated at each row and time, if `Wishes.scores`
     trace: Trace | None = None  # the fate of drafts, if `Drafts.trace`
 
 
 class Model(Protocol[Cache]):
-    """The decoder of a batch, as the loop sees it."""
+    """The decoder of a batch of encoded sources."""
 
     def cache(self, slots: int, old: Cache | None) -> Cache:
-        """A cache of that many slots: those of `old`, if there is one, and zeroed ones after them."""
+        """A cache of `slots` slots: the slots of `old`, if given, followed by slots of zeros."""
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """Logits f32 [V, N] over the cache, and the cache with the step's keys and values written, in its slots alone.
+        """Logits f32 [V, N] of a step's queries, and the cache with the step's keys and values in the step's slots.
 
-        A step may be taken back: nobody sees its slots then, and others write them again.
+        A step may be undone: its cache slots are masked and later overwritten.
         """
 
     def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """As a call, but instead of logits the tokens i32 [N] with the highest, the lowest id of equals."""
+        """Like `__call__`, but returns the argmax tokens i32 [N] instead of logits; ties go to the lowest id."""
 
 
 class Stepper(Protocol):
-    """The steps of a strategy, as the loop takes them. Its state is a pytree of fixed shapes."""
+    """The steps of a strategy, which the decoding loop takes. The state of a strategy is a pytree of fixed shapes."""
 
     @property
     def most_queries(self) -> int:
-        """S, the most queries of an example in one step: the width of what `query` returns."""
+        """S, the largest number of queries of an example in one step: the width of the arrays of `query`."""
 
     @property
     def places(self) -> tuple[int, int]:
-        """R and W, rows and times of the queries whose answers are tokens; (0, 0): nothing can be wished of them."""
+        """R and W, the numbers of rows and times at which tokens are generated; (0, 0): `Wishes` are not supported."""
 
     @property
     def queries(self) -> tuple[int, ...] | None:
-        """The sizes of steps of a whole batch that suit it; None: those of the device."""
+        """The numbers of queries of a batch's step to compile for; None: the device's default numbers."""
 
     @property
     def slots(self) -> int:
@@ -89,94 +89,97 @@ class Stepper(Protocol):
 
     @property
     def borrows(self) -> bool:
-        """Whether it asks a small model of its own, which `Strategy.lend` gives it."""
+        """Whether the strategy needs a small model of its own, which `Strategy.lend` binds to it."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """The position of a slot, in training too: less that of a slot that it sees, it is how far that lies back."""
+        """The position of a slot, also in training. Relative positions are differences: the query's minus the key's."""
 
     def init(self, batch: int, source: SourceIds | None = None) -> Tree:
-        """The state before the first step; `source`: for strategies that read it."""
+        """The state before the first step. `source` is given if the strategy `reads_source`."""
 
     def query(self, state: Tree) -> tuple[Tree, Query]:
-        """Opens the next step: the state with any new rows, and what to ask."""
+        """Begins the next step: starts rows, and returns the new state and the queries."""
 
     @property
     def choose(self) -> Callable[[Array], Tree] | None:
-        """The function from logits f32 [V, N] to the answers, arrays [N, ...]; None: the most likely tokens i32 [N]."""
+        """A function from logits f32 [V, N] to arrays [N, ...] for `advance`; None: the most likely tokens i32 [N]."""
 
     def advance(self, state: Tree, answers: Tree) -> Tree:
-        """Takes the answers [B, S, ...] to that step's live queries. A finished example must not change any more."""
+        """Ends a step, given the tokens i32 [B, S] generated for its queries (or the arrays [B, S, ...] of `choose`).
+
+        Entries of queries that are not live are undefined. The result of a finished example must not change any more.
+        """
 
     def kept(self, state: Tree) -> Array | None:
-        """bool [B, S], of the queries of the last step those that later queries may see; None: all of them."""
+        """bool [B, S], the queries of the last step that later queries may see; None: all of them."""
 
     def done(self, state: Tree) -> Array:
-        """bool [B], True at finished examples."""
+        """bool [B], True for finished examples."""
 
     def result(self, state: Tree) -> Decoded:
-        """The rows, once all are done."""
+        """The rows generated so far; final for finished examples."""
 
 
 class Strategy(Stepper, Protocol):
-    """A way to decode: its steps, and facts about them that its users ask.
+    """A decoding strategy: its steps, and properties that callers of the loop need.
 
-    A strategy whose rows end at other tokens than `eos` as well has them in `other_ends`, a tuple: see `ends_of`.
+    If rows may also end with tokens other than `eos`, the strategy has a tuple of them, `other_ends`: see `ends_of`.
     """
 
     @property
     def eos(self) -> int:
-        """The token that ends a row; the first of several."""
+        """The token that ends a row; the first one if there are several."""
 
     def start(self, row: Numbers) -> Numbers:
-        """The time of the query whose answer is a row's first token; those of the others follow, one time each."""
+        """The time of the query that generates a row's first token; each further token is generated one time later."""
 
     @property
     def reads_source(self) -> bool:
-        """Whether `init` is given the source."""
+        """Whether `init` needs the source."""
 
     def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
-        """The strategy as it is the fastest there.
+        """The strategy tuned for a platform; its answers are the same.
 
         Args:
-          platform: one of JAX's.
-          costs: what a step costs whatever it computes, in queries.
-          skips_fillers: whether a step costs the queries that are asked, and not those that it has room for.
+          platform: JAX's name of the platform.
+          costs: the fixed cost of a step, in units of the cost of one query.
+          skips_fillers: whether the cost of a step depends on its live queries, and not on the size compiled for.
         """
 
     def lend(self, model: Model[Tree], batch: int) -> "Strategy":
-        """The strategy with the small model's decoder of a batch, if it `borrows` one; traced."""
+        """The strategy with its small model's decoder of a batch of size `batch`, if it `borrows` one; traced."""
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """i32 [B], decoder calls that an example takes by itself, in NumPy."""
+        """i32 [B], the decoder calls that each example would take if it were decoded alone; in NumPy."""
 
 
 def ends_of(strategy: Any) -> tuple[int, ...]:
-    """The tokens that end a row of a strategy, `eos` first. A strategy without `other_ends` has that one alone."""
+    """The tokens that end a row of a strategy: `eos`, then `other_ends` if the strategy has this attribute."""
     return strategy.eos, *getattr(strategy, "other_ends", ())
 
 
 def is_end(tokens: Array, ends: tuple[int, ...]) -> Array:
-    """Whether each of the tokens, an array of any shape, is one of the ends."""
+    """bool, of the shape of `tokens`: whether each token is one of the `ends`."""
     found: Array = functools.reduce(operator.or_, (tokens == end for end in ends))
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The common part of most strategies: they read no source, borrow no model, and suit every device as they are."""
+    """The base class of most strategies: reads no source, needs no small model, and is the same on every device."""
 
     reads_source: ClassVar[bool] = False
     borrows: ClassVar[bool] = False
     queries: ClassVar[tuple[int, ...] | None] = None
-    choose: ClassVar[Any] = None  # greedily
+    choose: ClassVar[Any] = None  # the most likely tokens
 
     @property
     def places(self) -> tuple[int, int]:
-        """None: nothing can be wished of its answers."""
+        """(0, 0): `Wishes` are not supported."""
         return 0, 0
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """The paper's."""
+        """The paper's position, row + time."""
         return grid.position(row, time)
 
     def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
@@ -188,19 +191,19 @@ class Plain:
         return self
 
     def kept(self, state: Tree) -> Array | None:
-        """All."""
+        """None: later queries may see all queries."""
         return None
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """One a step."""
+        """i32 [B], one call for each step."""
         return np.asarray(decoded.steps)
 
 
 class Refillable(Strategy, Protocol):
-    """A strategy each of whose examples has a state of its own: all arrays of its state have a first axis of B."""
+    """A strategy for running batches: all arrays of its state have a first axis of B, so examples can be replaced."""
 
     def stop(self, state: Tree, which: Array) -> Tree:
-        """The state with the examples bool [B] done."""
+        """The state with the examples `which`, bool [B], marked as done."""
 
     def reread(self, state: Tree, source: SourceIds | None) -> Tree:
-        """The state after the sources were padded to another length; only of a strategy that `reads_source`."""
+        """The state for the same sources padded to another length; called only if the strategy `reads_source`."""

@@ -1,7 +1,7 @@
-"""Algorithm 1 of the paper: the rows of an answer grow side by side, plainly or with drafts.
+"""Algorithm 1 of the paper: the rows of an answer are generated side by side, with or without drafts.
 
-One class, `GridStrategy`, serves all uses. `Pipelined` is the paper's decoder, `Sequential` the ordinary T5, which is
-its special case of a single row. Drafts (`drafting`) change how many tokens a call feeds and accepts, and nothing else.
+`GridStrategy` implements the algorithm. `Pipelined` is the paper's decoder. `Sequential` is ordinary T5 decoding, the
+special case of a single row. Drafts (`drafting`) only change how many tokens a call feeds and accepts.
 
 Shapes as in `rows`: B batch, R rows of the grid, T the most tokens of a row.
 """
@@ -24,17 +24,17 @@ CODE = {name: i for i, name in enumerate(TRUNCATIONS)}
 
 
 class GridStrategy(Rows):
-    """The steps of Algorithm 1, whose settings and rules are those of `Rows`.
+    """The steps of Algorithm 1. Settings and rules are those of `Rows`.
 
-    In each call every open row feeds its newest token and is given the next one. The token that ends a row is fed once,
-    since later rows may see it: beside the next query of a later row, the first that can see it, and at the time at
-    which it was generated.
+    In each call every open row feeds its newest token and generates the next one. The end token of a row is fed once,
+    since later rows may see it: together with the first later query that can see it, with the time at which the end
+    token was generated.
     """
 
-    drafts: Drafts | None  # None: one token a row in each call
+    drafts: Drafts | None  # None: each row feeds one token in a call
 
     def __init_subclass__(cls) -> None:
-        """Raises a TypeError if a subclass has other starts, which its steps would not follow."""
+        """Raises a TypeError if a subclass overrides `start`, since the steps would not follow it."""
         if "start" in vars(cls):
             raise TypeError(
                 f"{cls.__name__}.start: rows start as `delay` says; other starts need a strategy of their own"
@@ -57,12 +57,12 @@ class GridStrategy(Rows):
 
     @property
     def queries(self) -> tuple[int, ...] | None:  # type: ignore[override]  # a constant of most strategies
-        """See `Stepper`: with drafts, the sizes among which `Drafts` chooses."""
+        """See `Stepper`. With drafts, the sizes among which `Drafts` chooses."""
         return None if self.drafts is None else self.drafts.queries
 
     @property
     def reads_source(self) -> bool:  # type: ignore[override]
-        """Whether a drafter reads it."""
+        """Whether there is a drafter, which reads the source."""
         return self.drafts is not None
 
     @property
@@ -72,11 +72,11 @@ class GridStrategy(Rows):
 
     @property
     def on_grid(self) -> Self:
-        """Itself, as it generates the rows of a grid."""
+        """The strategy itself, as it generates the rows of a grid."""
         return self
 
     def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
-        """See `Strategy`: with the sizes of calls that drafts may choose from there, and the price of a call."""
+        """See `Strategy`. Tunes the sizes of calls among which drafts choose, and their costs."""
         if self.drafts is None:
             return self
         drafts = self.drafts.suit(platform, self.rows, costs=costs, skips_fillers=skips_fillers)
@@ -84,7 +84,7 @@ class GridStrategy(Rows):
 
     def lend(self, model: Model[Tree], batch: int) -> Self:
         """See `Strategy`."""
-        assert self.drafts is not None, "only a drafter borrows a model"
+        assert self.drafts is not None, "only a drafter needs a small model"
         return self.replace(drafts=self.drafts.lend(model, self, batch))
 
     def init(self, batch: int, source: SourceIds | None = None) -> RowState:
@@ -103,12 +103,12 @@ class GridStrategy(Rows):
         )
 
     def query(self, state: RowState) -> tuple[RowState, Query]:
-        """Starts rows where they are due (lines 5-7), then asks for every open row at once (line 8)."""
+        """Starts rows whose time has come (lines 5-7), then feeds the newest token of every open row (line 8)."""
         if self.drafts is not None:
             return self.drafts.query(self, state)
         rows, newest, is_open = jnp.arange(self.rows), self.first + state.length, self.find_open(state)
-        # A row starts when the open rows have reached its start; where none is open, at once: such time-steps count,
-        # and need no call.
+        # A row starts when all open rows have reached its start. If no row is open, it starts at once: the time-steps
+        # until then count as steps, but need no call.
         reached = jnp.where(is_open, newest, NEVER).min(axis=1)
         begun = jnp.where(state.done | self.is_closed(state), self.rows, state.started)[:, None]
         begins = (rows == begun) & (self.first <= reached[:, None]) if self.delay else rows >= begun
@@ -119,7 +119,7 @@ class GridStrategy(Rows):
         return dataclasses.replace(state, retired=state.retired | unfed, started=started), query
 
     def advance(self, state: RowState, answers: Array) -> RowState:
-        """Appends the tokens of open rows (lines 9-11) and finds out whether decoding is over (lines 12-13)."""
+        """Appends the generated tokens to open rows (lines 9-11) and marks examples as done (lines 12-13)."""
         if self.drafts is not None:
             return self.drafts.advance(self, state, answers)
         asked = self.find_open(state)
@@ -138,13 +138,13 @@ class GridStrategy(Rows):
         return dataclasses.replace(state, done=state.done | which)
 
     def reread(self, state: RowState, source: SourceIds | None) -> RowState:
-        """See `Refillable`: the drafter begins anew, which changes no answer."""
+        """See `Refillable`. Resets the drafter's state, which changes no answer."""
         assert self.drafts is not None and source is not None, "only a drafter reads the source"
         drafter = self.drafts.drafter.init(source, self.rows)
         return dataclasses.replace(state, drafts=dataclasses.replace(state.drafts, drafter=drafter))
 
     def kept(self, state: RowState) -> Array | None:
-        """See `Stepper`: with drafts, the tokens of the last call that are right."""
+        """See `Stepper`. With drafts, the accepted tokens of the last call."""
         if self.drafts is None:
             return None
         assert state.drafts is not None
@@ -152,14 +152,14 @@ class GridStrategy(Rows):
         return kept
 
     def done(self, state: RowState) -> Array:
-        """As the last call found."""
+        """bool [B], as `advance` determined."""
         return state.done
 
     def result(self, state: RowState) -> Decoded:
         """The rows without their end tokens (line 14), and the time-steps that Algorithm 1 takes for them.
 
-        If neither an empty row nor `sub_max` ended spawning, time ran out. Before the end it is the number of
-        time-steps that are complete: all their tokens are generated.
+        If spawning was ended neither by an empty row nor by `sub_max`, the number of steps is `time_max`. For an
+        example that is not done it is the number of complete time-steps: those whose tokens are all generated.
         """
         started, drafts = self.has_started(state), state.drafts
         complete = self._has_empty(state)
@@ -186,9 +186,8 @@ class GridStrategy(Rows):
 
         Args:
           cut: bool [B], whether a row was open at the end.
-          complete: bool [B], whether rows ended the answer: an empty one, or two that repeat others.
-          started: i32 [B], number of rows that have started. Rows that start together are as many as there are to be:
-            none is missing.
+          complete: bool [B], whether an empty row or repeated rows ended the answer.
+          started: i32 [B], number of rows that have started; not used with a delay of 0, where their number is given.
         """
         full = (started == self.sub_max) & (self.delay > 0)
         otherwise = CODE["time_max"] if self.delay and not self.literal else CODE[None]
@@ -196,7 +195,7 @@ class GridStrategy(Rows):
         return jnp.where(cut, CODE["time_max"], whole).astype(jnp.int32)
 
     def calls(self, decoded: Decoded) -> np.ndarray:
-        """One for each time-step in which a row was open; with drafts, as they were counted."""
+        """i32 [B], one call for each time-step with an open row; with drafts, the counted calls."""
         if decoded.calls is not None:
             return np.asarray(decoded.calls)
         pairs = zip(np.asarray(decoded.lengths), np.asarray(decoded.steps), strict=True)
@@ -214,21 +213,18 @@ class Pipelined(GridStrategy):
     bos: int = 0
     eos: int = 1
     unique: bool = False
-    other_ends: tuple[int, ...] = ()  # tokens that end a row as well
+    other_ends: tuple[int, ...] = ()  # further tokens that end a row
     drafts: Drafts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(GridStrategy):
-    """Token by token: the ordinary greedy decoder of T5, the baseline. It is the only row of a grid.
+    """Ordinary greedy decoding of T5, the baseline: a grid of one row."""
 
-    `max_length`: tokens at the most, the end token included.
-    """
-
-    max_length: int
+    max_length: int  # the most tokens of an answer, the end token included
     bos: int = 0
     eos: int = 1
-    other_ends: tuple[int, ...] = ()  # tokens that end an answer as well
+    other_ends: tuple[int, ...] = ()  # further tokens that end an answer
     drafts: Drafts | None = None
 
     delay = 0
@@ -242,5 +238,5 @@ class Sequential(GridStrategy):
         return self.max_length
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """See `Rows`: whether the answer has no end."""
+        """Codes i32 [B] of `Decoded.truncated`: "max_length" for answers without an end token."""
         return jnp.where(cut, CODE["max_length"], CODE[None]).astype(jnp.int32)

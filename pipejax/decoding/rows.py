@@ -1,9 +1,9 @@
-"""The rows of an answer as far as they are generated, and the rules of Algorithm 1 about them.
+"""The state of the rows of an answer, and the rules of Algorithm 1: which rows start, are open, and end decoding.
 
-A row is kept as it is read: its tokens from the first on, its end token included. The j-th token of row i is generated
-at time start(i) + j (j = 1, 2, ...), and the query that generates it feeds the token before it, at time start(i) + j -
-1. So the newest query of a row with `length` tokens has the time start(i) + length, and no clock is needed: without
-drafts all open rows have the same newest time, as each of them grows by one token a call.
+The state holds the tokens of each row from the first one to its end token, not by time. The j-th token of row i is
+generated at time start(i) + j (j = 1, 2, ...). The query that generates it feeds the previous token, at time
+start(i) + j - 1. So the newest query of a row with `length` tokens has the time start(i) + length, and the state needs
+no clock: without drafts all open rows have the same newest time, since each of them grows by one token in each call.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row.
 """
@@ -23,29 +23,29 @@ from pipejax.system import Tree
 
 @flax.struct.dataclass
 class RowState:
-    """The rows of a batch as far as they are generated. All arrays have a first axis of B."""
+    """The state of the rows of a batch. All arrays have a first axis of B."""
 
-    tokens: Array  # i32 [B, R, T], the generated tokens of each row, its end included; meaningless beyond `length`
+    tokens: Array  # i32 [B, R, T], the generated tokens of each row, end token included; undefined beyond `length`
     length: Array  # i32 [B, R], number of generated tokens
     last: Array  # i32 [B, R], the newest token of each row; bos if none is generated
-    ended: Array  # bool [B, R], True once a token that ends the row is generated
-    retired: Array  # bool [B, R], True once that token is fed as well
+    ended: Array  # bool [B, R], True once an end token of the row is generated
+    retired: Array  # bool [B, R], True once this end token is fed as well
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
     done: Array  # bool [B]
-    circle: Array | None = None  # i32 [B], the time at which the answer runs in circles, or NEVER; if rows are unique
+    circle: Array | None = None  # i32 [B], the time at which rows began to repeat, or NEVER; None unless `unique`
     drafts: Tree = None  # a `DraftState`, if there are drafts
 
 
 class Rows(Plain):
     """The rules of Algorithm 1 (paper section 3.4) over a fixed grid of `rows` rows and `time_max` time-steps.
 
-    A new row starts every `delay` time-steps; with a delay of 0 all rows start at time 0. By default only an empty row,
-    or the last of `sub_max` rows, ends spawning, and decoding stops once no row can start and all have ended. `literal`
-    follows the paper's lines 5-13 to the letter: rows keep starting after an empty one, and decoding stops the first
-    time that all started rows have ended. Unless it is literal, `unique` ends spawning when the answer runs in circles,
-    too: see `find_circle`.
+    A new row starts every `delay` time-steps; with a delay of 0 all rows start at time 0. By default rows start until
+    one of them is empty or `sub_max` rows have started, and decoding stops when no more row can start and all rows have
+    ended. With `literal`, lines 5-13 of the paper are followed exactly: rows start after an empty one, too, and
+    decoding stops as soon as all started rows have ended. With `unique`, unless `literal`, no more rows start when the
+    answer repeats itself: see `find_circle`.
 
-    Subclasses are frozen dataclasses that give these settings.
+    Subclasses are frozen dataclasses whose fields are these settings.
     """
 
     delay: int  # Δt
@@ -64,16 +64,16 @@ class Rows(Plain):
 
     @property
     def places(self) -> tuple[int, int]:
-        """R and T, the grid."""
+        """R and T, the size of the grid."""
         return self.rows, self.time_max
 
     @property
     def slots_without_drafts(self) -> int:
-        """The most slots that a batch fills if each row feeds one token a call; its examples share slots.
+        """The most slots that a batch fills if each row feeds one token in a call and its examples share slots.
 
-        The first row feeds in every call. One more query may come in the second call, and another one every `delay`
-        calls: where no row is open, time goes to the next start, and the first call there feeds the eos of all rows
-        since the last such place beside the new bos.
+        The first row is fed in every call. The second call may have one more query, and every `delay` calls after it
+        another one. If no row is open, time jumps to the next start; the first call there feeds the new bos and the
+        end tokens of all rows that ended since the previous jump.
         """
         if not self.delay:
             return self.rows * self.time_max
@@ -84,7 +84,7 @@ class Rows(Plain):
         return grid.start(row, self.delay)
 
     def replace(self, **changes: Any) -> Self:
-        """The strategy with other settings, by their names."""
+        """A copy of the strategy with other values of the named settings."""
         changed: Self = dataclasses.replace(self, **changes)
         return changed
 
@@ -99,18 +99,19 @@ class Rows(Plain):
         return jnp.arange(self.rows) < state.started[:, None]
 
     def find_open(self, state: RowState) -> Array:
-        """bool [B, R], the rows that have started, have not ended and have time left, of examples that are not done."""
-        # Numbers, not flags [B]: of flags beside rows LLVM makes a vector that it then cannot compile for AVX-512.
+        """bool [B, R], the open rows: started, not ended, with time left, in examples that are not done."""
+        # An integer comparison instead of `& ~done[:, None]`, since LLVM cannot compile the vector of flags that it
+        # would make of the latter for AVX-512.
         begun = jnp.where(state.done, 0, state.started)
         in_time = self.first + state.length < self.time_max
         return (jnp.arange(self.rows) < begun[:, None]) & ~state.ended & in_time
 
     def is_closed(self, state: RowState) -> Array:
-        """bool [B], no row starts any more, by what is generated so far."""
+        """bool [B], whether the tokens generated so far imply that no more rows start."""
         next_start = grid.start(state.started, self.delay)
         if self.delay == 0:
             closed = state.started < 0
-        elif self.literal:  # a row starts only if another one is open then
+        elif self.literal:  # a row starts only if another row is open at that time
             until = jnp.where(state.ended, self.first + state.length, NEVER)
             closed = jnp.where(self.has_started(state), until, -1).max(axis=1) <= next_start
             closed &= state.started > 0
@@ -124,22 +125,28 @@ class Rows(Plain):
         return (state.ended & (state.length == 1)).any(axis=1)
 
     def find_unfed(self, state: RowState, asks: Array) -> Array:
-        """bool [B, R], the ended rows whose last token is not fed and can be seen by a later row that asks."""
+        """bool [B, R], the ended rows whose end token must be fed now.
+
+        An end token is fed once, in the first call in which a later row has a query and may therefore see it.
+
+        Args:
+          state: the rows.
+          asks: bool [B, R], the rows that have a query in this call.
+        """
         rows = jnp.arange(self.rows)
         last = jnp.where(asks, rows, -1).max(axis=1)
         return state.ended & ~state.retired & (rows < last[:, None])
 
     def settle(self, state: RowState) -> RowState:
-        """The state, done where every started row has ended or run out of time, and none starts any more."""
+        """Marks examples as done if all their started rows have ended or run out of time and no more rows start."""
         goes_on = self.has_started(state) & ~state.ended & (self.first + state.length < self.time_max)
         return dataclasses.replace(state, done=state.done | (~goes_on.any(axis=1) & self.is_closed(state)))
 
     def find_circle(self, tokens: Array, length: Array, ended: Array, ends: Array) -> Array:
-        """i32 [B], the time at which the answer is seen to run in circles, or NEVER.
+        """i32 [B], the time at which the answer is known to repeat itself, or NEVER.
 
-        It does once two rows, one right after the other, have ended and each has the tokens of a row before it. A row
-        cannot end before an equal one above it does, so what is equal by then is known by then. The tokens that end
-        them may differ.
+        An answer repeats itself once two consecutive rows have ended and each of them equals a row above it. Since a
+        row never ends before an equal row above it, both are complete by then. End tokens are not compared.
 
         Args:
           tokens: i32 [B, R, T].
@@ -155,7 +162,7 @@ class Rows(Plain):
 
         def found() -> Array:
             same = ended[:, None] & (length[:, :, None] == length[:, None]) & (rows < rows[:, None])
-            # No farther than rows are written: bounds may be generous.
+            # Compares only columns that are in use, as T may be much larger.
             same = jax.lax.fori_loop(0, jnp.where(ended, length, 0).max(), compare, same)
             repeats = ended & same.any(axis=2)
             until = self.first + length
@@ -167,9 +174,10 @@ class Rows(Plain):
         return time
 
     def may_begin(self, ended: Array, length: Array, circle: Array | None = None) -> Array:
-        """bool [B, R], whether a row starts once those before it are written up to its start (lines 5-7, 12-13).
+        """bool [B, R], whether each row would start, given the rows above it up to its start (lines 5-7, 12-13).
 
-        The arguments are as in `RowState`, of rows that are written or drafted.
+        Args:
+          ended, length, circle: as in `RowState`; drafted tokens may be included.
         """
         if self.delay == 0:
             return jnp.ones_like(ended)
@@ -177,17 +185,17 @@ class Rows(Plain):
             empty = (ended & (length == 1)).astype(jnp.int32)
             none_empty = ~over_earlier_rows(jax.lax.cummax, empty, 0).astype(bool)
             return none_empty if circle is None else none_empty & (self.first < circle[:, None])
-        # Decoding stops when all rows have ended: some row before it must be open when it starts.
+        # Decoding stops when all started rows have ended, so a row above must be open at the start of each row.
         latest = over_earlier_rows(jax.lax.cummax, jnp.where(ended, self.first + length, NEVER), NEVER)
         return jax.lax.cummin((latest > self.first).astype(jnp.int32), axis=1).astype(bool)
 
 
 class OnGrid(Strategy, Protocol):
-    """A greedy strategy whose answers are rows of a grid, each on its own: what drafts can be verified for."""
+    """A greedy strategy that generates the rows of a grid, so that its answers can be drafted."""
 
     @property
     def on_grid(self) -> Rows:
-        """The strategy of Algorithm 1 that writes the same answers."""
+        """The strategy of Algorithm 1 that generates the same answers."""
 
     def cut(self, cut: Array, complete: Array, started: Array) -> Array:
-        """See `Rows.cut`."""
+        """See `GridStrategy.cut`."""

@@ -1,4 +1,4 @@
-"""Times of rows, compared over the rows before each one."""
+"""Comparisons of times over rows and along rows."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,13 @@ NEVER = 2**30  # later than any time
 
 
 def over_earlier_rows(scan: Callable[..., Array], x: Array, first: int) -> Array:
-    """The running extreme [B, R] over all rows before each one, by `jax.lax.cummin` or `cummax`; `first` at row 0."""
+    """[B, R], the minimum or maximum of `x` over all earlier rows.
+
+    Args:
+      scan: `jax.lax.cummin` or `jax.lax.cummax`.
+      x: [B, R].
+      first: the result for row 0.
+    """
     return jnp.pad(scan(x, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 

@@ -1,6 +1,6 @@
-"""The fate of drafts, call by call, for people who want to see it. Only kept if `Drafts.trace` asks for it.
+"""A record of the drafts of each call and their acceptance, for inspection. Kept only if `Drafts.trace`.
 
-Shapes: B batch, C calls at the most, R rows of the grid, D drafted tokens of a row in a call, at the most.
+Shapes: B batch, C most calls, R rows of the grid, D most drafted tokens of a row in a call.
 """
 
 import dataclasses
@@ -15,45 +15,43 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Trace:
-    """Of each call and row what was drafted, and what came of it."""
+    """The drafted, accepted and written tokens of each call and row."""
 
-    drafted: Array  # i32 [B, C, R, D], tokens; meaningless beyond `count`
-    count: Array  # i32 [B, C, R], drafted tokens that were fed; -1 if the row was not asked
-    accepted: Array  # i32 [B, C, R], how many of them count
-    written: Array  # i32 [B, C, R], by how many tokens the row grew, the model's own one included
+    drafted: Array  # i32 [B, C, R, D], tokens; undefined beyond `count`
+    count: Array  # i32 [B, C, R], number of drafted tokens that were fed; -1 if the row had no query
+    accepted: Array  # i32 [B, C, R], number of accepted tokens
+    written: Array  # i32 [B, C, R], number of tokens that the row gained, the model's own one included
 
 
 class Asked(NamedTuple):
     """A row in a call."""
 
     row: int
-    written: (
-        int  # tokens by which it grew: those accepted, then the model's own, unless an accepted end token ended the row
-    )
-    accepted: int  # the first so many of the drafted ones; none of a row that could not begin yet
+    written: int  # number of tokens gained: the accepted ones, and one of the model unless an accepted token ended it
+    accepted: int  # number of accepted tokens, the first of `drafted`; 0 for a row that could not begin yet
     drafted: list[int]
 
 
 def empty(batch: int, calls: int, rows: int, drafts: int) -> Trace:
-    """A trace in which nobody was asked."""
+    """A trace of `calls` calls without queries."""
     none = jnp.zeros((batch, calls, rows), jnp.int32)
     return Trace(jnp.zeros((batch, calls, rows, drafts), jnp.int32), none - 1, none, none)
 
 
 def record(trace: Trace, call: Array, **found: Array) -> Trace:
-    """Writes the findings of a call into the trace.
+    """Adds a call to the trace.
 
     Args:
-      trace: of all calls so far.
-      call: i32 [B], the number of the call for each example; findings of a number beyond C are dropped.
-      found: i32 [B, R] or [B, R, D], by the names of the trace's fields.
+      trace: the trace of all calls so far.
+      call: i32 [B], the number of the call for each example; examples with a number of C or more are skipped.
+      found: i32 [B, R] or [B, R, D], the values of the trace's fields, by name.
     """
     at = jnp.arange(len(call)), call
     return dataclasses.replace(trace, **{k: getattr(trace, k).at[at].set(x, mode="drop") for k, x in found.items()})
 
 
 def list_calls(trace: Trace, place: int, calls: int) -> list[list[Asked]]:
-    """Lists of each of so many calls the rows that were asked, ascending; of the example at a place, in NumPy."""
+    """Lists the rows with queries of each of the first `calls` calls, for the example at an index; in NumPy."""
     drafted, count, accepted, written = (
         x[place, :calls].tolist() for x in (trace.drafted, trace.count, trace.accepted, trace.written)
     )

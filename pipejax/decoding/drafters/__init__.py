@@ -1,4 +1,4 @@
-"""Drafters: how a row may go on, guessed without the model that writes it. One file each."""
+"""Drafters, which guess the next tokens of rows without the large model. One module for each."""
 
 from pipejax.decoding.drafters.interface import Draft, Drafter, Written
 from pipejax.decoding.drafters.jacobi import Jacobi
@@ -9,7 +9,7 @@ __all__ = ["Draft", "Drafter", "FromModel", "FromSource", "Jacobi", "Written", "
 
 
 def make(name: str) -> Drafter:
-    """The drafter that `decode.draft` calls so."""
+    """The drafter of this name, a value of `decode.draft`."""
     kinds: dict[str, type[FromSource] | type[Jacobi] | type[FromModel]]
     kinds = {"source": FromSource, "jacobi": Jacobi, "model": FromModel}
     return kinds[name]()

@@ -1,4 +1,4 @@
-"""The questions to a drafter, and its answers. It never sees the model.
+"""The interface of drafters: the rows that a drafter is given, and the drafts that it returns.
 
 Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens.
 """
@@ -14,40 +14,40 @@ from pipejax.system import Tree
 
 @flax.struct.dataclass
 class Written:
-    """The rows as far as they are written when drafts are asked for."""
+    """The tokens of the rows that are generated so far."""
 
-    tokens: Array  # i32 [B, R, T], of each row, without bos and with the end token of an ended one; 0 beyond `length`
-    length: Array  # i32 [B, R], how many
-    guesses: Array  # i32 [B, R, D], the model's answers at places after `length`, of the call before this one
-    guessed: Array  # i32 [B, R], how many; they rest on tokens that proved wrong, or whose rows above were not known
+    tokens: Array  # i32 [B, R, T], the tokens of each row, without bos, with its end token; 0 beyond `length`
+    length: Array  # i32 [B, R], number of tokens
+    guesses: Array  # i32 [B, R, D], the model's tokens of the previous call for the places from `length` on
+    guessed: Array  # i32 [B, R], number of guesses; they were generated from rejected tokens, so they may be wrong
 
 
 @flax.struct.dataclass
 class Draft:
-    """The tokens by which each row may go on. Drafts for rows that have ended or cannot begin are ignored."""
+    """The drafted next tokens of each row. Drafts for rows that have ended or cannot begin are ignored."""
 
-    tokens: Array  # i32 [B, R, D]; an end token is a guess as well, and ends the draft
-    count: Array  # i32 [B, R], how many count
+    tokens: Array  # i32 [B, R, D]; an end token may be drafted too, and ends the draft
+    count: Array  # i32 [B, R], number of drafted tokens
     trust: Array  # i32 [B, R], index into `odds`
 
 
 class Drafter(Protocol):
-    """Guesses how rows go on. A frozen dataclass, static under jit; its state is a pytree of fixed shapes."""
+    """Guesses the next tokens of rows. A frozen dataclass, static under jit; its state is a pytree of fixed shapes."""
 
     @property
     def odds(self) -> tuple[float, ...]:
-        """By degree of trust: how often a drafted token may be right. It only says where learning this begins."""
+        """The prior probability, for each degree of trust, that a drafted token is right."""
 
     def init(self, source: SourceIds, rows: int) -> Tree:
-        """The state before the first call."""
+        """The state before the first call, for a grid of `rows` rows."""
 
     def propose(self, state: Tree, written: Written, most: int) -> tuple[Tree, Draft]:
-        """Drafts of D = `most` tokens at the most for every row; traced."""
+        """The new state, and a draft of at most D = `most` tokens for every row; traced."""
 
 
 @runtime_checkable
 class Borrower(Protocol):
-    """A drafter that is a model itself, and borrows its decoder of each batch."""
+    """A drafter with a model of its own, whose decoder has to be bound for each batch."""
 
     def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> Drafter:
-        """The drafter for one batch; arguments as of `FromModel.over`."""
+        """The drafter for one batch; see `FromModel.over`."""

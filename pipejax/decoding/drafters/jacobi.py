@@ -1,4 +1,4 @@
-"""Drafts of the model's own: its answers to what it was asked before, right or wrong (Santilli et al. 2023)."""
+"""Jacobi decoding: the drafts are the model's own tokens of the previous call (Santilli et al. 2023)."""
 
 import dataclasses
 
@@ -10,18 +10,18 @@ from pipejax.decoding.interface import SourceIds
 
 @dataclasses.dataclass(frozen=True)
 class Jacobi:
-    """Jacobi iteration: each call answers at all places of the draft, and the answers are the next draft.
+    """Jacobi iteration: a call generates tokens at all places of the draft, and these tokens are the next draft.
 
-    A place that was not asked yet is guessed to repeat the one before it.
+    A place without a token of the previous call repeats the token before it.
     """
 
     odds: tuple[float, ...] = (0.6,)
 
     def init(self, source: SourceIds, rows: int) -> None:
-        """It remembers nothing: the answers come with what is written."""
+        """None: the drafter has no state, as `Written` contains the tokens of the previous call."""
 
     def propose(self, state: None, written: Written, most: int) -> tuple[None, Draft]:
-        """The answers of the call before, moved up to what is written by now."""
+        """Drafts the tokens of the previous call after those that were accepted."""
         last = jnp.take_along_axis(written.tokens, jnp.maximum(written.length - 1, 0)[:, :, None], axis=2)
         known = jnp.minimum(jnp.arange(most), written.guessed[:, :, None] - 1)
         tokens = jnp.take_along_axis(written.guesses, jnp.maximum(known, 0), axis=2)

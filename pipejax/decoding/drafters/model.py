@@ -1,10 +1,10 @@
 """Drafts of a small T5, which decodes the same grid ahead of the large one.
 
-It keeps keys and values of its own, of what is written and of nothing else. A draft begins with one step that feeds all
-tokens which were written since the last draft; every further step feeds the newest drafted token of each row. The slots
-of drafted tokens are free again when the draft is over, and nobody sees them: right ones are fed once more as written.
+The small model has a cache of its own, which contains only accepted tokens between drafts. The first step of a draft
+feeds all tokens that were accepted since the last draft; every further step feeds the newest drafted token of each row.
+The slots of drafted tokens are freed when the draft is over; tokens that turn out to be right are fed again later.
 
-Shapes as in `interface`; K = D + 2, the most tokens of a row that a step feeds: bos and all that one call can accept.
+Shapes as in `interface`; K = D + 2, the most tokens of a row in a step: bos and all tokens that one call can accept.
 """
 
 import dataclasses
@@ -24,37 +24,37 @@ from pipejax.decoding.times import NEVER, over_earlier_rows
 from pipejax.grid import Numbers, start
 from pipejax.system import Tree
 
-MARKS = (0.6, 0.9)  # mean probability of a draft's tokens at which its degree of trust rises
+MARKS = (0.6, 0.9)  # thresholds of a draft's mean probability (geometric) for the degrees of trust
 
 
 @flax.struct.dataclass
 class Ahead:
-    """A draft as it grows."""
+    """The state of a draft."""
 
-    tokens: Array  # i32 [B, R, T], written, then drafted
-    length: Array  # i32 [B, R]
-    ended: Array  # bool [B, R], by a written or drafted end token
-    known: Array  # i32 [B, R], how many tokens are written
-    fed: Array  # i32 [B, R], how many of bos and these tokens are fed
-    stopped: Array  # bool [B, R], the next token was too unlikely to be drafted
-    log_prob: Array  # f32 [B, R], of the drafted tokens
-    live: Array  # bool [B, K, R], what the step feeds
+    tokens: Array  # i32 [B, R, T], accepted tokens, then drafted ones
+    length: Array  # i32 [B, R], number of both
+    ended: Array  # bool [B, R], whether the last token is an end token
+    known: Array  # i32 [B, R], number of accepted tokens
+    fed: Array  # i32 [B, R], number of tokens, bos included, that the small model was fed
+    stopped: Array  # bool [B, R], whether the next token was too unlikely to be drafted
+    log_prob: Array  # f32 [B, R], sum over the drafted tokens
+    live: Array  # bool [B, K, R], the queries of the step
 
 
 @dataclasses.dataclass(frozen=True)
 class Looking(Plain):
-    """The small T5's decoding of one draft: a `Strategy` that begins where rows stand and ends `most` tokens later.
+    """The strategy by which the small T5 decodes one draft: it continues each row by at most `most` tokens.
 
-    A token is fed once those are that it can see, as far as they are known; so a row waits for the rows above it.
+    A token is fed only after all known tokens that it can see, so a row waits for the rows above it.
     """
 
     grid: Rows
     most: int  # D
-    least: float  # probability of a token, below which it is not drafted
+    least: float  # the least probability of a drafted token
 
     @property
     def most_queries(self) -> int:
-        """K of each row."""
+        """K for each row."""
         return self.grid.rows * (self.most + 2)
 
     @property
@@ -72,7 +72,13 @@ class Looking(Plain):
         return self.begun(jnp.zeros((batch, self.grid.rows, self.grid.time_max), jnp.int32), none, none)
 
     def begun(self, tokens: Array, length: Array, fed: Array) -> Ahead:
-        """Nothing is drafted."""
+        """The state before a draft.
+
+        Args:
+          tokens: i32 [B, R, T], the accepted tokens.
+          length: i32 [B, R], number of them.
+          fed: i32 [B, R], number of tokens, bos included, that the small model was fed.
+        """
         last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, :, None], axis=2)[:, :, 0]
         return Ahead(
             tokens=tokens,
@@ -86,7 +92,7 @@ class Looking(Plain):
         )
 
     def query(self, state: Ahead) -> tuple[Ahead, Query]:
-        """All that is written and not fed; else the newest token of each row, and the bos of one that may begin."""
+        """Feeds accepted tokens that are not fed yet, else the newest token of each row or the bos of a new row."""
         rows, columns, times = jnp.arange(self.grid.rows), jnp.arange(self.most + 2)[:, None], self.grid.time_max
         first = start(rows, self.grid.delay)
         newest = first + state.length
@@ -94,7 +100,7 @@ class Looking(Plain):
         time = first + cell
         unfed = (cell <= state.length[:, None]) & (time < times)
         written = (unfed & (cell <= state.known[:, None]) & (state.known > 0)[:, None]).any(axis=1)
-        # What is drafted beyond time_max - 1 could not be verified.
+        # Tokens drafted beyond time_max - 1 could not be verified.
         drafts = (state.fed == state.length) & ~state.stopped & (newest < times - 1)
         drafts &= state.ended | (state.length - state.known < self.most)
         drafts &= (state.length > 0) | self.grid.may_begin(state.ended, state.length)
@@ -113,7 +119,7 @@ class Looking(Plain):
         return first_argmax(logits), logits.max(axis=0) - jax.nn.logsumexp(logits, axis=0)
 
     def advance(self, state: Ahead, answers: tuple[Array, Array]) -> Ahead:
-        """Drafts the answer to the newest token of each row."""
+        """Appends the token generated from the newest token of each row, if it is likely enough."""
         count = state.live.sum(axis=1)
         fed = state.fed + count
         at = jnp.maximum(count - 1, 0)[:, None]
@@ -132,37 +138,45 @@ class Looking(Plain):
         )
 
     def done(self, state: Ahead) -> Array:
-        """Nothing is left to be fed."""
+        """bool [B], whether no query is left."""
         return ~state.live.any(axis=(1, 2))
 
     def result(self, state: Ahead) -> Decoded:
-        """The rows; nobody needs the rest."""
+        """The rows; steps and truncation are not used."""
         none = jnp.zeros(len(state.length), jnp.int32)
         return Decoded(tokens=state.tokens, lengths=state.length, steps=none, truncated=none)
 
 
 @flax.struct.dataclass
 class DrafterCache:
-    """The memory that the small T5 keeps from draft to draft."""
+    """The small T5's cache between drafts."""
 
-    fed: Array  # i32 [B, R], how many of bos and the written tokens of each row are in the cache
-    used: Array  # i32 [B], slots that they take
+    fed: Array  # i32 [B, R], number of tokens of each row, bos included, in the cache
+    used: Array  # i32 [B], number of slots that they use
     filled: Filled
     cache: Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class FromModel:
-    """The answers of a small T5 of the same vocabulary. `over` lends it the decoder of a batch, while one is traced."""
+    """Drafts by a small T5 with the same vocabulary. `over` binds its decoder for a batch, during tracing."""
 
-    odds: tuple[float, ...] = (0.5, 0.75, 0.95)  # by the mean probability of the drafted tokens
-    least: float = 0.4  # probability of a token, below which a draft ends
+    odds: tuple[float, ...] = (0.5, 0.75, 0.95)  # by the mean probability of the drafted tokens, see `MARKS`
+    least: float = 0.4  # a draft ends before the first token below this probability
     looking: Looking | None = None
     sizes: Sizes | None = None
     decoder: Model[Tree] | None = None
 
     def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> "FromModel":
-        """The drafter for one batch."""
+        """The drafter for one batch.
+
+        Args:
+          decoder: the small model's decoder of the batch.
+          grid: the large model's strategy.
+          most: D, the most drafted tokens of a row.
+          queries: the numbers of queries of a step to compile for.
+          batch: B.
+        """
         looking = Looking(grid, most, self.least)
         sizes = Sizes.fit(looking, batch, queries=queries)
         return dataclasses.replace(self, looking=looking, sizes=sizes, decoder=decoder)
@@ -176,11 +190,11 @@ class FromModel:
         return DrafterCache(jnp.zeros((batch, rows), jnp.int32), carry.used, carry.filled, carry.cache)
 
     def propose(self, state: DrafterCache, written: Written, most: int) -> tuple[DrafterCache, Draft]:
-        """Its greedy decoding of the same grid, from where each row stands."""
+        """Drafts by the small model's greedy decoding of the same grid."""
         looking, sizes, decoder = self._lend()
         begun = looking.begun(written.tokens, written.length, state.fed)
         carry = begin(looking, decoder, begun, sizes, apart=True)
-        # The first step feeds what is written, and perhaps the bos of a row that is certain to begin if any more do.
+        # The first step feeds only accepted tokens, and bos of rows that begin before any others; both stay cached.
         first = carry.state.live
         fed, used = state.fed + first.sum(axis=1), state.used + first.sum(axis=(1, 2))
         carry = dataclasses.replace(carry, used=state.used, filled=state.filled, cache=state.cache)

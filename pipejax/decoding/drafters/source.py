@@ -1,4 +1,4 @@
-"""Drafts that are copied: from the source, and from what is written already."""
+"""Prompt lookup: drafts are copied from the source and from the rows generated so far."""
 
 import dataclasses
 
@@ -9,40 +9,40 @@ import jax.numpy as jnp
 from pipejax.decoding.drafters.interface import Draft, Written
 from pipejax.decoding.interface import Array, SourceIds
 
-LONGEST = 3  # tokens of a row that are looked up, at the most
+LONGEST = 3  # the most tokens of a row that are looked up
 
 
 @flax.struct.dataclass
 class CopyState:
-    """The source, and where each row copies."""
+    """The source, and the place from which each row was last copied."""
 
     source: SourceIds
-    place: Array  # i32 [B, R], of the last draft's first token in the text that is searched; -1: there was none
-    length: Array  # i32 [B, R], tokens of the row when it was drafted
+    place: Array  # i32 [B, R], the index of the last draft's first token in the searched text; -1: no draft yet
+    length: Array  # i32 [B, R], the number of tokens of the row at that time
 
 
 @dataclasses.dataclass(frozen=True)
 class FromSource:
-    """Looks the last tokens of a row up, and drafts what follows them there.
+    """Searches the last tokens of a row in the source and in all rows, and drafts the tokens that follow there.
 
-    The more tokens agree the better. Of places that agree equally well it takes the one at which the row copies
-    already, else the first one behind all that this row and those before it copy from the source, else the first.
-    Searched are the source and then all rows.
+    Places with more matching tokens are preferred. Among equal ones the drafter takes the place that continues the
+    row's last draft, else the first place behind all those from which this row and the rows above copied, else the
+    first place.
     """
 
-    odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # by the number of tokens that agree
+    odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # by the number of matching tokens, 1 to 3
 
     def init(self, source: SourceIds, rows: int) -> CopyState:
-        """No row copies yet."""
+        """The state without drafts."""
         none = jnp.full((source.ids.shape[0], rows), -1)
         return CopyState(source, none, none)
 
     def propose(self, state: CopyState, written: Written, most: int) -> tuple[CopyState, Draft]:
-        """Drafts the tokens that follow the place that agrees best."""
+        """Drafts the tokens that follow the best match of each row."""
         batch, rows, times = written.tokens.shape
         length = state.source.ids.shape[1]
         text = jnp.concatenate([state.source.ids, written.tokens.reshape(batch, -1)], axis=1)
-        # Of each place how many tokens follow it, itself included, before its source or its row is over.
+        # For each place, the number of tokens from it to the end of its source or row.
         left = jnp.concatenate(
             [
                 state.source.length[:, None] - jnp.arange(length),
@@ -64,8 +64,8 @@ class FromSource:
         here = jnp.arange(places)
         better = jnp.where(here == goes_on[:, :, None], 2, here > copied)
         score = jnp.where(agreeing > 0, 3 * agreeing + better, 0)
-        # One maximum of both: XLA computes it much faster than an argmax. With several rows a CPU is faster in float32,
-        # which holds these numbers exactly.
+        # Score and place are packed into one number, whose maximum XLA computes much faster than an argmax. With
+        # several rows float32, which represents these numbers exactly, is faster on a CPU.
         both = score * places + here[::-1]
         fits = rows > 1 and 12 * places < 2**24
         most_agreeing = both.astype(jnp.float32 if fits else jnp.int32).max(axis=2).astype(jnp.int32)
