@@ -1,4 +1,4 @@
-"""From decoded ids to records, which Python is given and `pipejax decode` writes."""
+"""Makes records from decoded ids. Records are returned in Python and written by `pipejax decode`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,26 +20,26 @@ from pipejax.metrics.exact import fold
 class Record(TypedDict):
     """The answer to a source; a line of the output of `pipejax decode`."""
 
-    id: str | int  # as given; else the position
+    id: str | int  # the source's id, or its position
     text: str | None  # the rows, joined by `data.separator`; None without a tokenizer
-    rows: list[str] | None
+    rows: list[str] | None  # None without a tokenizer
     row_ids: list[list[int]]  # token ids
-    steps: int  # of Algorithm 1
-    calls: int  # of the decoder: fewer than steps where no row was open, or where drafts were right
-    columns: NotRequired[dict[str, str | None]]  # with columns as `data.targets`: "" if blank, None without a row
-    truncated: str | None  # the limit that cut it short, one of `decoding.TRUNCATIONS`
-    method: str  # the name of the method that wrote it
+    steps: int  # time-steps of Algorithm 1
+    calls: int  # decoder calls: fewer than steps if no row was open for a while, or if drafts were accepted
+    columns: NotRequired[dict[str, str | None]]  # for columns in `data.targets`: "" for a blank cell, None without row
+    truncated: str | None  # the limit that truncated the answer, one of `decoding.TRUNCATIONS`
+    method: str  # the name of the method
     repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
-    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, all rows and their eos
+    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, with the end tokens of its rows
     log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
-    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: of each call, what was drafted and accepted
-    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: by id, as texts, the tokens of both
-    seconds: NotRequired[float]  # by `evaluation`, at batch size 1
+    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: the drafted and accepted tokens of each call
+    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: the texts of the tokens of both, by id
+    seconds: NotRequired[float]  # from `evaluation`, at batch size 1
 
 
 def texts(record: Record) -> list[str]:
-    """The texts of its rows, but those of tokens that are no text; it must have been decoded with a tokenizer."""
+    """The texts of the rows that are not blank. The record must have been decoded with a tokenizer."""
     assert record["rows"] is not None, "decoded without a tokenizer"
     return [row for row in record["rows"] if row.strip()]
 
@@ -55,7 +55,18 @@ def record_of(
     tokenizer: Tokenizer | None,
     ends: bool = True,
 ) -> Record:
-    """The record of an example that was decoded."""
+    """The record of a decoded example.
+
+    Args:
+      source: the source.
+      method: its method.
+      found: a decoded batch.
+      place: the index of the example in the batch.
+      start: the strategy's `start`.
+      config: the config.
+      tokenizer: makes the texts; None: the record has none.
+      ends: whether the log-probabilities of end tokens count; False for an answer that was cut off.
+    """
     rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
     exist, told = len(rows), found.log_probs is not None or found.trace is not None
     if told:
@@ -73,7 +84,7 @@ def record_of(
             said = [*dict.fromkeys(said)]
     if source.schema is not None:
         text = source.schema.dump([row[:length].tolist() for row, length in rows])
-    assert found.calls is not None, "`Programs.decode` gives them"
+    assert found.calls is not None, "`Programs.decode` sets them"
     record: Record = {
         "id": source.id,
         "text": text,
@@ -87,7 +98,7 @@ def record_of(
     if said is not None and config.data.columns:
         assert tokenizer is not None
         record["columns"] = _columns_in(said, config, tokenizer)
-    if source.schema is not None:  # all its rows are there, and have ended
+    if source.schema is not None:  # a schema's rows are complete
         record["truncated"] = None
     if unique:
         record["repeated"] = repeated
@@ -100,7 +111,7 @@ def record_of(
         record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
     if found.trace is not None:
         calls = decoding.list_calls(found.trace, place, record["calls"])
-        # Rows are numbered as in `row_ids`: one without a token may stand before others (grid.stop=literal).
+        # Rows are numbered as in `row_ids`, where an empty row may precede others (grid.stop=literal).
         last = kept[-1][0] if kept else -1
         later = [row for row in range(last + 1, exist) if row not in repeated]
         numbers = {row: k for k, row in enumerate([*(row for row, _ in kept), *later])}
@@ -112,9 +123,10 @@ def record_of(
 
 
 def _columns_in(rows: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str | None]:
-    """The texts of the columns, of which each is in the first row that begins with its name.
+    """The text of each column, from the first row that begins with its name.
 
-    If the tokenizer does not tell the names apart, each is in the row at its place, if there are so many rows.
+    If two names are the same text after decoding, the columns are assigned to the rows in order instead, provided that
+    their numbers agree.
     """
     names = columns_of(config.data.columns, config.grid.row_names)
     by_text = {_as_decoded(tokenizer, name): column for column, name in names.items()}
@@ -146,7 +158,7 @@ def count(record: Record, method: Method, report: Report, *, config: Config, tok
     if not method.parts_text:
         lengths = [len(row) for row in record["row_ids"]]
         report.other_steps += method.rival_steps(lengths, separator=parted)
-    elif tokenizer is None or not parted:  # where a row ends cannot be seen
+    elif tokenizer is None or not parted:  # the rows cannot be told apart
         report.other_steps = None
     else:
         lengths = [len(tokenizer.encode(row)) for row in texts(record)]

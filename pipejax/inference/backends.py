@@ -1,8 +1,8 @@
-"""The backends, which lay weights out and compute encoders and decoding steps with them.
+"""Backends, which lay out weights and compute the encoder and the decoding steps.
 
-Any backbone is computed by its own layers, as its module says. For the stock T5 there are quicker ones that repeat its
-arithmetic: XLA's products over packed queries, with our own kernels in them on a GPU, and our own kernel for CPUs. A
-backend is chosen once, when a checkpoint is opened.
+`Backend` computes any backbone with the layers of its module. For the stock T5 and UMT5 there are faster backends that
+repeat their arithmetic: `Xla` with XLA's products over packed queries, `Gpu` with pipejax's kernels in addition, and
+`OwnKernel` with pipejax's kernel for CPUs. A backend is chosen once, when a checkpoint is opened.
 
 Shapes: O outputs, I inputs of a matrix; B batch, L source length; N, Q, C as in `decoding.core`.
 """
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 Array = jax.Array
 Compute = Callable[..., Any]  # calls a function of a tree with static options, compiled or not
-CACHE = 32e6  # weights of so many bytes stay in a CPU's cache: see `kernels.Reading`
+CACHE = 32e6  # bytes; smaller weights stay in a CPU's cache: see `kernels.Reading`
 
 
 @flax.struct.dataclass
 class Ready:
-    """A backbone's parameters as a backend reads them."""
+    """A backbone's parameters in the layout of a backend."""
 
-    encoding: Tree  # those that make a source's memory
-    decoding: Tree  # those of a decoder's step; `Weights` of the stock T5
+    encoding: Tree  # parameters for `Backend.encode`
+    decoding: Tree  # parameters for `Backend.decoder`; a `Weights` for the stock T5
 
 
 def _call(function: Compute, *arguments: Tree, **options: object) -> Tree:
@@ -53,9 +53,9 @@ def _call(function: Compute, *arguments: Tree, **options: object) -> Tree:
 
 
 def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
-    """The backend's method `part` of merged parameters: a function of the module, which `jit` knows again.
+    """Calls the backend's method named `part` with merged parameters. A module-level function, so that jit caches it.
 
-    They are float32, but for int8 ones that are to stay so, which would be rounded to the same numbers again.
+    The parameters are float32, except int8 parameters that remain int8: rounding them again would change nothing.
     """
     stay = backend.weights == "int8" and quantization.is_int8(params)
     return getattr(backend, part)(model, lora.merge_factors(params if stay else quantization.whole(params)))
@@ -65,12 +65,12 @@ def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree
 class Backend:
     """Computes with the layers of any backbone, on any device and in any dtype. Static under jit."""
 
-    weights: str = "auto"  # the dtype that they are held in, one of `pipejax.config.WEIGHTS`
-    skips_fillers: ClassVar[bool] = False  # a step takes the time of the queries that are asked, not of its room
-    can_listen: ClassVar[bool] = False  # a program that runs can be told to pause
+    weights: str = "auto"  # the dtype in which weights are stored, one of `pipejax.config.WEIGHTS`
+    skips_fillers: ClassVar[bool] = False  # whether the time of a step depends on its live queries, not on its size
+    can_listen: ClassVar[bool] = False  # whether a running program reads the switch of `listen`
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
-        """Merges low-rank factors, rounds the weights and lays them out. Jit-able."""
+        """Merges low-rank factors, rounds the weights, and lays them out. Can be traced."""
         held = compute(_laid, params, model=model, backend=self, part="_held")
         if self.weights == "int8":
             of_one = lora.choose(held, jnp.zeros(1, jnp.int32) if lora.is_stacked(held) else None)
@@ -81,13 +81,13 @@ class Backend:
         return quantization.hold(params, model.dtype, self.weights)
 
     def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
-        """The memory, of `memory_length(L)` slots, of sources i32 [B, L] with `length` i32 [B] real tokens each."""
+        """Encodes sources i32 [B, L] of `length` i32 [B] tokens, into a memory of `memory_length(L)` slots."""
         mask = jnp.arange(source.shape[1]) < length[:, None]
         memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
         return Backend.widen(self, memory, memory_length(source.shape[1]))
 
     def widen(self, memory: Memory, slots: int) -> Memory:
-        """The memory with so many slots, at least as many as it has; those added are masked."""
+        """Pads a memory to `slots` slots, not fewer than it has; the added slots are masked."""
         more = slots - memory.mask.shape[1]
         return dataclasses.replace(
             memory,
@@ -97,25 +97,27 @@ class Backend:
         )
 
     def decoder(self, model: Module, weights: Tree, memory: Memory) -> Model[Tree]:
-        """The decoder of a batch from `Ready.decoding`."""
+        """The decoder of an encoded batch; `weights`: `Ready.decoding`."""
         return LayerDecoder(model, weights, memory)
 
     @property
     def reading(self) -> Reading:
-        """The time that a step on a CPU takes beside its columns."""
+        """The fixed cost of a step on a CPU, in columns, by the dtype of the weights."""
         return Reading(float32=10.0, bfloat16=6.0, int8=5.0, cached=1.5)
 
     def listen(self, count: Array, switch: Array) -> Array:
-        """The count i32 of steps left, below zero if the program is told to pause.
+        """The number of steps left, i32 scalar; negative if the switch is set.
 
-        `switch`: u32 [2], the address of an i32 of the host's that is not 0 then, low half first.
+        Args:
+          count: i32 scalar, the number of steps left.
+          switch: u32 [2], the address of a flag, an i32 in the host's memory, low half first. It is set if not 0.
         """
         return count
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerDecoder:
-    """A `decoding.Model` by the step of a backbone's module: its queries at their places, [B, Q]."""
+    """A `decoding.Model` that calls the step of a backbone's module, with queries unpacked to [B, Q]."""
 
     model: Module
     weights: Tree
@@ -132,7 +134,7 @@ class LayerDecoder:
         """See `Model`."""
         tokens, places = step.tokens, step.query_at_place
         if places is not None:
-            tokens = jnp.take(tokens, places.reshape(-1), mode="clip")  # fillers get any token
+            tokens = jnp.take(tokens, places.reshape(-1), mode="clip")  # the tokens of fillers do not matter
         tokens = tokens.reshape(step.position.shape)
         params, given = {"params": self.weights}, (step.mask, step.position, step.key_position)
         hidden, cache = self.model.apply(params, tokens, *given, self.memory, cache, step.start, method="step")
@@ -149,12 +151,12 @@ class LayerDecoder:
 
 @dataclasses.dataclass(frozen=True)
 class Products(Backend):
-    """Computes with the layers of any backbone in float32 on a CPU, and our kernel multiplies in a step."""
+    """Computes with the layers of any backbone in float32 on a CPU; products of steps use pipejax's kernel."""
 
     level: kernels.Level = kernels.LEVELS[-1]
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
-        """See `Backend`. What both sides read is there once, but for matrices that both multiply with."""
+        """See `Backend`. Arrays that encoder and decoder share are stored once, except matrices that both multiply."""
         held = Backend.prepare(self, model, params, compute=compute).encoding
         one, length = jnp.zeros((1, kernels.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
         memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
@@ -174,7 +176,7 @@ class Products(Backend):
 
 
 def _step(model: Module, memory: Memory, params: Tree) -> Tree:
-    """A step of one query, to be traced."""
+    """The logits of a step with one query; traced to find the products of a step."""
     zeros = partial(jnp.zeros, dtype=jnp.int32)
     memory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), memory)
     given = jnp.ones((1, 1, 1), bool), zeros((1, 1)), zeros((1, 1)), memory, model.empty_cache(1, 1), zeros(1)
@@ -183,14 +185,14 @@ def _step(model: Module, memory: Memory, params: Tree) -> Tree:
 
 
 def _cap(model: Module) -> float | None:
-    """See `layers.capped_by`; None: its logits may be anything."""
+    """The soft cap of a module's logits (0: none), see `layers.capped_by`; None: the logits are not so marked."""
     setting: str | None = getattr(type(model).logits, "capped_by", None)
     return None if setting is None else float(getattr(model.config, setting))
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductDecoder(LayerDecoder):
-    """The same with our kernel's products."""
+    """A `LayerDecoder` whose products are computed by pipejax's kernel."""
 
     matrices: dict[str, products.Panels]
     level: kernels.Level
@@ -212,7 +214,7 @@ class Xla(Backend):
     """XLA's products over packed queries, for the stock T5."""
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
-        """See `Backend`. A layer at a time: float32 needs no more room than that."""
+        """See `Backend`. Prepares one layer at a time, so that only one is in memory in float32."""
         if not is_packed(model):
             raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5 or UMT5")
         lay = partial(compute, _laid, model=model, backend=self)
@@ -229,22 +231,22 @@ class Xla(Backend):
         return Ready(self._encoder(ends, layers, memories), whole.replace(layers=tuple(weights)))
 
     def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
-        """A layer of the encoder from its parameters."""
+        """Lays out a layer of the encoder."""
         return quantization.hold(layer, model.dtype, self.weights)
 
     def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
-        """A layer of the decoder from its parameters: the part that makes its memory of a source, and the rest."""
+        """Lays out a layer of the decoder: the projections that make its memory of a source, and the rest."""
         projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
         held = quantization.hold(projections, model.dtype, self.weights)
         return held, lay_out_layer(layer, partial(narrow, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        """The arrays that are in no layer, from parameters without layers: the encoder's, and the decoder's."""
+        """Lays out the parameters outside layers: those of the encoder, and those of the decoder."""
         held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights)
         return held, lay_out(model.config, params, partial(narrow, weights=self.weights, dtype=model.dtype))
 
     def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
-        """All that `encode` reads."""
+        """Combines the parts into the parameters for `encode`."""
         encoder = {**ends["encoder"], **{f"layers_{i}": layer for i, layer in enumerate(layers)}}
         return {**ends, "encoder": encoder, "decoder": {f"layers_{i}": layer for i, layer in enumerate(memories)}}
 
@@ -254,7 +256,7 @@ class Xla(Backend):
 
 
 def _with_tables(stack: Tree, count: int) -> Tree:
-    """A copy of a stack; biases that its layers have each are one of its own as well."""
+    """A copy of a stack's parameters; relative biases of single layers are stacked into one of the whole stack."""
     if "relative_bias" in stack:
         return dict(stack)
     tables = [stack[f"layers_{i}"]["relative_bias"]["embedding"] for i in range(count)]
@@ -263,20 +265,20 @@ def _with_tables(stack: Tree, count: int) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu(Xla):
-    """XLA, with our own kernels for a GPU in the decoder's steps."""
+    """XLA, with pipejax's kernels for GPUs in the decoder's steps."""
 
-    interpret: bool = False  # runs them as ordinary computations, on any device
+    interpret: bool = False  # whether Pallas interprets the kernels, which works on any device
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
-        from pipejax.inference.gpu import GpuDecoder  # importing Pallas takes time, and elsewhere nobody needs it
+        from pipejax.inference.gpu import GpuDecoder  # imported here, as importing Pallas takes time
 
         return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnKernel(Xla):
-    """Our kernel for CPUs, for the stock T5; activations are float32."""
+    """pipejax's kernel for CPUs, for the stock T5 and UMT5, with float32 activations."""
 
     level: kernels.Level = kernels.LEVELS[-1]
     skips_fillers: ClassVar[bool] = True
@@ -334,19 +336,19 @@ XLA = Xla()
 
 
 def call_costs(weights: Tree, backend: Backend = XLA) -> float:
-    """The cost of a call on a CPU whatever it computes, in columns: the reading of the weights."""
+    """The fixed cost of a call on a CPU, in columns: the time of reading the weights."""
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
     cached = sum(x.nbytes for x in held) < CACHE
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
 def is_packed(model: Module) -> bool:
-    """Whether the quicker decoders repeat a module's arithmetic: the stock T5, whose layers may have a bias each."""
+    """Whether the faster decoders repeat a module's arithmetic: that of the stock T5 or UMT5."""
     return is_stock(model) or umt5.is_stock(model)
 
 
 def portable(model: Module, weights: str = "auto") -> Backend:
-    """The quickest that runs on any device; says so where a module is computed layer by layer."""
+    """The fastest backend that runs on any device; logs a line if the module is computed layer by layer."""
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -358,14 +360,14 @@ def portable(model: Module, weights: str = "auto") -> Backend:
 
 
 def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights: str) -> Backend:
-    """The backend that is wanted (None: the fastest), but for XLA's one where that does not know the backbone."""
+    """The backend `wanted` (None: the fastest); `Xla` is replaced by `Backend` if it does not support the backbone."""
     if wanted is None:
         return fastest(backbone, dtype, weights)
     return portable(backbone.module(dtype=dtype), wanted.weights) if type(wanted) is Xla else wanted
 
 
 def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Backend:
-    """The fastest on this machine in that compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
+    """The fastest backend on this machine for a compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     found = portable(backbone.module(dtype=dtype), weights)
     level = kernels.use() if dtype == jnp.float32 else None
     if type(found) is not Xla or not isinstance(backbone, T5Config):

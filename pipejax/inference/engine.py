@@ -1,8 +1,10 @@
-"""Many requests at a time, each answered as if it were alone: continuous batching for a server.
+"""Continuous batching for a server: answers many requests at a time, each of them as if it were alone.
 
-A thread of the engine's own decodes. It goes on with all requests that have a place, a few steps at a time, and in
-between gives places that became free to those that wait. Another thread compiles: a request waits for its programs, and
-the others go on.
+The engine decodes in a thread of its own. The thread repeats two phases: it admits waiting requests to free places
+(`_admit`), and advances the batch of each lane by some steps (`_advance`). A lane is a running batch for requests that
+can be decoded together: the same method, strategy, number of places and schema. Programs are compiled in another
+thread: a request whose programs are not compiled keeps waiting, while the others continue. A running request whose
+answer outgrows the compiled cache sizes gives up its place and begins again later (`_put_off`).
 """
 
 import dataclasses
@@ -33,57 +35,67 @@ from pipejax.system.errors import UserError, out_of_memory
 logger = logging.getLogger(__name__)
 
 
-WEIGHTS = "weights"  # the key of the first need: that they are laid out
+WEIGHTS = "weights"  # the key of the first need, laying out the weights
 
 
 class Full(Exception):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A source to decode, and the way to do it."""
+    """A source to decode, with its options."""
 
-    source: Source  # as `Generator.source` gives it
-    strategy: str
+    source: Source  # from `Generator.source`
+    strategy: str  # the name of the method
     sampling: Sampling = MOST_LIKELY
-    max_tokens: int | None = None  # of all rows together; None: as many as the grid holds
-    log_probs: bool = True  # whether events and record have them; else they are 0, or lack
-    at_once: bool = True  # whether events come as tokens are written; else they may all come in the end
-    row_tokens: int | None = None  # of each row, if the source has a schema; None: as many as the grid holds
-    adapter: str = ""  # one of the generator's, whose settings count; "": the base
+    max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid
+    log_probs: bool = True  # whether events and the record have log-probabilities; else events have 0
+    at_once: bool = True  # whether events are needed as tokens are generated; else they may all come at the end
+    row_tokens: int | None = None  # the most tokens of a row, if the source has a schema; None: the bounds of the grid
+    adapter: str = ""  # the name of an adapter of the generator, whose settings apply; "": the base
 
 
 class Event(NamedTuple):
-    """A token was written."""
+    """A generated token."""
 
     row: int
     token: int
     log_prob: float
 
 
-Found = Sequence[Event | Record | BaseException]  # of one answer; its last is the record or an error
+Found = Sequence[Event | Record | BaseException]  # results of an answer; the very last one is the record or an error
 
 
 class Answer:
-    """The result of a request as it comes. May be read or listened to by one thread, and cancelled by any."""
+    """The results of a request as they arrive. One thread may read them or listen; any thread may cancel."""
 
     def __init__(self, request: Request, generator: Generator, kind: "Kind", wake: Callable[[], None]) -> None:
-        """Nothing has come yet."""
+        """Creates an answer without results.
+
+        Args:
+          request: the request.
+          generator: the generator, or the one of the request's adapter.
+          kind: the kind of the request.
+          wake: wakes the engine's thread.
+        """
         self.request, self.generator, self.kind = request, generator, kind
         self.cancelled = False
-        self.awaits: set[Hashable] = set()  # the needs that have to be compiled before it can have a place
-        self.earlier: _Running | None = None  # as far as it was told when it lost its place
+        self.awaits: set[Hashable] = set()  # keys of the programs to compile before the request can be admitted
+        self.earlier: _Running | None = None  # the tokens sent before the request lost its place, if it did
         self._wake = wake
         self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self._hear: Callable[[Found], None] = self._found.put
         self._telling = threading.Lock()
 
     def events(self) -> Iterator[Event | Record]:
-        """Yields each token as it is written, and the record in the end, with `log_prob` and `log_probs`.
+        """Yields each token as it is generated, and finally the record, with `log_prob` and `log_probs`.
 
-        The tokens of a step come row by row, those of rows that the record leaves out as well (`decode.unique_rows`).
-        If the request was cancelled, what was not yet written does not come.
+        The tokens of a step are in the order of rows. They include the tokens of rows that the record leaves out
+        (`decode.unique_rows`).
+
+        Raises:
+          Closed: the request was cancelled, or the engine was closed.
         """
         while True:
             for found in self._found.get():
@@ -94,67 +106,74 @@ class Answer:
                     return
 
     def listen(self, hear: Callable[[Found], None]) -> None:
-        """Has all that comes told to `hear`, which the engine waits for, and not to `events`; all that came as well."""
+        """Passes all results, earlier ones included, to `hear` instead of `events`. The engine waits for each call."""
         with self._telling:
             self._hear = hear
             while not self._found.empty():
                 hear(self._found.get())
 
     def cancel(self) -> None:
-        """Frees its place."""
+        """Cancels the request; its place becomes free."""
         self.cancelled = True
         self._wake()
 
     def give(self, *found: "Event | Record | BaseException") -> None:
-        """Called by the engine; who waits is woken once."""
+        """Delivers results, which wakes the reader once. Called by the engine."""
         with self._telling:
             self._hear(found)
 
 
 class Closed(Exception):
-    """The engine takes no more requests, or ended before this one was answered."""
+    """The engine is closed, or the request was cancelled, before the request was answered."""
 
 
 @dataclasses.dataclass
 class _Running:
-    """A request that has a place."""
+    """A request that has a place in a batch."""
 
     answer: Answer
-    lengths: np.ndarray  # i32 [R], tokens of each row that were given
-    count: int = 0  # of all rows
-    steps: int = 0  # taken
+    lengths: np.ndarray  # i32 [R], number of tokens of each row that were sent
+    count: int = 0  # number of tokens sent, of all rows
+    steps: int = 0  # steps taken
 
 
 class Kind(NamedTuple):
-    """Requests that can be decoded together, whatever adapters they have."""
+    """Requests that can be decoded in the same batch. Their adapters may differ."""
 
     strategy: Refillable
-    method: Method  # its rows may begin as told
+    method: Method  # may have prefixes of rows, so methods must be equal
 
 
 class _Lane(NamedTuple):
-    """Requests that are decoded together. One that comes alone has a lane to itself, in which a step is faster."""
+    """The key of a running batch. A request that comes alone gets a lane with one place, whose steps are faster."""
 
     kind: Kind
     places: int
-    schema: Schema | None  # that all follow
+    schema: Schema | None  # the schema of all its requests
 
 
 class Engine:
-    """Answers requests with one T5 on one device, each strategy and its settings in batches of their own."""
+    """Answers requests with one model on one device. Thread-safe."""
 
     def __init__(self, generator: Generator, *, places: int, queue: int, encodings: int = 0) -> None:
-        """Starts the thread."""
+        """Starts the engine's thread.
+
+        Args:
+          generator: the model and its settings.
+          places: the most requests of a kind that are decoded at the same time.
+          queue: the most requests that may wait.
+          encodings: the number of sources whose encodings are kept.
+        """
         self.generator, self.places, self._most_waiting = generator, places, queue
-        self.answered = self.tokens = self.failed = 0  # requests, tokens written, requests that an own error ended
+        self.answered = self.tokens = self.failed = 0  # answered requests, tokens sent, requests that failed
         self.encodings = Encodings(encodings)
         self._waiting: deque[Answer] = deque()
         self._batches: dict[_Lane, RunningBatch] = {}
         self._running: dict[_Lane, dict[int, _Running]] = {}
-        self._beside = False  # whether somebody was there when the last request got its place: so it may be again
+        self._beside = False  # whether other requests were present at the last admission; a hint for the next one
         self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops, self._lacks = True, False, False
-        self._told_of = set[Hashable]()  # needs that the log knows of
+        self._told_of = set[Hashable]()  # needs that were logged
         self.compiler = Compiler(self._met)
         self._kinds = {self._kind(one, one.default_strategy): one for one in (generator, *generator.adapters.values())}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -162,16 +181,22 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests without a place."""
+        """The number of requests without a place."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests with one."""
+        """The number of requests with a place."""
         return sum(map(len, self._running.values()))
 
     def submit(self, request: Request) -> Answer:
-        """Takes a request; returns at once."""
+        """Queues a request, and returns at once.
+
+        Raises:
+          UserError: the method or the settings do not support the request.
+          Full: too many requests wait.
+          Closed: the engine was closed.
+        """
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
         generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
@@ -199,9 +224,9 @@ class Engine:
         self._switch.throw()
 
     def warm_up(self, length: int, *, schemas: bool = False) -> None:
-        """Plans to compile what prompts of up to so many tokens need with the default strategy; returns at once.
+        """Schedules compiling the default strategy's programs for prompts of up to `length` tokens; does not wait.
 
-        `schemas`: also what usual schemas need, as the last of all.
+        `schemas`: also the programs for usual schemas, as the last of all.
         """
         self.compiler.ask({WEIGHTS: self._lay_out, "plan": lambda: self._plan(length, schemas)}, PLANNED)
 
@@ -234,7 +259,7 @@ class Engine:
                 self.compiler.ask(needs, LAST)
 
     def _met(self, key: Hashable, error: Exception | None) -> None:
-        """Called by the compiler's thread."""
+        """Marks a need as compiled, or fails the requests that wait for it. Called by the compiler's thread."""
         with self._change:
             waiting = [answer for answer in self._waiting if key in answer.awaits]
             for answer in waiting:
@@ -249,7 +274,12 @@ class Engine:
         self._wake()
 
     def close(self, *, drain: bool, seconds: float) -> None:
-        """Takes no more requests and ends the thread; with `drain` after at most so many seconds of answering."""
+        """Closes the engine: it accepts no more requests, and its thread ends.
+
+        Args:
+          drain: whether present requests are answered first; if not, they fail at once.
+          seconds: the most seconds to wait for their answers.
+        """
         with self._change:
             self._open, self._stops = False, not drain
             self._change.notify()
@@ -267,7 +297,7 @@ class Engine:
             with self._change:
                 while not (self._stops or self.running or self._next()) and (self._open or self._waiting):
                     self._change.wait()
-                self._switch.reset()  # before it looks who came or what is over: what comes later throws it again
+                self._switch.reset()  # before checking for changes, as later changes set the switch again
                 if self._stops or not (self._open or self._waiting or self.running):
                     break
             try:
@@ -276,13 +306,13 @@ class Engine:
                 self._admit()
                 for lane in [lane for lane, running in self._running.items() if running]:
                     self._advance(lane)
-            except Exception as error:  # of the device, of memory: whoever waits for an answer must hear of it
+            except Exception as error:  # such as device errors and lack of memory: pass it to the waiting readers
                 logger.exception("decoding failed")
                 self._fail(error)
         self._fail(Closed("the engine was closed"))
 
     def _fail(self, error: BaseException) -> None:
-        """Tells those who have a place; who waits has another try, unless it is the end."""
+        """Fails the running requests, and if the engine is closed also the waiting ones; drops all batches."""
         lost = [one.answer for places in self._running.values() for one in places.values()]
         if isinstance(error, Closed):
             with self._change:
@@ -293,22 +323,22 @@ class Engine:
         self.failed += len(lost)
         self._batches.clear()
         self._running.clear()
-        self.encodings.clear()  # which may have taken the memory that lacked
+        self.encodings.clear()  # memory may have run out because of them
 
     def _free(self) -> None:
-        """Gives up what nobody uses now: it may be the memory that a compilation lacked."""
+        """Frees unused batches and encodings, after a compilation ran out of memory."""
         self._lacks = False
         self.encodings.clear()
         for lane in [lane for lane, running in self._running.items() if not running]:
             del self._batches[lane], self._running[lane]
 
     def _admit(self) -> None:
-        """Gives free places to those who wait longest."""
+        """Removes cancelled requests, and gives free places to the requests that have waited longest."""
         for lane in self._running:
             for place, one in [*self._running[lane].items()]:
                 if one.answer.cancelled:
                     self._leave(lane, place)
-        while (answer := self._next()) is not None:  # others may come while one is encoded
+        while (answer := self._next()) is not None:  # more may arrive while one is encoded
             request, source = answer.request, answer.request.source
             if answer.cancelled:
                 self._take(answer)
@@ -329,13 +359,13 @@ class Engine:
                 )
             except Exception as error:
                 self._take(answer)
-                answer.give(error)  # the others are told where this is caught
+                answer.give(error)  # `_run` passes it to the others
                 raise
             one = answer.earlier or _Running(answer, np.zeros(len(self._batches[lane].starts), np.int64))
             self._running[lane][place] = one
 
     def _choose(self, answer: Answer) -> tuple[_Lane, Needs]:
-        """The lane for an answer that may begin, and what has to be compiled first."""
+        """The lane for an answer, and the programs to compile before it can be admitted there."""
         kind, schema = answer.kind, answer.request.source.schema
         if WEIGHTS not in self.compiler.compiled:
             return _Lane(kind, self.places, None), {WEIGHTS: self._lay_out}
@@ -354,13 +384,13 @@ class Engine:
         return nearest, needs[nearest]
 
     def _needs(self, lane: _Lane, answer: Answer) -> Needs:
-        """The programs that an answer lacks to begin there."""
+        """The programs to compile before an answer can be added to a lane."""
         request, length = answer.request, len(answer.generator.ids_of(answer.request.source))
         logits = request.log_probs or request.sampling.temperature > 0
         return self._batch(lane, request.source).needs(length, logits=logits, adapter=answer.generator.adapter)
 
     def _await(self, answer: Answer, needs: Needs) -> None:
-        """Lets an answer wait, and others go on, until all that it needs is compiled."""
+        """Requests compilation of what an answer needs; the answer keeps waiting until it is done."""
         with self._change:
             answer.awaits = {key for key in needs if key not in self.compiler.compiled}
         self.compiler.ask(needs)
@@ -398,7 +428,7 @@ class Engine:
         return [*causes] or [prompt]
 
     def _next(self) -> Answer | None:
-        """The first of those that wait who may begin, or was cancelled."""
+        """The first waiting answer that can be admitted or was cancelled."""
         with self._change:
             for answer in self._waiting:
                 if answer.cancelled or not (answer.awaits or self._running_with(answer.kind) >= self.places):
@@ -411,15 +441,18 @@ class Engine:
                 self._waiting.remove(answer)
 
     def _running_with(self, kind: Kind) -> int:
-        """Requests of the kind that have a place."""
-        running = [*self._running.items()]  # at once: the engine's thread may add a lane
+        """The number of running requests of a kind."""
+        running = [*self._running.items()]  # a copy, as the engine's thread may add a lane
         return sum(len(places) for lane, places in running if lane.kind == kind)
 
     def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
-        """That of the lane; `source`: one of its requests, as the rows of all begin alike."""
+        """The batch of a lane, created if necessary.
+
+        `source` may be that of any request of the lane, since all of them have the same row prefixes.
+        """
         if lane not in self._batches:
             kin = [one for one in self._batches if one[:2] == lane[:2]]
-            if idle := next((one for one in kin if not self._running[one]), None):  # it has all memory it needs
+            if idle := next((one for one in kin if not self._running[one]), None):  # reuse its memory
                 batch = self._batches.pop(idle)
                 del self._running[idle]
             elif kin:
@@ -439,7 +472,7 @@ class Engine:
         return batch
 
     def _kind(self, generator: Generator, name: str, *, drafts: bool = True) -> Kind:
-        """The kind of requests to a method; `drafts`: whether drafts are verified if the config says so."""
+        """The kind of requests to a method; `drafts`: whether the drafts of the config are used."""
         method = generator.method(name)
         method.require("serve")
         method.check()
@@ -448,7 +481,10 @@ class Engine:
         return Kind(cast(Refillable, generator.make_strategy(name, drafts=drafts)), method)
 
     def _advance(self, lane: _Lane) -> None:
-        """Some steps of all requests of a lane: no pause but for those who wait for something."""
+        """Takes steps with all requests of a lane, and delivers their tokens and records.
+
+        The batch returns early only if a request of the lane needs its tokens at once or there are other lanes.
+        """
         batch, alone = self._batches[lane], sum(map(bool, self._running.values())) == 1
         running = self._running[lane].values()
         often = not alone or any(one.answer.request.at_once for one in running)
@@ -465,23 +501,23 @@ class Engine:
                 try:
                     one.answer.give(self._record(one, lane, decoded, place, full=full, done=bool(done[place])))
                     self.answered += 1
-                except UserError as error:  # of a tokenizer that cannot decode these tokens
+                except UserError as error:  # the tokenizer cannot decode these tokens
                     one.answer.give(error)
                     self.failed += 1
                 self._leave(lane, place)
 
     def _put_off(self, lane: _Lane, place: int, needs: Needs) -> None:
-        """Takes the place from an answer that has outgrown what is compiled: it begins anew, and others go on."""
+        """Requeues an answer that has outgrown the compiled cache sizes: it begins again once `needs` are compiled."""
         one = self._running[lane].pop(place)
         self._batches[lane].drop(place)
-        one.steps, one.answer.earlier = 0, one  # of its tokens none is told twice
+        one.steps, one.answer.earlier = 0, one  # tokens that were sent are not sent again
         with self._change:
             self._waiting.appendleft(one.answer)
         self._await(one.answer, needs)
 
     def _tell(self, one: _Running, batch: RunningBatch, decoded: Decoded, place: int) -> None:
-        """Gives the tokens that are new, up to as many as are asked for."""
-        assert decoded.log_probs is not None, "a `RunningBatch` asks for them"
+        """Delivers the new tokens of a request, up to its `max_tokens`."""
+        assert decoded.log_probs is not None, "a `RunningBatch` has log-probabilities"
         most, one.steps = one.answer.request.max_tokens, int(decoded.steps[place])
         new, events = batch.news(decoded, place, one.lengths), []
         for time, row, j in new[: None if most is None else max(most - one.count, 0)]:
@@ -493,7 +529,7 @@ class Engine:
         one.answer.give(*events)
 
     def _record(self, one: _Running, lane: _Lane, decoded: Decoded, place: int, *, full: bool, done: bool) -> Record:
-        """The record of an answer; `full`: it has as many tokens as were asked for; `done`: decoding is over."""
+        """The record of an answer; `full`: it has `max_tokens` tokens; `done`: decoding is over."""
         only = jax.tree.map(lambda x: x[place : place + 1], decoded)
         kept = np.minimum(only.lengths, one.lengths)
         strategy, method = lane.kind

@@ -33,14 +33,14 @@ from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 16  # batches that are read ahead and sorted by length
+WINDOW = 16  # number of batches that are read ahead and sorted by length
 
 
 class Generator:
-    """Parameters, tokenizer and settings, ready to decode.
+    """A model ready to decode: parameters, tokenizer and settings.
 
-    For everybody: `decode`, `stream_rows`, `under`, `warm_up`, `adapted`, `default_strategy`. The rest is for the
-    commands. The weights are laid out when the first source is decoded; what is given is checked before.
+    The public methods are `decode`, `stream_rows`, `under`, `warm_up`, `adapted` and `default_strategy`; the others are
+    for pipejax's commands. Weights are laid out when the first source is decoded, after the input is checked.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class Generator:
         devices: Sequence[jax.Device] | None = None,
         backend: Backend | None = XLA,
     ) -> None:
-        """Nothing runs on a device yet.
+        """Creates the generator; runs nothing on a device.
 
         Args:
-          tokenizer: None: sources and answers are ids.
-          devices: None: `programs.devices`.
+          config: the config with the architecture.
+          params: the parameters.
+          tokenizer: the tokenizer; None: sources and answers are token ids.
+          devices: the devices that decode a batch each; None: `programs.devices`.
           backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
         """
         if config.model is None:
@@ -64,18 +66,18 @@ class Generator:
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self._devices = list(devices or programs.devices())
         self._opened = Opened(config, params, self._devices, backend)
-        # Of `stream_rows`, by strategy and method, which may name rows; each has one place.
+        # Batches of one place for `stream_rows`, by strategy and method (which may have row names).
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
-        self.checkpoint = ""  # the directory that the weights are from
-        self.origin: dict[str, Any] = {}  # its step, and params_fp
-        self.learned = ""  # the fingerprint of its training examples; "": unknown
-        self.trained: Config | None = None  # that they were trained with; None: unknown
-        self._told: set[str] = set()  # lines that are logged once
-        self._asked: frozenset[str] = frozenset()  # keys of the settings that a call gave
-        self.schema: schema_lib.Schema | None = None  # that answers follow: see `under`
+        self.checkpoint = ""  # the directory of the weights
+        self.origin: dict[str, Any] = {}  # the step of the weights and their params_fp
+        self.learned = ""  # the fingerprint of the training examples; "": unknown
+        self.trained: Config | None = None  # the config of the training; None: unknown
+        self._told: set[str] = set()  # lines that were logged, since each is logged once
+        self._asked: frozenset[str] = frozenset()  # keys of the settings passed to a call
+        self.schema: schema_lib.Schema | None = None  # the schema that answers follow: see `under`
         self._schemas = schema_lib.Schemas()
-        self.adapters: dict[str, Generator] = {}  # by name, each with the weights and programs of this one
-        self.adapter: int | None = None  # the number of its own, 0 for the base; None: there are no adapters
+        self.adapters: dict[str, Generator] = {}  # by name, sharing weights and programs with this generator
+        self.adapter: int | None = None  # the number of this generator's adapter, 0 for the base; None: no adapters
 
     def __repr__(self) -> str:
         model, of = self.architecture, f" of {self.checkpoint} at step {self.origin['step']}" if self.checkpoint else ""
@@ -89,7 +91,7 @@ class Generator:
 
     @property
     def programs(self) -> Programs:
-        """The weights on the devices, and what is compiled for them; made when they are first asked for."""
+        """The weights on the devices, and the programs compiled for them; created at the first access."""
         return self._opened.programs
 
     @property
@@ -98,10 +100,13 @@ class Generator:
         return methods.default(self.config)
 
     def adapted(self, name: str) -> "Generator":
-        """Decodes with the adapter of that name, and with the settings that it was trained with.
+        """The generator with an adapter that was passed to `load`, and with the settings of the adapter's training.
+
+        Args:
+          name: the name of the adapter.
 
         Raises:
-          UserError: `load` was given none of that name.
+          UserError: there is no adapter of this name.
         """
         if name not in self.adapters:
             raise UserError(f"adapter: found {name!r}; expected {' or '.join(self.adapters) or 'none'}")
@@ -109,11 +114,11 @@ class Generator:
 
     @property
     def ids(self) -> Ids:
-        """The token ids that rows begin and end with."""
+        """The token ids of bos and of the end tokens of rows."""
         return Ids.of(self.architecture)
 
     def method(self, name: str | None = None) -> Method:
-        """The method of that name with this config's settings; None: `default_strategy`."""
+        """The method of a name, with the settings of the config; None: `default_strategy`."""
         return methods.make(name or self.default_strategy, self.config)
 
     def decode(
@@ -126,20 +131,21 @@ class Generator:
         schema: Mapping[str, object] | str | Path | None = None,
         **settings: Any,
     ) -> list[Record]:
-        """Decodes texts, lists of token ids or records as the command reads them; gives a record each.
+        """Decodes sources: texts, lists of token ids, or records such as `pipejax decode` reads.
 
-        Records are `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated"}`; the id is the position, unless
-        one is given. docs/decoding.md says what each field holds.
+        A returned record is `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated", "method"}`, and more on
+        request; docs/decoding.md describes each field. The id is the position of a source that has none.
 
         Args:
-          given: the sources: a list, a data frame or another table whose rows are records. Token ids hold the
-            special ones, such as the eos.
+          given: the sources: a list, a data frame or another table whose rows are records. Token ids include special
+            tokens such as the eos.
           strategy: the name of a method, such as "sequential"; None: `default_strategy`.
-          batch_size: on each device; None: `decode.batch_size`.
-          drafter: one of your own instead of `decode.draft` (docs/drafting.md).
-          schema: a flat JSON schema, or its file: the text of each record is an object of it (docs/schemas.md).
-          settings: values of this call alone for keys of the sections decode and grid, such as temperature=0.7. The
-            weights stay as they are; a program is compiled only if none has the same strategy and sizes.
+          batch_size: the batch size on each device; None: `decode.batch_size`.
+          drafter: a drafter of your own, instead of `decode.draft` (docs/drafting.md).
+          schema: a flat JSON schema, or the path of its file: the text of each record is then a valid JSON object
+            (docs/schemas.md).
+          settings: values for keys of the sections decode and grid, such as temperature=0.7, for this call only. A
+            program is compiled only if there is none for this strategy and these sizes.
 
         Raises:
           UserError: an unknown strategy or setting, a value out of its range, an empty source, an id outside the
@@ -154,30 +160,30 @@ class Generator:
         read = (own.source(value, f"source {i}", i) for i, value in enumerate(given))
         checked = list(own.samples_of(read, strategy))
         size = min(own.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
-        report = Report(other_steps=None)  # nobody reads this report, and to count those steps it would tokenise again
+        report = Report(other_steps=None)  # not returned, so skip counting other steps, which tokenises again
         return list(own.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
 
     def stream_rows(
         self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None, **settings: Any
     ) -> Iterator[RowEvent | Record]:
-        """Yields each token of one source's answer as its step ends, and the record in the end.
+        """Yields each token of one source's answer as it is generated, and finally the record.
 
-        An event is `(row, token, text, done)`: the text is that of the row so far; `done` says that the row has ended,
-        by the end token that the token then is. Rows without a token have no events.
+        An event is `(row, token, text, done)`. `text` is the text of the row so far. `done` means that the row has
+        ended, and that `token` is its end token. Empty rows have no events.
 
         Args:
           given: the source.
           strategy: the name of a method, such as "sequential"; None: `default_strategy`.
-          settings: as of `decode`.
+          settings: as for `decode`.
 
         Raises:
-          UserError: as `decode`; and for beams, limits and prefixes, which a stream does not have.
+          UserError: as for `decode`; also for beams, `decode.limit` and row prefixes, which streams do not support.
         """
         own = self._with("stream_rows", settings, batch_size="none: one source", samples="none: one answer")
         return own.stream_source(own.source(given, "the source", 0), strategy or self.default_strategy)
 
     def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
-        """As `stream_rows`, of a checked source; what a stream does not have is refused at once."""
+        """Like `stream_rows`, for a checked source. Unsupported settings raise a UserError before iteration."""
         config, method = self.config.decode, self.method(strategy)
         method.require("stream")
         if config.limit != "none":
@@ -204,9 +210,9 @@ class Generator:
                     scores = event.log_probs if config.scores else None
                     found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
                     yield self._record(source, method, made, found, 0)
-        except Exception:  # of the device, of memory: what the batch holds is lost
+        except Exception:  # such as device errors and lack of memory: the arrays of the batch may be invalid
             batches.remove(batch)
-            batch.clear()  # its twins share its programs, which know it
+            batch.clear()  # other batches share its programs, which refer to it
             raise
 
     def warm_up(
@@ -217,19 +223,19 @@ class Generator:
         strategy: str | None = None,
         **settings: Any,
     ) -> Report:
-        """Compiles ahead what decoding with these settings needs on one device.
+        """Compiles the programs for decoding with these settings on one device.
 
-        A temperature, scores, a limit and rows that begin as told have programs of their own. Programs of other lengths
-        are still compiled when they are needed: lengths count as the next of 16, 24, 32, 48, 64, 96, ...
+        Lengths are rounded up to 16, 24, 32, 48, 64, 96, ... Programs for other lengths are compiled when they are
+        needed, and so are programs for sampling, scores, `decode.limit` and row prefixes, unless `settings` have them.
 
         Args:
-          lengths: of sources, in tokens.
-          batch_sizes: of lists.
+          lengths: lengths of sources, in tokens.
+          batch_sizes: lengths of lists of sources.
           strategy: the name of a method, such as "sequential"; None: `default_strategy`.
-          settings: as of `decode`.
+          settings: as for `decode`.
 
         Returns:
-          what it took.
+          A report with the number of programs and the seconds of compiling.
         """
         own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
         method, chosen = own.method(strategy), own.make_strategy(strategy)
@@ -243,7 +249,7 @@ class Generator:
         return report
 
     def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
-        """The same weights and programs with other settings, for a call of that method; see `settings.of_call`."""
+        """A copy with other settings, for a call of the method named `call`; see `settings.of_call`."""
         if not settings:
             return self
         other, drafts = copy.copy(self), self._opened.small is not None
@@ -259,9 +265,16 @@ class Generator:
         effort: schema_lib.Effort | None = schema_lib.WHOLE,
         pause: Callable[[], None] | None = None,
     ) -> "Generator":
-        """The same weights and programs, with answers that follow a JSON schema or file; a UserError if they cannot.
+        """A generator whose answers follow a JSON schema; it shares weights and programs with this one.
 
-        For `effort` and `pause` see `Schemas.find`.
+        Args:
+          given: a flat JSON schema, or the path of its file.
+          strategy: the name of the method that will be used; None: `default_strategy`.
+          effort: as for `Schemas.find`.
+          pause: as for `Schemas.find`.
+
+        Raises:
+          UserError: the schema is not valid or not supported.
         """
         made = self.make_strategy(strategy, drafts=False)
         other, method = copy.copy(self), self.method(strategy)
@@ -269,7 +282,16 @@ class Generator:
         return other
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
-        """The value as a source (`name`: its id, if it has none); a UserError at `place` if it cannot be decoded."""
+        """Makes a checked source of a text, token ids or a record.
+
+        Args:
+          value: the text, the ids or the record.
+          place: the place of the value for messages.
+          name: the id of a source that has none.
+
+        Raises:
+          UserError: the value cannot be decoded.
+        """
         source = Source(name, value)
         if isinstance(value, Mapping):
             source = sources.of_record(value, place, name, self.config)
@@ -278,7 +300,7 @@ class Generator:
         return checked._replace(schema=self.schema)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
-        """Yields each source `decode.samples` times; a UserError if the strategy cannot do what a source asks for."""
+        """Yields each source `decode.samples` times; raises a UserError if the method does not support its fields."""
         method = self.method(strategy)
         for source in given:
             wishes.rows_of(source, method, self.tokenizer, self.ids.ends)
@@ -300,14 +322,21 @@ class Generator:
         tick: Callable[[int], None] = lambda count: None,
         drafter: Drafter | None = None,
     ) -> Iterator[Record]:
-        """Yields records of checked sources in input order, with `window` batches of sources read ahead.
+        """Yields the records of checked sources in input order.
 
-        Adds to `report`, and calls `tick` with the number of examples, after each batch; `drafter`: not the config's.
+        Args:
+          given: the sources.
+          strategy: the name of the method; None: `default_strategy`.
+          batch_size: the batch size on each device.
+          report: updated after each batch.
+          window: the number of batches to read ahead and sort by length.
+          tick: called with the number of examples after each batch.
+          drafter: a drafter instead of that of the config.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
         wanted = batch_size
         batch_size = self.batch_size_for(wanted)
-        window *= -(-wanted // batch_size)  # as far ahead as batches of the wanted size would read
+        window *= -(-wanted // batch_size)  # read as many sources ahead as with the wanted batch size
         waiting, across = iter(given), 0
         while chunk := list(islice(waiting, batch_size * window)):
             across = across or min(len(self._devices), -(-len(chunk) // batch_size))
@@ -344,16 +373,19 @@ class Generator:
         return wishes.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
 
     def batch_size_for(self, wanted: int) -> int:
-        """The number of sources that a device decodes at a time when so many are wanted: on a CPU a few at most."""
+        """The batch size on a device, if `wanted` is requested: at most `programs.CPU_BATCH` on a CPU."""
         on_cpu = self._devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
     def make_strategy(
         self, name: str | None = None, drafter: Drafter | None = None, *, drafts: bool = True
     ) -> Strategy:
-        """The checked strategy that decodes by the method of that name (None: `default_strategy`).
+        """The checked strategy of a method.
 
-        `drafter`: instead of the config's; `drafts`: whether drafts are verified if the config says so.
+        Args:
+          name: the name of the method; None: `default_strategy`.
+          drafter: a drafter instead of that of the config.
+          drafts: whether the drafts of the config are used.
         """
         method = self.method(name)
         lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []
@@ -375,7 +407,7 @@ class Generator:
         return made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
-        """Its token ids, as many as the encoder takes; the report counts those that were cut."""
+        """The token ids of a source, truncated to `data.max_source`; the report counts truncated sources."""
         try:
             found = encode_source(source.content, self.config.data, self.tokenizer, self.architecture)
         except UserError as error:

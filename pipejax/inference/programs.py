@@ -1,6 +1,6 @@
-"""The only place where a backbone meets a decoding strategy: what runs on devices when texts are decoded.
+"""Compiles and runs encoder and decoding loop for batches. Backbone and decoding strategy are combined here.
 
-Shapes: B batch, L source length (a bucket), E devices.
+Shapes: B batch, L source length (padded to a bucket), E devices.
 """
 
 import dataclasses
@@ -29,32 +29,37 @@ from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
-SLOTS = (160, *(448 << i for i in range(16)))  # of the cache, as it grows
-# A GPU's loop runs on the host, which waits for all kernels of a turn to read whether there is another: at batch 1 half
-# as long as a step of T5-Base takes. More steps in a turn save more of it, and at the end of a decode more of them are
-# taken for nothing; answers of 10 to 30 steps are decoded the fastest with about four. A CPU's loop reads its condition
-# for nothing, and so does a TPU's, which runs on the device.
+SLOTS = (160, *(448 << i for i in range(16)))  # cache sizes
+# On a GPU the host runs the loop: after each iteration it waits for all kernels to read the condition, which at batch 1
+# takes half as long as a step of T5-Base. More steps in an iteration save more of this time, but waste more steps at
+# the end of a decode; answers of 10 to 30 steps are fastest with about four. On CPUs and TPUs reading the condition
+# costs nothing.
 TURNS = {"gpu": 4, "cuda": 4}
-# Larger batches are slower on a CPU. Eight already share the reading of the weights, while attention is computed for
-# the example with the most live rows, and all steps for the one with the longest answer.
+# Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, while attention is
+# padded to the example with the most live rows, and steps continue until the longest answer ends.
 CPU_BATCH = 8
 
 
 def devices() -> list[jax.Device]:
-    """Those that decode by themselves: all of this process, but one of a CPU's, since they share its cores."""
+    """The devices that decode a batch each: those of this process, but a single one on a CPU, as CPUs share cores."""
     here = jax.local_devices()
     return here[:1] if here[0].platform == "cpu" else here
 
 
 def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
-    """The sizes that a decode goes through there ("": here): a program a number of slots, a loop a number of queries.
+    """The static sizes of a decode: a program for each number of slots, and in it a loop for each number of queries.
 
-    On a CPU every row costs; on other devices rows are nearly free, and what costs is another loop.
+    On a CPU the time of a step grows with its queries. On other devices it hardly does, so one loop is enough.
+
+    Args:
+      strategy: the strategy.
+      batch: B.
+      platform: JAX's name of the platform; "": the default one.
     """
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
-    # A small model's draft is a loop inside each step, and its cache is part of the state, which a turn would copy.
+    # The draft of a small model is a loop inside each step, whose cache several steps in an iteration would copy.
     turn = 1 if strategy.borrows else TURNS.get(platform, 1)
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
 
@@ -68,20 +73,20 @@ def encode_batch(
     *,
     backend: Backend = XLA,
 ) -> Memory:
-    """The memory of sources i32 [B, L] with `length` and `adapter` i32 [B]; model and backend are static."""
+    """Encodes sources i32 [B, L] of `length` i32 [B] tokens, with adapters i32 [B]; model and backend are static."""
     memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
     return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """The module of a small model that drafts for another one, with its backend. Static under jit."""
+    """A small model that drafts for the large one, with its backend. Static under jit."""
 
     model: Module
     backend: Backend
 
     def lend(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
-        """The strategy with the decoder of a batch; traced."""
+        """Binds the small model's decoder of a batch to the strategy; traced."""
         return strategy.lend(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
 
 
@@ -99,7 +104,21 @@ def decode_batch(
     backend: Backend = XLA,
     drafting: Drafting | None = None,
 ) -> Stretch:
-    """A stretch of `decoding.run` for an encoded batch, the first if carry is None; what is no array is static."""
+    """Decodes an encoded batch with one cache size, as a part of `decoding.run`; all but arrays is static.
+
+    Args:
+      model: the module.
+      strategy: the strategy.
+      weights: of the decoder; a pair with those of the small model if there is `drafting`.
+      memory: the encoded sources.
+      carry: of the previous part; None: decoding begins.
+      source: the sources, if the strategy reads them.
+      wishes: how tokens are chosen.
+      sizes: the sizes of the decode.
+      slots: C, the cache size of this part.
+      backend: the backend.
+      drafting: the small model, if there is one.
+    """
     if drafting:
         weights, small = weights
         assert source is not None
@@ -110,27 +129,34 @@ def decode_batch(
 
 
 class Programs:
-    """A backbone's encoder and decoders over batches of token ids, compiled as they are needed.
+    """A backbone's encoder and decoder for batches of token ids, compiled when they are needed.
 
-    Several devices decode a batch each and know nothing of each other: all arrays but the weights have a first axis, of
-    the devices, and no computation crosses it.
+    Several devices decode a batch each, without communication: all arrays but the weights have a first axis E of
+    devices, over which they are sharded.
     """
 
     def __init__(
         self, config: Backbone, dtype: jnp.dtype, *, devices: Sequence[jax.Device], backend: Backend = XLA
     ) -> None:
-        """Nothing compiles yet."""
+        """Creates the module; compiles nothing.
+
+        Args:
+          config: the backbone.
+          dtype: the dtype of computations.
+          devices: the devices that decode a batch each.
+          backend: lays out weights and computes steps.
+        """
         self.config, self.devices = config, list(devices)
         blocks = choose_blocks(config, self.devices[0])  # for the encoder
         self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
-        self.small: Programs | None = None  # of the model that drafts
+        self.small: Programs | None = None  # the programs of the small model that drafts
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
 
     def set_params(self, params: Tree) -> None:
-        """Other weights of the same architecture, of this process or laid over the devices of several."""
+        """Sets the weights, arrays of this process or sharded over several processes; compiled programs are kept."""
         of_first = jax.tree.leaves(params)[0]
         is_sharded = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
         everywhere = NamedSharding(of_first.sharding.mesh, P()) if is_sharded else None
@@ -145,12 +171,12 @@ class Programs:
         self._forget_copies()
 
     def suit(self, strategy: Strategy) -> Strategy:
-        """The strategy as it is the fastest with these weights on these devices."""
+        """The strategy tuned for these weights and devices."""
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
         return strategy.suit(platform, costs=self._call_costs, skips_fillers=fillers)
 
     def forget_params(self) -> None:
-        """Gives their memory back, until `set_params`; what was compiled stays."""
+        """Frees the memory of the weights, until `set_params`; compiled programs are kept."""
         del self._ready
         self._forget_copies()
 
@@ -169,9 +195,19 @@ class Programs:
         wishes: Wishes = GREEDILY,
         adapter: int | None = None,
     ) -> Decoded:
-        """Decodes at most `across` x `batch_size` sources on `across` devices; adds to the report's seconds.
+        """Decodes sources on several devices.
 
-        Wishes and results [E * B, ...] are NumPy's; copies of the last source fill the batch up.
+        Args:
+          sources: at most E * B lists of token ids; copies of the last one fill the batches.
+          strategy: the strategy.
+          batch_size: B.
+          across: E, the number of devices.
+          report: receives the seconds of decoding and compiling.
+          wishes: NumPy arrays [len(sources), ...].
+          adapter: the number of the adapter, if there are adapters.
+
+        Returns:
+          The answers, NumPy arrays [E * B, ...].
         """
         strategy = self.suit(strategy)
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
@@ -203,7 +239,7 @@ class Programs:
         wishes: Wishes = GREEDILY,
         adapter: int | None = None,
     ) -> None:
-        """Compiles all that batches of a size may need."""
+        """Compiles all programs that decoding batches of a size and source length may need; see `decode`."""
         strategy = self.suit(strategy)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
@@ -221,7 +257,7 @@ class Programs:
         adapter: int | None,
         report: Report,
     ) -> tuple[Tree, Memory, SourceIds | None]:
-        """The weights, the memory and the source that a decode is given; `call`: `_run` or `_find`."""
+        """Encodes a batch: the decoder's weights, the memory, and the source; `call` is `_run` or `_find`."""
         across, ready = len(source), self.on(len(source))
         adapters = None if adapter is None else np.full_like(lengths, adapter)
         memory = call(self, "encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
@@ -240,15 +276,15 @@ class Programs:
         """The programs of the T5 that drafts, if the strategy has one."""
         if not strategy.borrows:
             return None
-        assert self.small is not None, "the generator saw to it"
+        assert self.small is not None, "the generator sets it"
         return self.small
 
     def on(self, across: int) -> Ready:
-        """The weights, whole on each of the first devices; those of all numbers share one copy a device."""
+        """The weights, replicated on the first `across` devices. There is one copy on each device for all calls."""
         if across not in self._placed:
             for device in self.devices[:across]:
                 if device not in self._copies:
-                    # What encoder and decoder share is copied once.
+                    # Arrays shared by encoder and decoder are copied once.
                     leaves = {id(x): x for x in jax.tree.leaves(self._ready)}
                     own = {key: _whole_on(x, device=device) for key, x in leaves.items()}
                     self._copies[device] = jax.tree.map(lambda x, own=own: own[id(x)], self._ready)
@@ -264,7 +300,7 @@ class Programs:
         return self._program(part, slots, arguments, shape, report)(*arguments)
 
     def _find(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
-        """The shapes of what `_run` finds; compiles it."""
+        """Compiles a program; returns the shapes of the result of `_run`."""
         return self._program(part, slots, arguments, shape, report).out_info
 
     def _program(
@@ -275,11 +311,11 @@ class Programs:
         shape: tuple[int, int, int],
         report: Report,
     ) -> Any:
-        """The compiled encoder, or decoder up to so many slots, for batches of that shape [E, B, L]."""
+        """The compiled encoder, or the decoder with `slots` cache slots, for batches of shape [E, B, L]."""
         wished = arguments[4:]
         key = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
         if key not in self._compiled:
-            jax.block_until_ready(arguments)  # what is still computed must not count as compilation
+            jax.block_until_ready(arguments)  # pending computations must not count as compilation
             begun = time.perf_counter()
             across, batch, length = shape
             function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
@@ -299,7 +335,7 @@ class Programs:
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
             if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
-                level = logging.INFO if logger.hasHandlers() else logging.WARNING  # a bare Python shows no other lines
+                level = logging.INFO if logger.hasHandlers() else logging.WARNING  # without handlers INFO is not shown
                 line = f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}"
                 logger.log(level, line)
             mesh, specs = self._mesh(across), (P(), *[P("each")] * (len(arguments) - 1))
@@ -315,17 +351,17 @@ class Programs:
 
 
 def _by_itself(function: Callable[..., Any], weights: Tree, *arrays: Any) -> Any:
-    """The function's result on each device, for its part of arrays whose first axis is of the devices."""
+    """Calls the function without the first axis of the arrays, which is 1 on each device."""
     own = jax.tree.map(lambda x: x[0], arrays)
     return jax.tree.map(lambda x: x[None], function(weights, *own))
 
 
 def _whole_on(x: jax.Array, *, device: jax.Device) -> jax.Array:
-    """An array that is whole on some device of this process, whole on that one."""
+    """A copy on `device` of an array that is replicated on some device of this process."""
     here = {shard.device: shard.data for shard in x.addressable_shards}
     return here[device] if device in here else jax.device_put(next(iter(here.values())), device)
 
 
 def _assemble(*copies: jax.Array, place: NamedSharding) -> jax.Array:
-    """Copies of an array on the devices of a mesh as one array; nothing moves."""
+    """Combines copies of an array on the devices of a mesh into one replicated array, without copying."""
     return jax.make_array_from_single_device_arrays(copies[0].shape, place, list(copies))

@@ -1,4 +1,13 @@
-"""A batch whose examples come and go: between two calls of the compiled loop others take the places that are free.
+"""Continuous batching: a batch with a fixed number of places, whose examples are added and removed during decoding.
+
+`RunningBatch.add` encodes a source and assigns it a free place. `RunningBatch.advance` calls the compiled loop, which
+begins the new examples, stops the dropped ones, and takes steps with all of them until an example is done or a pause is
+due. Between two calls examples are added or dropped. All sources share one memory length L and one cache size C. Both
+grow when a source or an answer needs it, and are reset when a source comes while no place is in use.
+
+Everything that is compiled is a program with a name and arguments. The methods that call programs have an argument
+`call`, which either runs a program or only compiles it and returns the shapes of its results. In this way `needs_of`
+compiles exactly the programs that `add` and `advance` will run.
 
 Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
 """
@@ -40,26 +49,32 @@ from pipejax.model.t5 import Memory
 from pipejax.system import Tree
 
 Array = jax.Array
-SLICE = 0.1  # seconds between two looks at what is written; to stop and go on costs some milliseconds
-MOST_STEPS = 256  # in between, at the most
-NO_END = 1 << 30  # steps, more than any decode takes
-DONATED = {"place": 0, "step": 2}  # arguments whose memory the result takes
+SLICE = 0.1  # target seconds of one `advance`; each pause of the loop costs some milliseconds
+MOST_STEPS = 256  # the most steps of one `advance`
+NO_END = 1 << 30  # a number of steps that no decode reaches
+DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is donated to the result
 
 
 class Encodings:
-    """Memories of sources by ids and adapter; the one that was not asked for the longest makes room for a new one.
+    """A least-recently-used cache of encoded sources, by token ids and adapter.
 
-    Of one model, and written by one thread; any may read the numbers.
+    For one model. Only one thread may call its methods; all threads may read the counters.
     """
 
     def __init__(self, most: int) -> None:
-        """Keeps the memories of at most so many sources; 0: of none."""
+        """Keeps the memories of at most `most` sources; 0 disables the cache."""
         self._most = most
         self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
         self.hits = self.misses = self.bytes = 0  # sources found, sources encoded, bytes of the kept memories
 
     def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
-        """The memory of a source, i32 [L]: the very arrays that `encode` made of the same before, if they are kept."""
+        """The memory of a source: the cached one, or that of `encode`, which is then cached.
+
+        Args:
+          ids: i32 [n], the token ids.
+          adapter: the number of the adapter, if there are adapters.
+          encode: encodes ids with an adapter.
+        """
         key = ids.tobytes(), adapter
         memory = self._kept.pop(key, None)
         if memory is not None:
@@ -74,7 +89,7 @@ class Encodings:
         return memory
 
     def clear(self) -> None:
-        """Keeps none, and counts from zero."""
+        """Empties the cache and resets the counters."""
         self._kept.clear()
         self.hits = self.misses = self.bytes = 0
 
@@ -85,14 +100,14 @@ def _size(memory: Memory) -> int:
 
 @flax.struct.dataclass
 class Encoded:
-    """Encoded sources, one or the places of a batch, as the decoder and a drafter read them."""
+    """One encoded source, or those of all places of a batch, for the decoder and a drafter."""
 
     memory: Memory
-    source: SourceIds | None  # the ids; None: the strategy does not read them
+    source: SourceIds | None  # the ids, for strategies that read them
 
     @property
     def length(self) -> int:
-        """L, slots of the memory."""
+        """L, the number of slots of the memory."""
         length: int = self.memory.mask.shape[1]
         return length
 
@@ -109,33 +124,33 @@ class Steps(NamedTuple):
     shapes: tuple[Hashable, ...] = ()  # of the wishes
 
 
-Call = Callable[..., Any]  # a program by its name, with its arguments: runs it, or finds the shapes of its results
+Call = Callable[..., Any]  # (name of a program, *arguments) -> its results, or their shapes
 
 
 class Switch:
-    """While it is thrown, batches pause after each step, those that decode already as well. For all threads."""
+    """A flag in memory that running loops read: while it is set, batches pause after each step. Thread-safe."""
 
     def __init__(self) -> None:
-        """Not thrown."""
+        """Creates a switch that is not set."""
         self._thrown = np.zeros(1, np.int32)
-        # u32 [2], of the i32 that is not 0 then, the low half first.
+        # u32 [2], the address of the flag, an i32, low half first.
         self.address = np.asarray([self._thrown.ctypes.data], np.uint64).view(np.uint32)
 
     def throw(self) -> None:
-        """Lets them pause."""
+        """Sets the flag: batches pause."""
         self._thrown[0] = 1
 
     def reset(self) -> None:
-        """Lets them go on."""
+        """Clears the flag: batches continue."""
         self._thrown[0] = 0
 
 
 class RunningBatch:
-    """Decodes up to `places` sources side by side on one device. Not to be used by several threads.
+    """Decodes up to `places` sources side by side on one device. Not thread-safe.
 
-    What an example is decoded to does not depend on the others. Programs are compiled as they are needed: an encoder
-    for each padded length, a decoder for each power of two that holds the longest source and each size of the cache,
-    and another one where tokens are sampled or scored.
+    The answer of an example does not depend on the other examples. Programs are compiled when they are needed: an
+    encoder for each padded length of sources, and a decoder for each memory length (a power of two), each cache size,
+    and each kind of steps (with and without logits, which sampling and scores need).
     """
 
     def __init__(
@@ -147,7 +162,17 @@ class RunningBatch:
         encodings: Encodings | None = None,
         compiled: dict[Hashable, Any] | None = None,
     ) -> None:
-        """Nothing compiles yet. `compiled`: by another thread, so `advance` waits for no compiler."""
+        """Creates an empty batch; compiles nothing.
+
+        Args:
+          programs: the model, its backend and weights.
+          strategy: the strategy of all answers.
+          places: B, the most examples at a time.
+          switch: pauses the loop when it is set.
+          encodings: a cache of encoded sources.
+          compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and
+            sets `lacks` if a program is missing. None: programs are compiled when they are called.
+        """
         self.strategy = programs.suit(strategy)
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
@@ -167,8 +192,8 @@ class RunningBatch:
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
         self._compiled, self._waits = compiled if compiled is not None else {}, compiled is None
-        self.lacks: Needs = {}  # for a step that `advance` could not take: a larger cache's programs are not compiled
-        self._adapter: int | None = None  # of the latest source
+        self.lacks: Needs = {}  # programs of a larger cache that the last `advance` needed and that are not compiled
+        self._adapter: int | None = None  # the adapter of the latest source
         self._functions: dict[str, Callable[..., Any]] = {
             "encode": partial(encode_batch, self._model, backend=self._backend),
             "widen": self._widened,
@@ -185,7 +210,7 @@ class RunningBatch:
         self.clear()
 
     def clear(self) -> None:
-        """Nobody uses it, and it holds no memory."""
+        """Frees all places and the memory of their arrays."""
         places = self.places
         self._in_use, self._scored = np.zeros(places, bool), np.zeros(places, bool)
         self._sampling = Sampling.together([MOST_LIKELY] * places)
@@ -195,8 +220,13 @@ class RunningBatch:
         self._slots, self._steps = self._sizes.slots[0], 1
 
     def give(self, forced: np.ndarray | None, schema: Schema | None = None) -> None:
-        """Says what is known of all answers, `forced` [R, W] as in `Wishes`, while nobody has a place."""
-        assert not self._in_use.any(), "answers of other rows are under way"
+        """Sets the forced tokens and the schema shared by all examples. The batch must be empty.
+
+        Args:
+          forced: i32 [R, W], as in `Wishes` for one example; None: no tokens are forced.
+          schema: the schema that all answers follow.
+        """
+        assert not self._in_use.any(), "the batch must be empty"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
         self.schema = schema
         grammar = None if schema is None else schema.grammar(self.strategy, [None] * self.places)
@@ -206,20 +236,20 @@ class RunningBatch:
             self._carry = self._with_states(self._carry)
 
     def twin(self) -> "RunningBatch":
-        """Another batch that nobody uses, with the same programs: what is compiled for one serves both."""
+        """Creates an empty batch with the same strategy and number of places, which shares the compiled programs."""
         other = copy.copy(self)
         other.clear()
         return other
 
     @property
     def fullest(self) -> int:
-        """The place whose example takes the most slots of the cache."""
-        assert self._carry is not None, "nobody has a place"
+        """The place whose example uses the most slots of the cache."""
+        assert self._carry is not None, "no place is in use"
         return int(np.where(self._in_use, np.asarray(self._carry.used), -1).argmax())
 
     @property
     def free(self) -> list[int]:
-        """Places that nobody uses."""
+        """The places that are not in use."""
         return np.flatnonzero(~self._in_use).tolist()
 
     def add(
@@ -231,9 +261,17 @@ class RunningBatch:
         row_tokens: int | None = None,
         adapter: int | None = None,
     ) -> int:
-        """Encodes a source unless that was just done, and returns its place; it begins with the next `advance`.
+        """Adds a source at a free place; its decoding begins with the next `advance`.
 
-        `row_tokens`: of a row at the most, if it follows a schema; None: as many as the grid holds.
+        Args:
+          ids: i32 [n], the token ids of the source.
+          sampling: how tokens are drawn.
+          log_probs: whether log-probabilities are computed.
+          row_tokens: the most tokens of a row, if the batch has a schema; None: the bounds of the grid.
+          adapter: the number of the adapter, if there are adapters.
+
+        Returns:
+          The place.
         """
         place, self._adapter = self.free[0], adapter
         source, length = pad([np.asarray(ids, np.int32)], bucket(len(ids))), np.asarray([len(ids)], np.int32)
@@ -254,17 +292,17 @@ class RunningBatch:
         self._in_use[place] = self._begins[place] = True
         return place
 
-    # What happens when a source joins and when steps are taken: by running programs, or by finding the shapes of their
-    # results, which compiles them. `call` does either.
+    # The programs that `add` and `advance` call. `call` is `_call`, which runs a program, or `_find`, which compiles it
+    # and returns the shapes of its results.
 
     def _encode_source(self, call: Call, source: Any, length: Any, adapter: int | None) -> Memory:
-        """The memory of a source i32 [1, n] with its `length` i32 [1]."""
+        """The memory of a source i32 [1, n] of `length` i32 [1] tokens."""
         own = None if adapter is None else np.asarray([adapter], np.int32)
         memory: Memory = call("encode", self._encoder, source, length, own)
         return memory
 
     def _read(self, call: Call, memory: Memory, source: Any, length: Any) -> Encoded:
-        """The encoded source, with its ids and the small model's memory where the strategy reads them."""
+        """The encoded source, with its ids and the small model's memory if the strategy needs them."""
         if not self.strategy.reads_source:
             return Encoded(memory, None)
         ids, small = np.zeros((1, memory.mask.shape[1]), np.int32), None
@@ -277,7 +315,7 @@ class RunningBatch:
     def _join(
         self, call: Call, encoded: Encoded | None, carry: Carry | None, one: Encoded
     ) -> tuple[Encoded, Carry, Encoded]:
-        """Makes room for one more source: all of them get memories of the same length, by doubling the shorter ones."""
+        """Brings the sources of the batch and a new one to the same memory length, by doubling the shorter ones."""
         if encoded is None or carry is None:
             encoded, carry = call("empty", self._weights, one, slots=self._sizes.slots[0])
             carry = self._with_states(carry)
@@ -291,19 +329,19 @@ class RunningBatch:
         return encoded, carry, one
 
     def _place(self, call: Call, encoded: Encoded, one: Encoded, place: int) -> Encoded:
-        """Puts a source at a place."""
+        """Writes an encoded source to a place of the batch."""
         many: Encoded = call("place", encoded, one, np.int32(place)) if self.places > 1 else one
         return many
 
     def _grow(self, call: Call, encoded: Encoded, carry: Carry, slots: int) -> Carry:
-        """Grows the cache to so many slots."""
+        """Grows the cache to `slots` slots."""
         grown: Carry = call("grow", self._weights, encoded, carry, slots=slots)
         return grown
 
     def _step(
         self, call: Call, encoded: Encoded, carry: Carry, wishes: Wishes, steps: int
     ) -> tuple[Decoded, Array, Array, Carry]:
-        """Takes steps, as `_stepped`."""
+        """Takes at most `steps` steps; see `_stepped`."""
         changes = self._begins, self._ends, np.int32(steps), self._switch.address, self._in_use
         found: tuple[Decoded, Array, Array, Carry] = call("step", self._weights, encoded, carry, wishes, *changes)
         return found
@@ -313,27 +351,33 @@ class RunningBatch:
         return 0 if self._encoded is None else self._encoded.length
 
     def needs(self, length: int, *, logits: bool, adapter: int | None) -> Needs:
-        """The programs to compile before a source of `length` tokens can be added; `logits`: sampled or scored."""
+        """Programs to compile before a source can be added.
+
+        Args:
+          length: number of tokens of the source.
+          logits: whether its answer is sampled or scored.
+          adapter: as for `add`.
+        """
         own, taken = memory_length(bucket(length)), self._in_use.any()
         slots = self._slots if taken or own == self._length else self._sizes.slots[0]
         most = max(own, self._length) if taken else own
         return self.needs_of(bucket(length), most, slots, {logits, *self._kinds()}, adapter)
 
     def _kinds(self) -> list[bool]:
-        """Whether each of the requests that have a place is sampled or scored."""
+        """For each place in use, whether its example is sampled or scored."""
         return [*map(bool, (self._scored | (self._sampling.temperature > 0))[self._in_use])]
 
     def needs_of(
         self, source: int | None, length: int, slots: int, logits: Iterable[bool], adapter: int | None = None
     ) -> Needs:
-        """The programs for a source of that padded length (None: no source), and for steps.
+        """Programs to compile for adding a source and for steps; those that are compiled are left out.
 
         Args:
-          source: padded length of the source.
-          length: L, of the memory that holds all sources.
-          slots: C, of the cache.
-          logits: the kinds of steps, sampled or scored (True) or not.
-          adapter: of the source.
+          source: the padded length of the source; None: no source is added.
+          length: L, the memory length of the batch.
+          slots: C, the cache size.
+          logits: the kinds of steps: with logits (True), for sampling and scores, or without.
+          adapter: as for `add`.
         """
         found: dict[Hashable, Callable[[], object]] = {}
         own = self.strategy, self.places, length
@@ -349,13 +393,13 @@ class RunningBatch:
         return {key: make for key, make in found.items() if key not in self._compiled}
 
     def _compile_source(self, length: int, adapter: int | None) -> Encoded:
-        """Compiles the encoders for a source of that padded length; the shapes of what they find."""
+        """Compiles the encoders for a source of a padded length; returns the shapes of the encoded source."""
         source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
         with precision(self._model.dtype):
             return self._read(self._find, self._encode_source(self._find, source, of_each, adapter), source, of_each)
 
     def _shape_of_source(self, length: int, adapter: int | None) -> Encoded:
-        """The shapes of a source with a memory of that length; compiles nothing."""
+        """The shapes of a source with a memory of `length` slots; compiles nothing."""
         if (key := ("memory", length, self.strategy)) not in self._compiled:
             source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
 
@@ -369,7 +413,7 @@ class RunningBatch:
         return found
 
     def _compile_room(self, length: int, adapter: int | None) -> None:
-        """Compiles all programs by which a source joins a batch, or is joined, so that memories have that length."""
+        """Compiles the programs that bring sources of all shorter memory lengths to `length`, and place a source."""
         one, shorter = self._shape_of_source(length, adapter), length if self.places > 1 else 0
         encoded, carry, _ = self._join(self._find, None, None, one)
         self._place(self._find, encoded, one, 0)
@@ -380,7 +424,7 @@ class RunningBatch:
             self._join(self._find, *self._join(self._find, None, None, short)[:2], one)
 
     def _compile_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
-        """Compiles the steps with a cache of that size, and its growing."""
+        """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
         for size in self._sizes.slots[1:]:
             if size <= slots:
@@ -388,7 +432,7 @@ class RunningBatch:
         self._step(self._find, encoded, carry, wishes, 1)
 
     def _program(self, name: str, *given: Any, **static: int) -> Any:
-        """The compiled function for arguments of these shapes, which may be shapes alone."""
+        """The compiled program for arguments of these shapes. Arguments may be `ShapeDtypeStruct`s."""
         whose = () if name.startswith("encode") else (self.strategy, self.places)
         key = name, *whose, *static.values(), *_shapes(given)
         if key not in self._compiled:
@@ -398,23 +442,29 @@ class RunningBatch:
         return self._compiled[key]
 
     def _call(self, name: str, *given: Any, **static: int) -> Any:
-        """The result of a program."""
+        """Runs a program."""
         return self._program(name, *given, **static)(*given)
 
     def _find(self, name: str, *given: Any, **static: int) -> Any:
-        """The shapes of a program's result, for arguments that may be shapes; compiles it."""
+        """Compiles a program and returns the shapes of its results."""
         return self._program(name, *given, **static).out_info
 
     def drop(self, place: int) -> None:
-        """Frees a place, whether its answer is over or not."""
+        """Frees a place; its example need not be done."""
         self._in_use[place] = self._begins[place] = False
         self._sampling.temperature[place], self._scored[place] = 0, False
         self._ends[place] = True
 
     def advance(self, most: int = NO_END, *, often: bool = True) -> tuple[Decoded, np.ndarray]:
-        """Takes steps until an example is done, or, `often` or where no switch is heard, for `SLICE` seconds.
+        """Takes steps until an example is done, the switch is set, or `most` steps are taken.
 
-        Returns arrays [B, ...]: what is written so far, and which places are done, or in use by nobody.
+        Args:
+          most: the most steps to take.
+          often: whether to return after about `SLICE` seconds, too. This is always so on backends that cannot read a
+            switch.
+
+        Returns:
+          The rows so far, arrays [B, ...], and bool [B], the places that are done or not in use.
         """
         begun = time.perf_counter()
         often = often or not self._backend.can_listen
@@ -423,17 +473,23 @@ class RunningBatch:
         return decoded, done
 
     def steps_for(self, tokens: int, taken: int) -> int:
-        """The fewest steps, after those that an example took, in which its answer can grow by so many tokens."""
+        """The fewest steps in which an answer can grow by `tokens` tokens, after `taken` steps."""
         step = taken
-        while tokens > 0 and step < self.starts.max():  # as long as not all rows have begun
+        while tokens > 0 and step < self.starts.max():  # until all rows have begun
             tokens -= int((self.starts <= step).sum())
             step += 1
         return step - taken + max(-(-tokens // len(self.starts)), 0)
 
     def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
-        """Time, row and place in it of each token beyond the `known` i32 [R] of each row, in the order of steps.
+        """Lists the new tokens of an example as (time, row, index in the row), in the order of steps.
 
-        With drafts some rows are generated ahead of others: tokens of a time-step come once all rows have reached it.
+        With drafts some rows are generated ahead of others: the tokens of a time-step are listed once all rows have
+        reached it.
+
+        Args:
+          decoded: the result of `advance`.
+          place: the place of the example.
+          known: i32 [R], number of tokens of each row that were listed before.
         """
         lengths = decoded.lengths[place]
         if self.has_drafts:
@@ -443,8 +499,8 @@ class RunningBatch:
         return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
 
     def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
-        """The answers as far as they are written, which are done, and the number of steps taken."""
-        assert self._encoded is not None and self._carry is not None, "no source has a place"
+        """The rows so far, bool [B] of done examples, and the number of steps taken."""
+        assert self._encoded is not None and self._carry is not None, "no source was added"
         self.lacks, wishes = {}, self._wishes(any(self._kinds()))
         with precision(self._model.dtype):
             while True:
@@ -467,7 +523,7 @@ class RunningBatch:
                 self._carry = self._grow(self._call, self._encoded, self._carry, slots)
 
     def _wishes(self, logits: bool) -> Wishes:
-        """Those of all, in a program that computes all logits or the highest alone."""
+        """The options of all places, for steps with or without logits."""
         wishes = Wishes(forced=self._forced, grammar=self._grammar)
         scored = self._scored.any()
         return dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=scored) if logits else wishes
@@ -475,7 +531,7 @@ class RunningBatch:
     # The programs, traced.
 
     def _meet(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
-        """The strategy, with its small model if it drafts by one, and the decoder of all places."""
+        """The strategy, bound to its small model if it has one, and the decoder of all places."""
         strategy: Strategy = self.strategy
         memory = encoded.memory
         if self._drafting:
@@ -487,7 +543,7 @@ class RunningBatch:
         )
 
     def _widened(self, encoded: Encoded, *, slots: int) -> Encoded:
-        """The same sources with memories of so many slots."""
+        """The same sources with memories of `slots` slots."""
         source = encoded.source
         if source is not None:
             small = source.memory
@@ -498,7 +554,7 @@ class RunningBatch:
         return Encoded(self._backend.widen(encoded.memory, slots), source)
 
     def _emptied(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
-        """Encoded sources and a carry for places of which none is in use; `one`: a source."""
+        """Encoded sources (zeros) and a carry for an empty batch; `one`: an encoded source, for its shapes."""
         many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), one)
         strategy, decoder = self._meet(weights, many)
         state, wishes = strategy.init(self.places, many.source), Wishes(scores=True)
@@ -507,12 +563,12 @@ class RunningBatch:
         return many, decoding.grow(decoder, carry, slots)
 
     def _reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
-        """A strategy's state for sources that were padded to another length; the same program for each cache size."""
+        """The strategy's state for sources padded to another length; the same program for each cache size."""
         strategy, _ = self._meet(weights, encoded)
         return strategy.reread(state, encoded.source)
 
     def _with_states(self, carry: Carry) -> Carry:
-        """The carry as the grammar needs it; `refill` puts in the states of examples that begin."""
+        """The carry with states for the grammar, if there is one; `refill` initialises them for new examples."""
         states = None if self._grammar is None else jnp.zeros(self._grammar.starts.shape, jnp.int32)
         return dataclasses.replace(carry, states=states)
 
@@ -531,7 +587,22 @@ class RunningBatch:
         switch: Array,
         watched: Array,
     ) -> tuple[Decoded, Array, Array | None, Carry]:
-        """The answers as far as they are written, which are done, the number of steps left, and the carry."""
+        """Begins and stops examples, then takes steps until the loop pauses.
+
+        Args:
+          weights: of the model and the small model.
+          encoded: the sources of all places.
+          carry: the state of all places.
+          wishes: the options of all places.
+          begins: bool [B], the examples to begin.
+          ends: bool [B], the examples to stop.
+          most: i32 scalar, the most steps.
+          switch: u32 [2], the address of a `Switch`.
+          watched: bool [B], the examples that pause the loop when they are done.
+
+        Returns:
+          The rows so far, bool [B] of done examples, the number of steps left of `most`, and the new carry.
+        """
         (strategy, decoder), sizes = self._meet(weights, encoded), self._sizes
         carry = decoding.refill(
             strategy, carry, begins=begins, ends=ends, sizes=sizes, wishes=wishes, source=encoded.source
@@ -551,10 +622,10 @@ class RunningBatch:
 
 
 def _shapes(tree: Any) -> tuple[Hashable, ...]:
-    """The key of a tree: its structure, and the shapes and dtypes of its arrays."""
+    """A hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _placed(encoded: Encoded, new: Encoded, place: Array) -> Encoded:
-    """The encoded sources with a new one at a place."""
+    """The encoded sources with the source `new` at a place."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, axis=0), encoded, new)

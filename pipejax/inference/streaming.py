@@ -1,4 +1,4 @@
-"""Rows as they are written: events for programs, and lines on a terminal that grow."""
+"""Streams rows while they are generated: events for programs, and growing lines on a terminal."""
 
 import shutil
 import sys
@@ -15,12 +15,12 @@ from pipejax.inference.running_batch import RunningBatch
 
 
 class RowEvent(NamedTuple):
-    """A token was written, or a row ended."""
+    """A generated token, or the end of a row."""
 
     row: int
     token: int
-    text: str | None  # of the row so far, as far as no later token changes it; None without a tokenizer
-    done: bool  # whether the row has ended; then the token is the one that ended it
+    text: str | None  # the row's text so far, without parts that a later token may change; None without a tokenizer
+    done: bool  # whether the row has ended; `token` is then its end token
 
 
 def events(
@@ -33,7 +33,17 @@ def events(
     unique: bool = False,
     adapter: int | None = None,
 ) -> Iterator[RowEvent | Decoded]:
-    """Gives what becomes of a source as steps end, and in the end what it was decoded to, as a batch of one."""
+    """Decodes a source in a running batch. Yields events as tokens are generated, and finally the result (B = 1).
+
+    Args:
+      batch: the batch; no other example may be added until the iterator ends.
+      ids: the token ids of the source.
+      sampling: how tokens are drawn.
+      tokenizer: makes the texts of events; None: they have none.
+      log_probs: whether the result has log-probabilities.
+      unique: whether events of rows that repeat an earlier row are left out.
+      adapter: the number of the adapter, if there are adapters.
+    """
     found = _all_events(batch, tokenizer, lambda: batch.add(ids, sampling, log_probs=log_probs, adapter=adapter))
     return _of_unique_rows(found) if unique else found
 
@@ -50,7 +60,7 @@ def _all_events(
             over, news = bool(done[place]), batch.news(decoded, place, known)
             for _, row, j in news:
                 known[row] = j + 1
-            # Of an open row every step up to now has written a token. One that has no room for its end was cut off.
+            # An open row has gained a token in every step so far. A row without room for its end token was cut off.
             end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
             closed = np.flatnonzero((known < end) & ~ended & (known > 0)).tolist()
             ended[closed] = True
@@ -60,9 +70,9 @@ def _all_events(
                 (int(batch.starts[row] + known[row]), True, row, end_of(batch.strategy, written[row], known[row]))
                 for row in closed
             ]
-            found.sort()  # the same order however many steps were taken at once
+            found.sort()  # by step, so the order does not depend on the number of steps of an `advance`
             cut = {row for row in range(rows) if not ended[row] and (over or known[row] == decoded.tokens.shape[2])}
-            last = {row: i for i, (*_, row, _) in enumerate(found) if row in cut}  # the last events of cut rows
+            last = {row: i for i, (*_, row, _) in enumerate(found) if row in cut}  # indices of the last events
             for i, (_, ended_now, row, token) in enumerate(found):
                 text[row] += growing[row].rest() if ended_now else growing[row].add(token)
                 if last.get(row) == i:
@@ -75,31 +85,40 @@ def _all_events(
 
 
 def end_of(strategy: Strategy, written: Sequence[int], length: int) -> int:
-    """The token that ended a row of that length; the strategy's `eos` if it keeps none of them behind the row."""
+    """The end token of a row.
+
+    Args:
+      strategy: the strategy.
+      written: the row's tokens; strategies may keep the end token behind the row.
+      length: the row's length without its end token.
+
+    Returns:
+      The kept end token, or `strategy.eos`.
+    """
     kept = written[length] if length < len(written) else strategy.eos
     return kept if kept in ends_of(strategy) else strategy.eos
 
 
 class Repeats:
-    """Which rows of an answer, as far as it is written, may turn out to repeat one above them."""
+    """Determines which rows of an unfinished answer repeat, or may come to repeat, a row above them."""
 
     def __init__(self) -> None:
-        """No row is written."""
+        """Creates an answer without rows."""
         self._rows: dict[int, list[int]] = {}
 
     def add(self, row: int, token: int) -> None:
-        """A token was written; those of the same step come row by row."""
+        """Appends a token to a row. Tokens of the same step must be added in the order of rows."""
         self._rows.setdefault(row, []).append(token)
 
     def may_repeat(self, row: int, *, over: bool) -> bool:
-        """Whether the row is the beginning of one above it; if it is `over`, whether it is all of one."""
+        """Whether the row is a prefix of a row above it or, if it is `over`, equal to one."""
         written = self._rows.get(row, [])
         above = (self._rows.get(i, []) for i in range(row))
         return any(other[: None if over else len(written)] == written for other in above)
 
 
 def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Iterator[RowEvent | Decoded]:
-    """Events without those of rows that repeat one above them: while a row may yet do so, its events wait."""
+    """Leaves out the events of rows that repeat a row above; events of a row that may still do so are held back."""
     repeats, waiting = Repeats(), defaultdict[int, list[RowEvent]](list)
     for event in found:
         if isinstance(event, RowEvent):
@@ -109,24 +128,24 @@ def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Iterator[RowEvent | 
             if not repeats.may_repeat(event.row, over=event.done):
                 yield from waiting.pop(event.row)
             continue
-        for row in sorted(waiting):  # of an answer that was cut off
+        for row in sorted(waiting):  # rows that were cut off
             if not repeats.may_repeat(row, over=True):
                 yield from waiting[row]
         yield event
 
 
 class Screen:
-    """The rows of an answer on a terminal, each a line that grows; elsewhere a line for each row that has ended."""
+    """Shows rows as growing lines on a terminal; on other outputs, writes a line for each row that has ended."""
 
     def __init__(self, title: str, out: TextIO | None = None) -> None:
-        """Writes the title; `out`: None is standard error."""
+        """Writes the title to `out` (None: standard error)."""
         self.out = out or sys.stderr
         self.is_terminal = self.out.isatty()
         self.rows: list[str] = []
         self._line(title)
 
     def show(self, event: RowEvent) -> None:
-        """Brings the rows up to date."""
+        """Updates the rows with an event."""
         text = event.text if event.text is not None else f"... {event.token}"
         if not self.is_terminal:
             if event.done:

@@ -1,4 +1,4 @@
-"""The wishes for the answers of a batch, from the settings and what the sources say, for `decoding.choice`."""
+"""Makes the `Wishes` of a batch, by which tokens are chosen, from the config and the sources."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -14,7 +14,7 @@ from pipejax.system.errors import UserError
 
 
 def given(source: Source, method: Method) -> Given:
-    """The known part of the rows of an answer: as the source or its schema says, or the method's own settings."""
+    """The given number and prefixes of an answer's rows: those of the source, of its schema, or of the method."""
     if source.schema is not None:
         if source.prefixes or source.max_rows is not None:
             where = f"source {source.id}"
@@ -24,13 +24,23 @@ def given(source: Source, method: Method) -> Given:
 
 
 def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> Given:
-    """The known part of the rows of an answer, with prefixes as ids; `ends`: tokens that must not be in a text."""
+    """The given number and prefixes of an answer's rows, with prefixes as token ids.
+
+    Args:
+      source: the source.
+      method: its method.
+      tokenizer: the tokenizer, for prefixes that are texts.
+      ends: the end tokens, which a prefix must not contain.
+
+    Raises:
+      UserError: the method or the tokenizer does not support the prefixes.
+    """
     known = given(source, method)
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prefix, str):
             return prefix
-        if tokenizer is None:  # the prefixes of a source were checked
+        if tokenizer is None:  # these are prefixes of the method, as those of sources were checked
             raise UserError(f"{known.where}: found texts, but the checkpoint has no tokenizer; expected none")
         return prefix_ids(tokenizer, prefix, known.where, ends)
 
@@ -38,7 +48,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
 
 
 def forced_of(rows: Given, strategy: Strategy) -> np.ndarray | None:
-    """i32 [R, W], the token of each row and time that is no choice of the model's, -1 elsewhere; None: all are."""
+    """i32 [R, W], the forced token at each row and time, -1 where the model chooses; None if nothing is forced."""
     if not rows.prefixes and rows.most is None:
         return None
     forced = np.full(strategy.places, -1, np.int32)
@@ -46,7 +56,7 @@ def forced_of(rows: Given, strategy: Strategy) -> np.ndarray | None:
     for row, prefix in enumerate(rows.prefixes[:number]):
         here = forced[row, strategy.start(row) :]
         here[: len(prefix)] = prefix[: len(here)]
-    for row in range(number if rows.most is None else rows.most, number):  # empty rows, the first of which ends it
+    for row in range(number if rows.most is None else rows.most, number):  # an empty row ends the answer
         forced[row, strategy.start(row)] = strategy.eos
     return forced
 
@@ -60,7 +70,16 @@ def of_batch(
     config: Config,
     tokenizer: Tokenizer | None,
 ) -> Wishes:
-    """Arrays [B, ...] in NumPy."""
+    """The wishes for a batch, NumPy arrays [B, ...].
+
+    Args:
+      sources: B sources, which have the same schema, if any.
+      ids: their token ids.
+      method: the method.
+      strategy: the strategy of the method.
+      config: the config.
+      tokenizer: the tokenizer, if there is one.
+    """
     assert config.model is not None  # `load` checks it
     sampling, decode, schema = None, config.decode, sources[0].schema  # the same for all
     if decode.temperature > 0:
@@ -75,18 +94,18 @@ def of_batch(
         affixes = source_affixes(tokenizer, config.model, config.data.special_tokens)
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
-        allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # these are no text
+        allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # special tokens do not belong to the text
         allowed[:, [*ends_of(strategy), *(method.allowed(tokenizer) if tokenizer else [])]] = True
     grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))
     return Wishes(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
 
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:
-    """From which distribution the tokens of a source's answer are drawn."""
+    """The distribution from which the tokens of a source's answer are drawn."""
     return Sampling(decode.temperature, decode.top_k, decode.top_p, seed_of(source, decode.seed))
 
 
 def seed_of(source: Source, seed: int) -> int:
-    """A number of 32 bits for a source's answer: by its id and the number of the sample, whatever the batch."""
+    """A 32-bit seed for a source's answer. It depends on the source's id and the sample's number, not on the batch."""
     digest = hashlib.sha256(f"{seed}/{source.sample}/{source.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
