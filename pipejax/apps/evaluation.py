@@ -58,7 +58,7 @@ def evaluate(
     """
     name = strategy or generator.default_strategy
     data, method = generator.config.data, generator.method(name)
-    if generator.tokenizer is not None:  # such rows cost a perfect answer its score
+    if generator.tokenizer is not None:  # such rows lower the score of a perfect answer
         separator = data.separator if method.parts_text else ""
         for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
             _warn_once(line)
@@ -142,7 +142,7 @@ def by_rows(
 
 
 def by_column(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> dict[str, float]:
-    """The percentage of documents whose cell is right by the metric "exact", for each column of `data.targets`."""
+    """The percentage of correct cells, by the metric "exact", of each column in `data.targets`."""
     config, found = generator.config, dict[str, float]()
     for column, name in columns_of(config.data.columns, config.grid.row_names).items():
 

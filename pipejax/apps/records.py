@@ -226,11 +226,11 @@ def write_table(lines: Path, target: str) -> None:
     lines.unlink()
 
 
-BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that stand beside its columns in a table
+BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that a table has in addition to columns
 
 
 def _read(lines: Path) -> Iterator[Object]:
-    """The rows of the table: the records, or, if these have columns, the columns and what stands beside them."""
+    """The rows of the table: the records or, if they have columns, the columns and the fields beside them."""
     for _, record in read_file(lines):
         if isinstance(columns := record.get("columns"), dict):
             beside = {name: record[name] for name in BESIDE if name in record and name not in columns}

@@ -153,7 +153,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         own["--schema"] = schema.text
     known, rules = (generator.tokenizer, generator.architecture), (config.data.special_tokens, "eos")
     affixes, former = (source_affixes(*known, rule) for rule in rules)
-    if affixes != former:  # work that a former version has begun lacks the key
+    if affixes != former:  # the key is missing in work begun by a former version
         own["special tokens of sources"] = str(affixes)
     return {
         "input": digest.hexdigest(),

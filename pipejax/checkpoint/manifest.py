@@ -39,7 +39,7 @@ class Metadata(TypedDict, total=False):
     score: list[float]
     tokenizer: dict[str, str]  # digests by name
     init: str  # the fingerprint of the weights that the run began with
-    conversion: int  # the version of the conversion that these weights are from, or that the run began with
+    conversion: int  # the version of the conversion of these weights, or of those that the run began with
 
 
 class Manifest(TypedDict):

@@ -19,10 +19,10 @@ from pipejax.system.files import absolute, look, new_directory, write_text
 
 logger = logging.getLogger(__name__)
 
-# The version of what a conversion makes of the same files, counted up where it becomes other numbers. Checkpoints of
-# the first one do not say it; `Backbone.earlier_doubts` names what it may have read wrongly.
+# The version of the conversion, increased whenever the same files are converted to other numbers. Checkpoints of the
+# first version do not contain it; `Backbone.earlier_doubts` names settings that it may have read wrongly.
 CONVERSION = 2
-_said: set[str] = set()  # lines that are written once a process
+_said: set[str] = set()  # lines that were logged, since each is logged once in a process
 
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
@@ -70,7 +70,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
 
 
 def report_conversion(restored: Restored) -> None:
-    """Warns, once, of weights that an earlier version may have converted with other settings than transformers'."""
+    """Warns once about weights that an earlier version may have converted with settings unlike transformers'."""
     model, metadata, place = restored.config.model, restored.metadata, restored.path.parents[1]
     trained = restored.config.train.objective != "none"
     if model is None or "conversion" in metadata or (trained and not metadata.get("init")):
@@ -116,7 +116,7 @@ def save_params(
 ) -> None:
     """Writes a run directory of parameters, as step 0, and tokenizer files: completely or not at all.
 
-    `conversion`: the version of the conversion that the parameters are from; None: not known.
+    `conversion`: the version of the conversion of the parameters; None: not known.
     """
     metadata = {} if conversion is None else {"conversion": conversion}
     directory = absolute(directory)

@@ -45,7 +45,7 @@ class Restored:
     metadata: Metadata
     arrays: dict[str, Fingerprints]  # by item
     path: Path  # the step's directory
-    is_former: bool = False  # whether a version saved it that knew no `data.special_tokens`
+    is_former: bool = False  # whether it was saved by a version without `data.special_tokens`
 
     def tokenizer_files(self) -> Path | None:
         """The directory of the run's tokenizer; None if the run has none.

@@ -252,10 +252,10 @@ def from_json(text: str | bytes, *, where: str) -> Config:
 
 
 def from_saved(values: object, *, where: str) -> Config:
-    """Reads the config that is saved with weights, as JSON gives it.
+    """Reads a config that was saved with weights from its parsed JSON.
 
-    What a former version saved lacks `data.special_tokens`. Weights that were trained then keep the ids of their
-    sources; converted ones get those of transformers.
+    Configs saved by former versions lack `data.special_tokens`. Weights trained by these keep the source ids of their
+    training; converted weights get those of transformers.
     """
     config = from_json(json.dumps(values), where=where)
     if config.train.objective != "none" and lacks_special_tokens(values):
@@ -264,7 +264,7 @@ def from_saved(values: object, *, where: str) -> Config:
 
 
 def lacks_special_tokens(values: object) -> bool:
-    """Whether a former version saved the config, which knew no `data.special_tokens`."""
+    """Whether the config was saved by a former version without `data.special_tokens`."""
     data = values.get("data") if isinstance(values, dict) else None
     return not isinstance(data, dict) or "special_tokens" not in data
 

@@ -1,18 +1,18 @@
-"""Names of rows: the text with which a row begins (`grid.row_names`), the bare name in it, and columns as names."""
+"""Names of rows: the text with which a row begins (`grid.row_names`), its bare name, and names of columns."""
 
 import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 MARKS = " :=-"  # characters that may end the name of a row: "price:" names the property "price"
-# A mark between a bare name and a value. A sign that belongs to the value, as in "-1" and ":)", is not one.
+# A mark between a bare name and a value. A sign that belongs to the value, as in "-1" and ":)", is not a mark.
 _MARK = re.compile(r"[:=]|\s+[:=](?=[\s\d]|$)|\s+-(?=\s)")
 
 
 def read_columns(targets: str | Sequence[str]) -> str | tuple[str, ...]:
-    """Returns `data.targets` as it is kept: a name, or the names of several columns.
+    """Parses `data.targets`: a name, or the names of several columns.
 
-    A comma parts names. A name that holds one stands in double quotes, also if it is the only name, or in a list.
+    Names are separated by commas. A name that contains a comma must be in double quotes or in a list.
     """
     if not isinstance(targets, str):
         return tuple(targets)
@@ -21,7 +21,7 @@ def read_columns(targets: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def quoted(name: str) -> str:
-    """The text that `read_columns` takes for one name, whatever it holds; a text in quotes stays as it is."""
+    """Quotes a name so that `read_columns` reads it as one name; a text in quotes is not changed."""
     doubled = name.replace('"', '""')
     return f'"{doubled}"' if isinstance(read_columns(name), tuple) else name
 
@@ -32,12 +32,12 @@ def field_of(targets: str) -> str:
 
 
 def names_of(columns: Sequence[str]) -> tuple[str, ...]:
-    """The names of rows of which each holds a column."""
+    """The row names for columns, one for each."""
     return tuple(f"{column}:" for column in columns)
 
 
 def columns_of(columns: Sequence[str], row_names: Sequence[str]) -> dict[str, str]:
-    """The names of rows by the column or the property that each row holds: without columns, the bare name.
+    """The names of rows, by column; without columns, by bare name.
 
     Args:
       columns: `data.columns`.
@@ -53,12 +53,12 @@ def bare_name(name: str) -> str:
 
 
 def split_row(row: str, names: Iterable[str], spell: Callable[[str], str] = str) -> tuple[str, str] | None:
-    """Returns the longest name that a row begins with, and the text of its value; None if it begins with no name.
+    """Splits a row into its name, the longest with which it begins, and the text of the value; None without a name.
 
     Args:
       row: the text of the row.
       names: as in `grid.row_names`; a name without a mark at its end may have one in the row.
-      spell: makes texts that count as equal the same.
+      spell: normalises texts before they are compared.
     """
     for name in sorted(names, key=len, reverse=True):
         bare = bare_name(name)

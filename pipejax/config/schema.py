@@ -23,7 +23,7 @@ LIMITS = ("none", "source")  # on the tokens that may be written
 ROWS = ("list", "delimiter", "sentences")
 QUOTES = ("auto", "quote", "letters")
 EMPTY_TARGETS = ("keep", "skip", "refuse")
-SPECIAL_TOKENS = ("auto", "template", "eos")  # the tokenizer's own, or the model's eos alone
+SPECIAL_TOKENS = ("auto", "template", "eos")  # those of the tokenizer, or the model's eos alone
 METRICS = ("exact", "exact_caseless", "spans", "keyphrases", "keyphrases_kp20k", "rouge", "rouge_score")
 GRID = 2**15  # at the most: places on the grid are counted in 32 bits
 PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
@@ -64,12 +64,12 @@ class DataConfig:
     tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
     new_tokenizer: bool = setting(False)  # whether its ids may mean other pieces than those of `train.init_from`
     special_tokens: str = setting("auto", choices=SPECIAL_TOKENS)  # added to sources; "auto": as the weights learned
-    max_source: int = setting(2048, least=2, most=2**20)  # longer sources are cut here, special tokens kept
+    max_source: int = setting(2048, least=2, most=2**20)  # longer sources are truncated; special tokens are kept
     max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
     separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
 
     def __post_init__(self) -> None:
-        """Brings `split` and `targets` into one form: a text of shares, and a name or a tuple of names."""
+        """Normalises `split` to a text of shares, and `targets` to a name or a tuple of names."""
         split = self.split.tolist() if hasattr(self.split, "tolist") else self.split
         if isinstance(split, list | tuple):
             split = ",".join(map(str, split))
@@ -83,7 +83,7 @@ class DataConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of which each is a row; none if one field holds the rows."""
+        """The columns that are rows; empty if one field holds all rows."""
         return self.targets if isinstance(self.targets, tuple) else ()
 
 

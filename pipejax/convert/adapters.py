@@ -142,9 +142,9 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
 
 
 def _modules(model: Backbone, *, in_files: bool = False) -> dict[str, str]:
-    """The names in PEFT of the modules that may have factors, and our paths of them.
+    """The names in PEFT of the modules that may have factors, with their parameter paths.
 
-    `in_files`: as the base's files name them, which adapters over earlier releases of transformers may do.
+    `in_files`: use the names of the base's files, as adapters made with earlier releases of transformers may do.
     """
     found = {path: name for path, (name, _) in model.tensors().items() if lora.ADAPTED.fullmatch(path)}
     names = {path: name if in_files else model.module_name(name) for path, name in found.items()}

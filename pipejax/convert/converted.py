@@ -23,11 +23,11 @@ PIECE = 2**24  # bytes that one thread digests at once
 
 
 def find_checkpoint(source: str | Path) -> Path:
-    """The checkpoint that is meant: the directory itself, or what a Hugging Face directory or a hub's name becomes.
+    """The directory of a checkpoint: the given one, or the kept conversion of a Hugging Face directory or hub name.
 
-    A directory's conversion is known by the content of its files, by the version of pipejax and by that of the
-    conversion: if one changes, it is converted anew.
-    The hub is not asked for a name, or for an adapter's base, whose newest download was converted already.
+    A conversion is identified by the content of the files, the version of pipejax and that of the conversion: if one of
+    them changes, the directory is converted again. The hub is not contacted for a name, or for an adapter's base, whose
+    newest download was converted before.
     """
     path = Path(source)
     is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()

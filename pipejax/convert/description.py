@@ -224,7 +224,7 @@ def card(
     is_adapter: bool = False,
     affixes: Affixes | None = None,
 ) -> str:
-    """The text of README.md; `affixes`: what a source gets instead of what the tokenizer adds by itself."""
+    """The text of README.md; `affixes`: the special ids of a source, if they differ from those of the tokenizer."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data

@@ -1,4 +1,4 @@
-"""Finds what other libraries write about the quantisation of a directory's weights. None of it is followed."""
+"""Detects weights quantised by other libraries, which cannot be read, and quantisation settings, which are ignored."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  #
 
 
 def find_quantization(directory: Path) -> str:
-    """The place and the method of a directory's quantisation; "" if nothing there speaks of one."""
+    """The place and the method of a directory's quantisation; "" if there is no sign of it."""
     for place, value in _settings(directory / "config.json"):
         if isinstance(value, dict):
             of_bits = any(key.startswith(("load_in_", "bnb_")) for key in value)

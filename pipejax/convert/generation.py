@@ -91,7 +91,7 @@ def read_generation(directory: Path, facts: Mapping[str, object]) -> Generation:
 def special_ids(
     generation: Generation, facts: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, Path]], list[str]]:
-    """The special ids that `generate` takes, each with its file, those of eos in a list; a line for each remark.
+    """The special ids that `generate` uses, each with its file, and lines to log; the ids of eos are a list.
 
     `facts`: the architecture.
     """

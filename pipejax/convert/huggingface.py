@@ -260,9 +260,9 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
 
 
 def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
-    """The tokenizer copied from `own`, without sentinels that the model has no embeddings for.
+    """Copies the tokenizer from `own`, without sentinels for which the model has no embeddings.
 
-    T5's class adds 100 of them to a vocabulary unless its files say otherwise: to MADLAD's, which has none.
+    T5's tokenizer class adds 100 sentinels unless the files set another number, also to MADLAD's, which has none.
     """
     tokenizer, most = Tokenizer.load(copied, copy_of=own), model.vocab_size
     if tokenizer.size <= most:
@@ -367,7 +367,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
 
 
 def _to_tensors(model: Backbone, flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Our parameters, by path, under the names and in the layout of transformers' torch tensors."""
+    """Converts parameters, by path, to the names and the layout of transformers' torch tensors."""
     names_of_decoder(model)
     table = model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):

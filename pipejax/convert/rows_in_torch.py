@@ -89,9 +89,9 @@ class AnswerRows:
         return not self.rows[i] or self.rows[i][-1] not in self.ends
 
     def query(self) -> list[tuple[int, int, int]]:
-        """Starts rows (lines 5-7) and gives what this step feeds (line 8): row, time and token of each.
+        """Starts rows (lines 5-7), and returns row, time and token of each query of this step (line 8).
 
-        The end token of a row is fed once, at its place, together with the next token of a later row.
+        The end token of a row is fed once, with its own time, together with the next token of a later row.
         """
         may_start = len(self.rows) < self.sub_max and (self.literal or not self.complete)
         if self.delay == 0 and not self.rows:

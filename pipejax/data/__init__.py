@@ -14,7 +14,7 @@ TASKS = ("demo", "demo_long", *OWN_FILES, *PAPERS)
 
 
 def make_task(config: DataConfig, row_names: Sequence[str] = ()) -> Task:
-    """The task of a config; `row_names`: of `grid`, with which rows begin that are columns."""
+    """The task of a config; `row_names`: `grid.row_names`, the beginnings of rows that are columns."""
     if config.task in OWN_FILES:
         return FilesTask(config, row_names)
     if config.task in ("demo", "demo_long"):

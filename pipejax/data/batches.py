@@ -209,7 +209,7 @@ class TrainingBatches(Sequence[Batch]):
         return [shares[i % count][i // count] for i in range(len(numbers))]
 
     def _encode_missing(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
-        """The examples of a batch at these places of a draw, all encoded whose row of slots this process holds."""
+        """The examples of a batch at these places of a draw, encoded if this process holds their row of slots."""
         share = self.share
         lacks = [
             i % share.count != share.index and place // self.pack in share.rows

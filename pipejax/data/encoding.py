@@ -29,18 +29,18 @@ class Encoded(NamedTuple):
 
 
 class SourceIds(NamedTuple):
-    """A source as the encoder takes it."""
+    """The ids of a source for the encoder."""
 
     ids: Sequence[int]  # at most `data.max_source`
-    left_out: int  # the number of ids that were too many
+    left_out: int  # the number of ids that were cut off
 
 
 def encode_source(
     content: str | Sequence[int] | np.ndarray, data: DataConfig, tokenizer: Tokenizer | None, model: Backbone
 ) -> SourceIds:
-    """Encodes the text of a source, with the special ids around it, and cuts it; token ids are cut alone.
+    """Encodes the text of a source, adds special ids and truncates it. Token ids are only truncated.
 
-    A text without a token that gets no special ids becomes an eos, since an encoder needs a token.
+    A source without any id becomes a single eos, since an encoder needs a token.
     """
     affixes = source_affixes(tokenizer, model, data.special_tokens)
     if isinstance(content, str):
@@ -56,11 +56,11 @@ def encode_source(
 def answered(
     examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str, ends: Collection[int] = ()
 ) -> Sequence[Example]:
-    """The training examples, as `data.empty_targets` says.
+    """The training examples, without those that `data.empty_targets` excludes.
 
     Args:
-      examples: as they were read.
-      tokenizer: says which rows vanish; None: none does.
+      examples: the examples that were read.
+      tokenizer: determines which rows become empty; None: none.
       empty: `data.empty_targets`.
       ends: the tokens that end a row of the model.
     """

@@ -19,7 +19,7 @@ FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points of one, two, three and
 
 
 class TooLarge(Exception):
-    """An automaton would have too many states, or take too much work; `place`: of the part that it is of, if known."""
+    """An automaton would have too many states, or need too much work; `place`: the part concerned, if known."""
 
     def __init__(self, found: str, place: str = "") -> None:
         super().__init__(found)

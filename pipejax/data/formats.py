@@ -73,7 +73,7 @@ def _parquet(path: str | Path) -> Iterator[Any]:
 
 
 def _check_columns(names: Sequence[object], where: str) -> None:
-    """Raises a UserError for a name of two columns: a record would hold the last of them."""
+    """Raises a UserError for a name that two columns have, since a record would contain only the last of them."""
     if twice := [str(name) for i, name in enumerate(names) if name in names[:i]]:
         raise UserError(f'{where}: found the column "{twice[0]}" twice; expected each name once')
 

@@ -91,7 +91,7 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two values are equal in JSON Schema: 1 is 1.0, and true is no number."""
+    """Whether two values are equal in JSON Schema: 1 equals 1.0, and true equals no number."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -180,7 +180,7 @@ class _SchemaReader:
         return found
 
     def _single(self, given: object, where: str, within: str, depth: int = 0) -> Texts:
-        """The texts of one value; `within`: where it stands, so that it cannot be a list; `depth`: number of unions."""
+        """The texts of one value; `within`: the place that forbids a list, for messages; `depth`: enclosing unions."""
         schema = self.follow(given, where)
         if "anyOf" in schema:
             if depth == REFERENCES:
@@ -351,7 +351,7 @@ def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
 
 
 def _check_type(kind: object, given: object, where: str, within: str) -> None:
-    """Raises a UserError unless it is that of one value."""
+    """Raises a UserError unless the type is that of a single value."""
     if kind == "array":
         raise _schema_refusal(f"{where}: type", given, f"no list {within}")
     if kind == "object":

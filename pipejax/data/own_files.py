@@ -31,7 +31,7 @@ from pipejax.system.fields import listed, shown_value
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "dev", "test")
-COMPARED = 1000  # keys among which one is looked for that was meant, at the most
+COMPARED = 1000  # the most keys among which a similar one is searched
 MANY = 20  # examples from which on it is worth a line that none has several rows
 
 
@@ -41,7 +41,7 @@ class FilesTask(Task):
     def __init__(self, config: DataConfig, row_names: Sequence[str] = ()) -> None:
         """Checks the settings; a file is opened when its split is asked for.
 
-        `row_names`: with which the rows of `data.targets` begin if these are columns; none: their names and a colon.
+        `row_names`: the beginnings of the rows if `data.targets` are columns; empty: their names and a colon.
         """
         self.config, self.metric = config, config.metric or "exact"
         self._targets = config.columns or (field_of(str(config.targets)),)
@@ -86,7 +86,7 @@ class FilesTask(Task):
         return self._filled(value, place, learned=True)
 
     def _filled(self, value: Object, place: str, template: Template | None = None, *, learned: bool = False) -> str:
-        """The filled template; `learned`: a model has learned it, so that no other can be named."""
+        """Fills the template; `learned`: a model was trained with it, so messages suggest no other one."""
         if not any(field in value for field in self.fields):
             hint = "" if learned else _other_key(self.fields[0], map(str, value))
             value_of(value, self.fields[0], place, hint=hint)
@@ -187,9 +187,9 @@ class FilesTask(Task):
 
 
 def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, *, learned: bool = False) -> None:
-    """Raises a UserError unless each field is in some record; reads no more of them than it has to.
+    """Raises a UserError unless each field is in some record; stops reading when all are found.
 
-    `learned`: a model has learned from these fields, so that no setting can name others.
+    `learned`: a model was trained with these fields, so messages suggest no setting for others.
     """
     lacking, keys = list(fields), dict[str, None]()
     for value in values:
@@ -206,7 +206,7 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
 
 
 def _other_key(field: str, keys: Iterable[str]) -> str:
-    """The setting that takes other fields in the place of a default one, with a value that works."""
+    """A hint for a message: the setting that selects other fields, with a value that works."""
     given = [key for key in keys if key not in ("id", "source", "targets")]
     if field == "source" and (names := [key for key in given if Template.can_name(key)]):
         return f'; data.source_template makes the source of other fields, such as "{{{names[0]}}}"'
@@ -232,7 +232,7 @@ def _found_cell(value: Object, field: str, place: str, known: Collection[str]) -
 
 
 def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Object, str], list[str]]:
-    """The function (record, place) -> target rows that `data.targets` and `data.rows` ask for."""
+    """The function (record, place) -> target rows for the settings `data.targets` and `data.rows`."""
     if config.columns:
         return functools.partial(
             _named_rows, dict(zip(config.columns, row_names or names_of(config.columns), strict=True))
@@ -252,15 +252,15 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
 
 
 def _named_rows(names: Mapping[str, str], value: Object, place: str) -> list[str]:
-    """A row for each column, its name and the text of the cell; of a blank cell the name alone."""
+    """A row for each column: its name and the text of the cell, or the name alone for a blank cell."""
     if not any(column in value for column in names):
-        value_of(value, next(iter(names)), place)  # says which keys there are
+        value_of(value, next(iter(names)), place)  # the message lists the keys
     texts = {column: _text_of_cell(_found_cell(value, column, place, names), column, place) for column in names}
     return [f"{names[column].rstrip()} {text}" if text else names[column] for column, text in texts.items()]
 
 
 def _text_of_cell(value: object, key: str, place: str) -> str:
-    """The text of a cell: numbers as JSON has them, a whole one without a point; the items of a list with commas."""
+    """The text of a cell: numbers as in JSON, whole ones without a decimal point; items of a list joined by commas."""
     if is_blank(value):
         return ""
     if isinstance(value, list | tuple):
@@ -271,7 +271,7 @@ def _text_of_cell(value: object, key: str, place: str) -> str:
         return ", ".join(items)
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):  # where a column has gaps, whole numbers are floats
+    if isinstance(value, float):  # pandas stores whole numbers as floats in a column with gaps
         return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
     if isinstance(value, decimal.Decimal):
         return f"{value:f}"

@@ -1,4 +1,4 @@
-"""Texts of examples that do not come back from token ids, or from a sequential answer."""
+"""Finds texts of examples that change when they are encoded and decoded, or read from a sequential answer."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,14 +18,14 @@ CHANGED: Mapping[str, tuple[str, str]] = {
 def describe_changes(
     examples: Iterable[Example], tokenizer: Tokenizer, separator: str, *, kinds: Iterable[str] = CHANGED, of: int = 0
 ) -> list[str]:
-    """Returns a line for each kind of text that does not come back: how many examples have it, and the first of them.
+    """Returns a line for each kind of text that changes: the number of such examples, and the first of them.
 
     Args:
-      examples: those to look at.
+      examples: the examples to check.
       tokenizer: of the model.
       separator: `data.separator`, if the method joins rows with it; "" if it does not.
       kinds: keys of CHANGED.
-      of: the number of all examples, if these are a part of them.
+      of: the number of all examples, if only a part of them is checked.
     """
     looked, counts, first = 0, dict.fromkeys(kinds, 0), dict[str, str]()
     for example in examples:

@@ -34,23 +34,23 @@ class Dialect(NamedTuple):
 
 _ENDS, _QUOTED, _WHOLE = re.compile(r"[\r\n]"), re.compile(r'"(?:[^"]|"")*"'), re.compile(r"-?\d+\.0")
 FOUND = Dialect()  # by the name of the file, and by its first line
-csv.field_size_limit(LONGEST)  # articles are longer than csv's default of 128 KiB; it holds for the whole process
+csv.field_size_limit(LONGEST)  # articles exceed csv's default of 128 KiB; the limit is global
 
 
 class _Lost(UserError):
-    """A quote that is never closed, or closed rows later: rows would be lost in its cell, so it cannot be skipped."""
+    """A quote that is never closed, or closed rows later; it cannot be skipped, as rows would be lost in its cell."""
 
 
 class LostRows(_Lost):
-    """A quote that is closed rows later, as the quotes of the whole table show."""
+    """A quote that is closed rows later, judging by the quotes of the whole table."""
 
 
 class _Quoting:
     """Decides whether a cell of several lines is one cell, or rows between two stray quotes, which are text.
 
-    A stray quote at the beginning of a cell goes on to the next quote. If that ends a cell, both readings are CSV, and
-    the quotes of the other rows decide: a writer that leaves stray quotes leaves quotes within cells, too, and does not
-    enclose the cells that need it.
+    A stray quote at the beginning of a cell encloses all text up to the next quote. If that quote ends a cell, both
+    readings are valid CSV, and the quotes of the other rows decide: a writer that produces stray quotes also leaves
+    quotes inside cells, and does not enclose cells that require it.
     """
 
     def __init__(self, delimiter: str, *, is_spaced: bool) -> None:
@@ -59,16 +59,16 @@ class _Quoting:
         between = re.escape(delimiter)
         self._cell = re.compile(rf'(?:^|(?<={between}))"([^"]*(?:""[^"]*)*)"(?={between}|[\r\n]*$)')
         self._needed = re.compile(rf'{between}|["\r\n]')
-        self._is_kept = False  # a cell stands in quotes because it holds a delimiter, a quote or a line break
-        self._is_broken = False  # a quote stands within a cell that is not enclosed
+        self._is_kept = False  # a cell is in quotes because it contains a delimiter, a quote or a line break
+        self._is_broken = False  # a cell that is not enclosed contains a quote
         self.doubtful: tuple[int, int] | None = None  # the first cell that could be rows: its first line, and the end
 
     def lost(
         self, lines: Sequence[str], first: int, columns: int, cells: Sequence[str] | None
     ) -> tuple[int, int] | None:
-        """Takes the next row, and returns the span of lines in which rows are lost; None: in none.
+        """Adds the next row; returns the span of lines in which rows would be lost, or None.
 
-        `cells`: None if its lines are no CSV.
+        `cells`: None if the lines are not valid CSV.
         """
         span, looks_like_rows = (first, first + len(lines)), len(lines) > 1 and self._look_like_rows(lines, columns)
         if looks_like_rows and cells is None:
@@ -76,13 +76,13 @@ class _Quoting:
         if looks_like_rows and all(line.count(self.delimiter) == columns - 1 for line in (lines[0], lines[-1])):
             self.doubtful = self.doubtful or span
             if columns > 2 and not self._is_kept:
-                return span  # prose, code and the like have so many delimiters in each line by no chance
+                return span  # prose and code do not have this many delimiters in each line by chance
         elif not self._is_broken:
             self._read("".join(lines), cells)
         return self.doubtful if self._is_broken else None
 
     def _look_like_rows(self, lines: Sequence[str], columns: int) -> bool:
-        """Whether nearly all of several lines have a row's delimiters, with no space after them, as prose has."""
+        """Whether nearly all lines have the delimiters of a row, without spaces after them, which prose would have."""
         parts, most, prose = [x for x in lines if x.strip()], columns - 1, f"{self.delimiter} "
         alike = sum(x.count(self.delimiter) == most and (self.is_spaced or prose not in x) for x in parts)
         return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
@@ -124,7 +124,7 @@ class TextTable:
     """A table whose first row has been read: it has the names of the columns."""
 
     def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
-        """`tell`: whether quotes are judged and doubts are told, as for a table that is read as a whole."""
+        """`tell`: whether quotes are judged and doubts are logged, as for a table that is read as a whole."""
         self.where, self.tell, self.quotes = where, tell, dialect.quotes
         first, is_tsv = next(lines, b""), suffix_of(where) == ".tsv"
         self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)

@@ -48,30 +48,30 @@ _DATA = {"trust_remote_code": False}
 _STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
 _say_once = functools.cache(logger.warning)
-SETTINGS = 2**20  # bytes of a file of settings, at the most
+SETTINGS = 2**20  # the most bytes of a settings file
 WINDOW = 16  # tokens that are decoded again to see what one more adds, at the most
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of a byte, for the decoder ByteFallback
-# Steps of decoding that change each piece by itself, or join the pieces.
+# Decoding steps that change each piece separately, or join the pieces.
 TOKENWISE = ("ByteLevel", "WordPiece", "BPEDecoder", "Metaspace", "Replace", "Strip", "Fuse")
 _UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
 
 
 class Affixes(NamedTuple):
-    """The special ids that are added around the ids of a text to make a source of it."""
+    """The special ids before and behind the text of a source."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     once: bool = False  # the suffix is not added to a text that ends with it, as by ByT5's tokenizer
 
     def around(self, ids: Sequence[int], most: int | None = None) -> list[int]:
-        """A source of at most `most` ids (None: of any number): of a text the first ids stay, as in transformers."""
+        """Adds the special ids, and truncates the text so that the source has at most `most` ids (None: no limit)."""
         if most is not None:
             ids = ids[: max(most - len(self.prefix) - len(self.suffix), 0)]
         suffix = () if self.once and self._ends(ids) else self.suffix
         return [*self.prefix, *ids, *suffix][:most]
 
     def cut(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """The first `most` ids of a source; if it has the suffix, that stays."""
+        """Truncates a source to `most` ids; its suffix is kept if it has one."""
         if len(ids) <= most:
             return ids
         suffix = self.suffix if self._ends(ids) else ()
@@ -90,7 +90,7 @@ class Tokenizer:
     size: int  # the largest id + 1
     unknown: int | None  # the id of what it lacks; None: it lacks nothing
     eos: int | None  # the id that ends a text; None: its files do not say
-    keeps_ends: bool  # whether transformers keeps the end of a text that is too long, which is not done here
+    keeps_ends: bool  # whether transformers would keep the end of a long text; not supported
 
     def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
         self._inner: Any = inner
@@ -163,7 +163,7 @@ class Tokenizer:
         return was, now
 
     def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
-        """Whether no token is left of a text but `eos` and those of `ends`, which would end it."""
+        """Whether a text has no tokens except `eos` and the end tokens `ends`."""
         every, rest = {*ends, *(() if self.eos is None else (self.eos,))}, text
         for piece in filter(None, map(self.piece, every)):
             rest = rest.replace(piece, "")
@@ -181,7 +181,7 @@ class Tokenizer:
 
     @functools.cached_property
     def affixes(self) -> Affixes:
-        """The ids that transformers adds around a text, by the tokenizer's template: for T5 an eos behind it."""
+        """The ids that transformers adds to a text by the tokenizer's template, such as T5's eos behind it."""
         if self._backend is not None:
             return self._affixes_of_template()
         build, text = self._inner.build_inputs_with_special_tokens, -1  # -1 is no id
@@ -205,7 +205,7 @@ class Tokenizer:
         return Affixes(suffix=(*self._backend.encode("", add_special_tokens=True).ids,))
 
     def unknown_is(self, number: int) -> bool:
-        """Whether a character that no vocabulary has becomes this id."""
+        """Whether this is the id of unknown characters."""
         try:
             return number in self.encode(_UNKNOWN)
         except Exception:  # tokenizers raises it where a vocabulary has no id for such characters
@@ -222,10 +222,9 @@ class Tokenizer:
         return None if self._backend is None else tuple(step["type"] for step in self._decoding_steps)
 
     def settles(self, token: int) -> bool:
-        """Whether the text of ids that end with this token begins the text of longer ids, half a character apart.
+        """Whether no later token changes the text of ids that end with this token, except for an incomplete character.
 
-        The decoder ByteFallback decodes neighbouring bytes together: if some are invalid UTF-8, none of them becomes
-        the character that it would be alone.
+        The decoder ByteFallback decodes a run of bytes together: if any part is invalid UTF-8, it replaces the run.
         """
         if self._growth != "runs of bytes":
             return self._growth == "tokens"
@@ -233,7 +232,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _growth(self) -> str:
-        """The parts that become text independently of what follows: "tokens", "runs of bytes", or "rows"."""
+        """The units whose text does not depend on later tokens: "tokens", "runs of bytes", or "rows"."""
         if self._backend is None:
             return "tokens" if type(self._inner).__name__ == "ByT5Tokenizer" else "rows"
         fused, found = False, "tokens"
@@ -269,16 +268,16 @@ class Tokenizer:
 
 
 class Growing:
-    """The text of a row of tokens while it grows: the pieces, joined, are the text that `Tokenizer.decode` gives it.
+    """Decodes a growing row incrementally: the returned pieces, joined, equal `Tokenizer.decode` of the whole row.
 
-    A piece is given out once no later token can change it. Only the last tokens are decoded with each new one: to
-    decode all of them would take a time that grows with the row.
+    A piece is returned once no later token can change it. Each new token decodes only the last few tokens, so the time
+    for a token does not grow with the row.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last ones
-        self._given = ""  # of their text, what was given out
+        self._given = ""  # the number of characters of their text that were returned
 
     def add(self, token: int) -> str:
         if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
@@ -287,7 +286,7 @@ class Growing:
         if not self._tokenizer.settles(token):
             return ""
         text = self._tokenizer.decode_known(self._ids)
-        if text.endswith("\ufffd"):  # perhaps the beginning of a character
+        if text.endswith("\ufffd"):  # may be the beginning of a character
             return ""
         added, self._given = text[len(self._given) :], text
         if len(self._ids) >= WINDOW:
@@ -305,14 +304,14 @@ class Growing:
 def _refuse(error: BaseException, work: str) -> None:
     """Raises a UserError for a failure inside the library tokenizers.
 
-    A panic, such as that of an expression which takes too long, derives from BaseException alone.
+    Panics of the library, for example of a regular expression that takes too long, derive only from BaseException.
     """
     if type(error) is Exception or type(error).__name__ == "PanicException":
         raise UserError(f"tokenizer: cannot {work} ({first_line(error)[:200]})") from error
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
-    """Checks that the model's end tokens end texts in the tokenizer, too; of the start see `warn_of_start`."""
+    """Checks that the model's end tokens also end texts in the tokenizer. For the start token see `warn_of_start`."""
     ends = model.end_token_ids
 
     def found(end: int) -> str:
@@ -345,10 +344,10 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 
 
 def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens: str) -> Affixes:
-    """The ids around the text of a source: those of transformers, unless `data.special_tokens` is "eos".
+    """The special ids of a source: those of transformers, unless `data.special_tokens` is "eos".
 
-    That is an eos alone, the rule of former versions, by which Gemma's tokenizers kept their own. Without a tokenizer,
-    sources are ids that an eos ends.
+    "eos" adds an eos alone, as former versions did with all tokenizers but Gemma's. Without a tokenizer, sources are
+    ids that end with an eos.
     """
     own_eos = None if tokenizer is None else tokenizer.eos
     eos = Affixes(suffix=(own_eos if own_eos in model.end_token_ids else model.eos_token_id,))
@@ -455,7 +454,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
 
 
 def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> None:
-    """Lets a tokenizer of transformers follow its files where the class does not, or logs what it does not follow."""
+    """Corrects a tokenizer of transformers whose class ignores settings of its files, or logs the ignored settings."""
     _keep_unknown(inner, directory)
     if type(inner).__name__.startswith("T5") and (lost := _not_followed(directory)):
         _say_once(
@@ -465,9 +464,9 @@ def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> Non
 
 
 def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
-    """Gives unknown characters the id that the vocabulary's file says, where transformers takes one by the class.
+    """Sets the id of unknown characters to that of the vocabulary's file, where transformers takes it from the class.
 
-    T5Tokenizer takes 2. What other classes take is right if it is the id of unk_token.
+    T5Tokenizer takes 2. The id of other classes is right if it is the id of unk_token.
     """
     if not inner.is_fast or type(inner.backend_tokenizer.model).__name__ != "Unigram":
         return

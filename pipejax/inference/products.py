@@ -31,7 +31,7 @@ from pipejax.system import Tree
 
 Array = jax.Array
 MANY, FEW = 2**15, 8  # outputs of a head, and columns: with more, arithmetic takes longer than reading
-SMALL, LARGE = 2.0**-40, 2.0**60  # between them products of bounded rows and columns neither underflow nor overflow
+SMALL, LARGE = 2.0**-40, 2.0**60  # products of numbers within these bounds neither underflow nor overflow
 
 
 @flax.struct.dataclass
@@ -48,7 +48,7 @@ class Rough:
     """The same matrix in int8."""
 
     matrix: Matrix
-    apart: Array  # f32 [O], the largest difference of its product with x from that of the whole matrix, by |x|
+    apart: Array  # f32 [O], the largest error of a row's product with x, divided by |x|
 
 
 @flax.struct.dataclass
@@ -107,16 +107,16 @@ def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
 
 
 def roughen(part: Tree) -> Rough:
-    """A table or projection in int8, and how far a product with a column x is from that of the whole matrix, by |x|.
+    """Quantises a head to int8, with bounds of the error of its products with a column x, divided by |x|.
 
-    Each row w of the matrix becomes v. The difference of the computed products is at most |w - v| |x| in length, and
-    what rounding adds: in both products each of the I sums, and a few operations more, rounds by 2^-24 of |w| |x| or
-    |v| |x| at most. That holds while no number overflows or underflows. Rows that could are never bounded (inf).
+    Each row w of the matrix is rounded to v. The computed products differ by at most |w - v| |x| and rounding errors:
+    in both products each of the I sums, and a few more operations, rounds by at most 2^-24 of |w| |x| or |v| |x|. This
+    holds while no number overflows or underflows; rows for which this is possible have the bound inf.
     """
     rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     bounded = (largest >= SMALL) & (largest <= LARGE)
-    by = jnp.where(bounded, largest, 1)  # squares of small numbers would be 0
+    by = jnp.where(bounded, largest, 1)  # scaled, as squares of small numbers would underflow
     whole = held.rows * held.scale[:, None]
     length, of_whole, difference = (jnp.linalg.norm(x / by, axis=1) for x in (rows, whole, rows - whole))
     of_rounding = (rows.shape[1] + 8) * 2.0**-24 * (length + of_whole)

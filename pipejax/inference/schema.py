@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 KEPT = 16  # schemas that stay compiled
 KEPT_REFUSALS = 256
-STATES = 1 << 15  # of the automaton of a schema, at the most
-ENTRIES = 1 << 24  # of its table, 64 MiB
+STATES = 1 << 15  # the most states of a schema's automaton
+ENTRIES = 1 << 24  # the most entries of its table, 64 MiB
 
 
 class Effort(NamedTuple):
@@ -107,7 +107,7 @@ def usual(size: int) -> Schema:
 
 
 class Uncompiled(Exception):
-    """A schema would have to be compiled first, or with more effort."""
+    """The schema is not compiled, or could not be compiled with the given effort."""
 
 
 class Schemas:
@@ -130,10 +130,10 @@ class Schemas:
         effort: Effort | None = WHOLE,
         pause: Callable[[], None] | None = None,
     ) -> Schema:
-        """The compiled schema, if answers of the method can follow it.
+        """Returns the compiled schema, if answers of the method can follow it.
 
-        Raises Uncompiled if it is new, and `effort` is None, or QUICK and not enough. `pause` is called from time to
-        time while it is compiled, to let other threads work.
+        Raises Uncompiled for a new schema if `effort` is None, or QUICK and not sufficient. `pause` is called from time
+        to time during compilation, to let other threads work.
         """
         where = str(given) if isinstance(given, str | Path) else "schema"
         check(method, config, where)
@@ -213,10 +213,10 @@ def make(
     effort: Effort = WHOLE,
     pause: Callable[[], None] | None = None,
 ) -> Schema:
-    """Compiles a schema; a UserError if rows cannot follow it, or this tokenizer cannot write them.
+    """Compiles a schema; raises a UserError if rows cannot follow it or the tokenizer cannot write them.
 
-    `row_names`: by property, with which rows begin in training, in their order; `size`: of the vocabulary. For `effort`
-    and `pause` see `Schemas.find`.
+    `row_names`: the beginnings of rows in training, by property, in their order; `size`: V of the vocabulary. For
+    `effort` and `pause` see `Schemas.find`.
     """
     if tokenizer is None:
         raise UserError(f"{where}: the checkpoint has no tokenizer; expected one, which spells the rows")
@@ -257,7 +257,7 @@ def make(
 
 
 def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
-    """The refusal of a schema that takes too much work, or Uncompiled if more work than `effort` may be enough."""
+    """The error for a schema that needs more work than `effort`: Uncompiled if more may suffice, else a UserError."""
     if effort != WHOLE:
         return Uncompiled()
     place = f": {error.place}" if isinstance(error, TooLarge) and error.place else ""

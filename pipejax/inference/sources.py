@@ -19,7 +19,7 @@ from pipejax.system.errors import UserError
 
 
 class Source(NamedTuple):
-    """One thing to decode: text, or token ids with the special ones."""
+    """A source to decode: a text, or token ids that include special tokens."""
 
     id: str | int
     content: str | Sequence[int] | np.ndarray

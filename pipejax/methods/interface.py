@@ -46,7 +46,7 @@ class Ids(NamedTuple):
 
     bos: int  # the token that every row begins with
     eos: int  # the token that training writes at the end of a row
-    other_ends: tuple[int, ...] = ()  # tokens that end a row in decoding as well
+    other_ends: tuple[int, ...] = ()  # further tokens that end a row in decoding
 
     @classmethod
     def of(cls, backbone: "Backbone") -> "Ids":
@@ -143,7 +143,7 @@ class Method:
         raise NotImplementedError
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> "np.ndarray":
-        """The row of the answer that each slot of a target belongs to, i32 [N]: that of the token it generates.
+        """i32 [N], the row of the answer to which each slot of a target belongs: that of the token it generates.
 
         Args:
           flat: of `target`.
@@ -182,7 +182,7 @@ class Method:
         return rows
 
     def allowed(self, spells: Spells) -> list[int]:
-        """Ids beside the end tokens that an answer may contain though its source does not."""
+        """Ids, other than end tokens, that an answer may contain even if its source does not."""
         return []
 
     def order(self, lengths: Sequence[int]) -> list[int]:

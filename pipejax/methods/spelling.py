@@ -27,7 +27,7 @@ class Spells(Hashable, Protocol):
         """The text of the ids."""
 
     def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
-        """Whether no token is left of a text but `eos` and those of `ends`, which would end it."""
+        """Whether a text has no tokens except `eos` and the end tokens `ends`."""
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
         """The words of a text that do not come back from its ids, and those that come instead."""
@@ -39,16 +39,16 @@ def ids_of_ends(ends: Ends) -> frozenset[int]:
 
 
 def spell(targets: Sequence[str], tokenizer: Spells, ends: Ends) -> list[list[int]]:
-    """The ids of each row of a target; a row of which no id is left is none, neither in training nor in an answer.
+    """The ids of each row of a target. Rows without ids are left out, as in answers.
 
-    An end token that a text spells out, as "</s>", would end its row in the middle, so it is left out.
+    End tokens in the text, such as "</s>", are left out, since they would end the row.
     """
     left_out = ids_of_ends(ends)
     return [[i for i in tokenizer.encode(row) if i not in left_out] for row in targets]
 
 
 def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> tuple[int, ...]:
-    """The ids of a text with which rows begin; a UserError if one of them would end the row."""
+    """The ids of a row's prefix; raises a UserError if one of them is an end token."""
     ids = _prefix_ids(tokenizer, text)
     if not ids or tokenizer.eos in ids or not ids_of_ends(ends).isdisjoint(ids):
         found = "ends the row" if ids else "has no token"

@@ -74,7 +74,7 @@ def read_documents(path: str, metric: str) -> Documents:
 
 
 def _parts_otherwise(rows: Sequence[str], separator: str) -> bool:
-    """Whether the text that joins these rows parts into others."""
+    """Whether the joined rows are split into other rows."""
     if not tells_rows_apart(separator):
         return False
     parts = split_rows(separator.join(row for row in rows if row.strip()), separator)

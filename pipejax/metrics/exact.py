@@ -1,4 +1,4 @@
-"""Exact and partial match of rows that may hold numbers, units or code: all signs count, and repeated rows do.
+"""Exact and partial match of rows that may contain numbers, units or code: all signs and repeated rows count.
 
 Unicode's NFKC and white space do not count. Values of named rows are compared by type: 1 is 1.0, and is not the text
 "1".
@@ -43,7 +43,7 @@ def _fold_case(text: str) -> str:
 def named_rows(
     rows: Iterable[Row], readers: Mapping[str, Callable[[str], object]], *, fold_case: bool = False
 ) -> list[Row]:
-    """Returns the rows, those that begin with a name as the name and the value.
+    """Replaces rows that begin with a name by (name, value).
 
     Args:
       rows: texts; a row that is a name and a value stays as it is.
@@ -68,7 +68,7 @@ def named_rows(
 def match_object(
     rows: Sequence[Row] | Mapping[str, Any], other: Sequence[Row] | Mapping[str, Any], *, fold_case: bool = False
 ) -> Sequence[Row] | Mapping[str, Any]:
-    """Returns the rows; if `other` is an object, those that begin with one of its keys as the key and a value."""
+    """Replaces rows that begin with a key of `other`, if that is an object, by (key, value)."""
     if isinstance(rows, Mapping) or not isinstance(other, Mapping):
         return rows
     readers = {bare_name(str(key)): _reader_like(value) for key, value in other.items()}
@@ -76,7 +76,7 @@ def match_object(
 
 
 def _reader_like(value: object) -> Callable[[str], object]:
-    """The function that reads the text of a row as a value of this type; items of a list are parted by commas."""
+    """A function that parses the text of a row as a value of this type; items of a list are separated by commas."""
     if isinstance(value, str):
         return str
     if isinstance(value, list | tuple):

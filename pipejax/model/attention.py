@@ -47,7 +47,7 @@ def _attend(queries: Array, keys: Array, values: Array, bias: Array, lines: Line
 
 
 def _left(weights: Array, lines: Lines | None, rate: float) -> Array:
-    """The weights that dropout leaves; the division by the share that is kept is for the float32 sums."""
+    """The weights after dropout, not rescaled: the division by the kept share is applied to the float32 sums."""
     return weights if lines is None else dropout.left(weights, lines, rate)
 
 

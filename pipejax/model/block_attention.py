@@ -137,7 +137,7 @@ def attend_in_blocks(
       queries: [B, H, Q, K], not divided by sqrt(K): T5's are not.
       keys: [B, H, C, K].
       values: [B, H, C, K].
-      seen: where queries and keys stand, the bias, and the way.
+      seen: positions and visibility of queries and keys, the bias, and the block sizes.
       seed: u32 [2], of dropout on the weights; None: without.
       rate: of dropout.
       over_sources: as in `attend`.
@@ -343,7 +343,7 @@ def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slot
 
 
 def _left(facts: dict[str, Any], sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
-    """The part of [q, k] that dropout leaves; not divided by the share that is kept."""
+    """The block [q, k] after dropout, not divided by the kept share."""
     if "lines_dropped" not in facts:
         return x
     lines = jax.tree.map(lambda ref: _load(ref, example, head, q, sizes.queries)[:, None], facts["lines_dropped"])

@@ -1,9 +1,9 @@
 """The keys of a Hugging Face config.json that a backbone reads: kinds, defaults, null and other names.
 
-A file need not have every key. transformers fills in the default of its config class for a key that is absent. null is
-a value of its own for some keys, and refused for others. Releases have named some keys differently. A table says so for
-each key, and `read_keys` returns nothing that is not in its table. Reading a file takes no transformers: the tests
-compare each row with its config classes. Importing this module does not import JAX.
+Files may lack keys: transformers then uses the default of its config class. null has a meaning of its own for some
+keys, and is refused for others. Some keys have other names in other releases. A table describes each key, and
+`read_keys` returns only the keys of its table. Reading a file does not require transformers: tests compare each row of
+the tables with its config classes. Importing this module does not import JAX.
 """
 
 import dataclasses
@@ -60,5 +60,5 @@ def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> dict[
 
 
 def _is_of(value: object, kind: type) -> bool:
-    """Whether a value of JSON is of that type; a float may be written as an int, and no bool is an int."""
+    """Whether a JSON value has the type `kind`; an int is accepted as a float, and a bool is not accepted as an int."""
     return isinstance(value, (int, float) if kind is float else kind) and (kind is bool or type(value) is not bool)

@@ -1,20 +1,19 @@
 """Dropout whose mask is a hash of each element's place, computed where it is used and never stored.
 
-JAX's generator writes arrays of its state before there is a mask: up to 28 bytes an element, and a training step on a
-CPU took 1.6 times as long. Here an element's bits follow from its place and a seed, in the same loop as the product
-that they decide on; the backward pass computes them again. Good enough for statistics, not for secrets.
+JAX's generator writes arrays of up to 28 bytes for each element of a mask, so that a training step on a CPU took 1.6
+times as long. Here the bits of an element are a function of its place and a seed, computed in the same loop as the
+product that they mask; the backward pass computes them again. The hash is not cryptographic.
 
 The bits, version `VERSION`:
 
 - A site (a module that drops) has a seed of two words, drawn from the rng of the step by stack, layer and module.
-- A line is all elements of an array along its last axis: a token's features, or a query's weights for all keys. Its
-  hash is that of its example's number in the whole batch and of the token's place in its example, and of the head. So
-  a mask depends neither on the mesh, nor on the parts that a batch is computed in (`train.accumulate`), nor on the
-  rows that its targets are packed into or their padding.
+- A line consists of the elements of an array along its last axis: a token's features, or a query's weights for all
+  keys. Its hash is computed from the example's number in the whole batch, the token's place in its example, and the
+  head. So a mask does not depend on the mesh, on the parts of a batch (`train.accumulate`), on packing or on padding.
 - Columns c and c + 8 of each 16 share a hash of 32 bits: the first eight take the low half, the others the high half.
-  For keys the count begins at the first key of the query's example. Of a tensor core's results a thread holds elements
-  that are 8 columns or 8 rows apart: so a tile [queries, keys], and one [keys, queries], takes one hash for two of its
-  elements, and compilers find that by themselves, but not for slots of several examples in a row.
+  For keys the count begins at the first key of the query's example. A thread of a tensor core holds results that are
+  8 columns or 8 rows apart, so tiles [queries, keys] and [keys, queries] need one hash for two elements. Compilers find
+  this by themselves, except for slots of several examples in a row.
 - An element is dropped where its 16 bits, as a number, are less than `threshold(rate)`: rates are multiples of 2**-16.
 """
 
@@ -32,9 +31,9 @@ import numpy as np
 from pipejax.system.hashing import GOLDEN, mix, places
 
 Array = jax.Array
-VERSION = 2  # of the bits; 1 hashed each column, and lines by their place in the array
-# The rng of a step that seeds are drawn from; without it they are drawn from "dropout", which differs in each part of
-# a batch, for modules whose masks know nothing of examples.
+VERSION = 2  # of the definition of the bits; version 1 hashed each column, and numbered lines by array index
+# The rng of a step from which seeds are drawn. Without it they are drawn from "dropout", which differs in each part of
+# a batch, for modules whose masks do not depend on examples.
 STREAM = "batch_dropout"
 
 
@@ -60,18 +59,18 @@ _numbering: ContextVar[Numbering | None] = ContextVar("numbering", default=None)
 
 
 def place(number: Array, at: Array) -> Array:
-    """u32 of a token: the number of its example in the batch, and where it stands in the example."""
+    """u32, a token's key: the number of its example in the batch and its place in the example."""
     return number.astype(jnp.uint32) * jnp.uint32(GOLDEN) + at.astype(jnp.uint32)
 
 
 @contextlib.contextmanager
 def numbered(numbers: Array, length: int, example: Array) -> Iterator[None]:
-    """Has lines numbered by example, for a model that is traced within.
+    """A context in which models are traced with lines numbered by example.
 
     Args:
-      numbers: i32 [B], of each source's example in the whole batch.
+      numbers: i32 [B], the number of each source's example in the whole batch.
       length: L of the sources.
-      example: i32 [G, N], to which of the B / G examples of its row a slot belongs; those of one stand side by side.
+      example: i32 [G, N], which of the B / G examples of its row a slot belongs to; an example's slots are adjacent.
     """
     groups, width = example.shape
     of_sources = place(numbers[:, None], jnp.arange(length)[None])
@@ -96,12 +95,12 @@ def make_seed(key: Array) -> Array:
 
 
 def seed_of(module: Any) -> Array:
-    """u32 [2] of a site, by its rng."""
+    """u32 [2], the seed of a site, drawn from its rng."""
     return make_seed(module.make_rng(STREAM if module.has_rng(STREAM) else "dropout"))
 
 
 def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) -> Lines:
-    """Of an array whose shape begins so: batch, tokens, and more.
+    """The lines of an array whose first axes are batch and tokens.
 
     Args:
       seed: u32 [2].
@@ -124,12 +123,12 @@ def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) ->
 
 
 def for_head(hashes: Array, head: Array) -> Array:
-    """u32 of lines of heads, from those of queries and the heads' numbers."""
+    """u32, the lines of heads, from the lines of queries and the numbers of the heads."""
     return mix(hashes + (head.astype(jnp.uint32) + 1) * jnp.uint32(GOLDEN))
 
 
 def of_heads(lines: Lines, heads: int) -> Lines:
-    """Lines [B, H, Q] from those of queries [B, Q]."""
+    """The lines [B, H, Q] of H heads, from the lines [B, Q] of queries."""
     hashes = for_head(lines.hashes[:, None], jnp.arange(heads)[:, None])
     if lines.first is None:
         return Lines(hashes)
@@ -140,7 +139,7 @@ def of_heads(lines: Lines, heads: int) -> Lines:
 
 
 def threshold(rate: float) -> int:
-    """The number of the 2**16 values of an element's bits that drop it; neither 0 nor all for a rate above 0."""
+    """The number of 16-bit values that drop an element: at least 1 and less than 2**16, for a rate above 0."""
     return min(max(round(rate * 2**16), 1), 2**16 - 1) if rate else 0
 
 
@@ -153,7 +152,7 @@ def keeps(hashes: Array, columns: Array | np.ndarray, rate: float) -> Array:
     """bool: False where elements are dropped; hashes u32 of lines, columns u32, each with an axis for the other's."""
     one = np.uint32(1)
     pair = ((columns >> one * 4) * (one * 8) + (columns & one * 7)) * (one * GOLDEN)
-    # A product, as CPUs shift all elements of a vector alike. It makes the column's half the high one.
+    # A product instead of a shift, as CPUs shift all elements of a vector alike. It moves the column's half to the top.
     bits = mix(hashes + pair) * (one << (one * 16 - (columns & one * 8) * (one * 2)))
     return bits >= jnp.uint32(threshold(rate) << 16)
 
@@ -174,7 +173,7 @@ def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
 def left(x: Array, lines: Lines, rate: float) -> Array:
     """x where the mask is True, and zeros."""
     # Of a plain zero, `jax.lax.scan` makes an array before its loop, as large as x, which every layer would read.
-    # One of each line, as another would have to be sent to all devices.
+    # One array for each line, as a shared one would have to be sent to all devices.
     zero = (lines.hashes & jnp.uint32(0))[..., None].astype(x.dtype)
     return jnp.where(mask_of(lines, x.shape[-1], rate), x, zero)
 

@@ -74,7 +74,7 @@ class Backbone:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a row: that of training, `eos_token_id`, and the others."""
+        """The tokens that end a row: `eos_token_id`, which training writes, and `other_eos_token_ids`."""
         return self.eos_token_id, *self.other_eos_token_ids
 
     @property
@@ -96,7 +96,7 @@ class Backbone:
         raise NotImplementedError(f"{type(self).__name__}.tensors")
 
     def module_name(self, name: str) -> str:
-        """The name that transformers' module has for the tensor of this name in files; adapters of PEFT use it."""
+        """The name in transformers' module, which PEFT adapters use, of the tensor with this name in files."""
         return name
 
     def sizes(self) -> dict[str, tuple[str, int]]:
@@ -148,13 +148,13 @@ class Backbone:
         return self
 
     def written(self, params: "MutableMapping[str, np.ndarray]") -> Self:
-        """The backbone as its config.json can say it; may add copies of parameters, by path, that this takes."""
+        """The backbone in a form that config.json can describe; may add copies of parameters, by path, for it."""
         return self
 
     def earlier_doubts(self) -> str:
-        """The settings that a conversion of an earlier version may have read wrongly, in words; "": none.
+        """A description of the settings that an earlier version's conversion may have read wrongly; "": none.
 
-        Asked of a checkpoint without `conversion` in its metadata (`pipejax.checkpoint.run.CONVERSION`).
+        Called for checkpoints without `conversion` in their metadata (`pipejax.checkpoint.run.CONVERSION`).
         """
         return ""
 

@@ -24,15 +24,15 @@ def apply_layers(
     pin: Callable[[Array], Array],
     own: Sequence[Tree] = (),
 ) -> Array:
-    """Runs x [B, L, D] through equal layers: `x = layer(x, *seen, deterministic)`, or the first that it returns.
+    """Applies equal layers to x [B, L, D]: `x = layer(x, *seen, deterministic)`, or the first value of a tuple.
 
-    With `own`, a tree of arrays for each layer, that stands before `seen`: layers that differ in numbers are equal.
+    `own` is a tree of arrays for each layer, passed before `seen`, so that layers may differ in numbers.
 
-    `keys` gives the key of the rng "dropout", which is split for the layers, as that of `dropout.STREAM`.
+    `keys` returns the key of the rng "dropout", which is split for the layers like the key of `dropout.STREAM`.
 
-    With `remat` "none" layer by layer. Otherwise in one `lax.scan` over the stacked parameters, which compiles one
-    layer instead of all, and keeps for the backward pass each layer's input alone ("layers") or the results of its
-    weight matrices, too ("dots"); the rest is computed again. XLA sees what that saves only in a scan.
+    With `remat` "none" the layers are applied one by one. Otherwise one `lax.scan` over the stacked parameters compiles
+    a single layer, and stores for the backward pass only each layer's input ("layers"), or also the results of its
+    weight matrices ("dots"); the rest is computed again. XLA saves this memory only in a scan.
     """
     given: list[tuple[Tree, ...]] = [(each,) for each in own] or [()] * len(layers)
     rngs = {} if deterministic else _split_rngs(layers, keys)
@@ -40,7 +40,7 @@ def apply_layers(
         for number, (layer, each) in enumerate(zip(layers, given, strict=True)):
             if deterministic:
                 x = _first(layer(x, *each, *seen, True))
-            else:  # apart from the stack, as in a scan, so that the modules draw the same seeds there
+            else:  # outside the stack's scope, as in a scan, so that modules draw the same seeds
                 own_rngs = {name: of_layers[number] for name, of_layers in rngs.items()}
                 x = _first(_apart(layer).apply(layer.variables, x, *each, *seen, False, rngs=own_rngs))
         return x

@@ -29,14 +29,14 @@ KEYS: Keys = {
     "d_ff": Key(int, 2048),
     "num_heads": Key(int, 8, names=("num_attention_heads",)),
     "num_layers": Key(int, 6),
-    "num_hidden_layers": Key(int, None),  # another name of num_layers, which num_decoder_layers does not follow
+    "num_hidden_layers": Key(int, None),  # another name of num_layers, not a default of num_decoder_layers
     "num_decoder_layers": Key(int, None, null=None),  # None: as many as num_layers
     "relative_attention_num_buckets": Key(int, 32),
     "relative_attention_max_distance": Key(int, 128),
     "dropout_rate": Key(float, 0.1),
     "layer_norm_epsilon": Key(float, 1e-6),
     "feed_forward_proj": Key(str, "relu"),
-    "dense_act_fn": Key(str, None),  # goes before feed_forward_proj, and so does the next
+    "dense_act_fn": Key(str, None),  # overrides feed_forward_proj, as does the next key
     "is_gated_act": Key(bool, None, null=False),
     "tie_word_embeddings": Key(bool, True, null=True),
     "scale_decoder_outputs": Key(bool, None, null=False),  # None: whether tie_word_embeddings is true
@@ -185,12 +185,12 @@ class T5Config(Backbone):
 
     @classmethod
     def keys_of(cls, model_type: object) -> Keys:
-        """The table of the keys that are read of a config.json of that model_type."""
+        """The table of the keys to read from a config.json of that model_type."""
         return MT5_KEYS if model_type == "mt5" else KEYS
 
     @classmethod
     def scales_head(cls, given: Mapping[str, Any]) -> bool:
-        """Whether the head is scaled, by the keys of config.json. mT5 never scales, whatever its config.json says.
+        """Whether the head is scaled, given the keys of config.json. mT5 never scales.
 
         transformers 5 has the key scale_decoder_outputs. Older versions scale a head that is tied, as v1.0's is; v1.1's
         is not.
@@ -237,7 +237,7 @@ class T5Config(Backbone):
         return model
 
     def with_head(self, *, tied: bool) -> Self:
-        """The config of a model whose head is the table, or not, as its weights show."""
+        """The config adapted to the weights, which show whether the head is the embedding table."""
         return dataclasses.replace(self, tied_head=tied)
 
     def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:

@@ -42,7 +42,7 @@ HEAD = "lm_head.out_proj.weight"
 # The keys of config.json, as transformers reads them: of `rope_parameters`, of a side, and of the whole.
 ROPE: Keys = {
     "rope_type": Key(str, None),
-    "type": Key(str, None),  # an older name, which rope_type goes before
+    "type": Key(str, None),  # an older name; rope_type takes precedence
     "rope_theta": Key(float, None),
     "factor": Key(float, None, null=None),
     "partial_rotary_factor": Key(float, None, null=None),  # of type linear alone
@@ -75,7 +75,7 @@ KEYS: Keys = {
     "decoder": Key(dict, {}, null={}, keys=SIDE),
     "dropout_rate": Key(float, 0.0),
     "tie_word_embeddings": Key(bool, True),
-    # They go before the decoder's, which has no `decoder_start_token_id`.
+    # They take precedence over the decoder's, which has no `decoder_start_token_id`.
     "pad_token_id": Key(Any, None, null=None),
     "eos_token_id": Key(Any, None, null=None),
     "bos_token_id": Key(Any, None, null=None),
@@ -559,7 +559,7 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """The values of the rotations of a side; rope_scaling goes before rope_parameters."""
+        """The values of the rotations of a side; rope_scaling takes precedence over rope_parameters."""
         place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
         kind, theta, _ = read_rope(found, given["rope_theta"], place)
         if kind != "default" or found.keys() & set(LAYER_TYPES):
@@ -567,7 +567,7 @@ class T5GemmaConfig(Backbone):
         return {"rope_theta": theta, "full_rope_theta": theta}
 
     def earlier_doubts(self) -> str:
-        """Absent caps were read as none."""
+        """See `Backbone`. Earlier versions read absent soft caps as none."""
         sides = ("encoder", "decoder")
         found = [f"{side}.attn_logit_softcapping" for side in sides if not getattr(self, side).attn_logit_softcapping]
         found += [] if self.final_logit_softcapping else ["final_logit_softcapping"]
@@ -599,7 +599,7 @@ class T5GemmaConfig(Backbone):
         return {"rope_parameters": {"rope_type": "default", "rope_theta": stack.rope_theta}}
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """A head with a tensor of its own is not tied, whatever config.json says, as in transformers."""
+        """A head with a tensor of its own is not tied, regardless of config.json, as in transformers."""
         return dataclasses.replace(self, tied_head=self.tied_head and HEAD not in tensors)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
@@ -610,7 +610,7 @@ class T5GemmaConfig(Backbone):
 
 
 def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tuple[str, float, float]:
-    """The type, theta and factor of an object of rotations; `theta`: where it has none."""
+    """The type, theta and factor of an object of rotations; `theta`: the default of theta."""
     found = read_keys(given, ROPE, f"{where}.")
     kind: str = found["rope_type"] or found["type"] or "default"
     theta, factor = found["rope_theta"] or theta, found["factor"]

@@ -25,7 +25,7 @@ from pipejax.system.fields import setting
 
 Array = jax.Array
 EOI = "eoi_embedding"
-NONE = -1  # where no token has a vector apart
+NONE = -1  # no token has a separate vector
 TEXT = "text_model."  # a part of names in the module, and none in files
 # The keys of config.json, as transformers reads them.
 SIDE: Keys = t5gemma.SIDE | {
@@ -117,7 +117,7 @@ class T5Gemma2(t5gemma.T5Gemma):
 class T5Gemma2Config(T5GemmaConfig):
     """The architecture of a T5Gemma 2."""
 
-    eoi_token_index: int = setting(256_000, least=NONE)  # the token that ends an image, with a vector apart; -1: none
+    eoi_token_index: int = setting(256_000, least=NONE)  # the token that ends an image, with its own vector; -1: none
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma2",)
     keys: ClassVar[Keys] = KEYS
@@ -182,7 +182,7 @@ class T5Gemma2Config(T5GemmaConfig):
 
     @classmethod
     def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """Full layers have values of their own; rope_scaling of older files is added to these."""
+        """The values of the rotations. Full layers have their own, to which rope_scaling of older files is added."""
         place, found, more = f"{side}.rope_parameters", given["rope_parameters"], given["rope_scaling"] or {}
         sliding, full = ({"rope_type": "default"} if found is None else found.get(kind) or {} for kind in LAYER_TYPES)
         if not (isinstance(sliding, dict) and isinstance(full, dict) and (full or not more)):
@@ -194,7 +194,7 @@ class T5Gemma2Config(T5GemmaConfig):
         return {"rope_theta": theta, "full_rope_theta": full_theta, "full_rope_factor": factor}
 
     def earlier_doubts(self) -> str:
-        """Absent layer_types were read as T5Gemma's, and a factor was taken beside the type "default"."""
+        """See `Backbone`. Earlier versions read absent layer_types as T5Gemma's, and used factors of type "default"."""
         found, sides = list[str](), {"encoder": self.num_layers, "decoder": self.num_decoder_layers}
         for side, depth in sides.items():
             stack: GemmaStack = getattr(self, side)
@@ -205,7 +205,7 @@ class T5Gemma2Config(T5GemmaConfig):
         return " and ".join(found)
 
     def facts(self) -> dict[str, object]:
-        """The two tables of tokens are one where config.json ties, so it does, also beside a head of its own."""
+        """config.json ties the two tables of tokens, also if the head has a tensor of its own."""
         facts: dict[str, Any] = super().facts() | {"tie_word_embeddings": True}
         eoi = {"eoi_token_index": None if self.eoi_token_index == NONE else self.eoi_token_index}
         facts["encoder"] = {"model_type": "t5gemma2_encoder", "text_config": facts["encoder"], **eoi}

@@ -1,9 +1,9 @@
 """UMT5 (Chung et al. 2023, arXiv 2304.09151): a T5 v1.1 whose layers each have a relative bias of their own.
 
-A head that is the table is scaled by d_model**-0.5, as in transformers. The published models have a head of their own,
-which T5X, where they come from, and transformers 4 do not scale; their config.json says `tie_word_embeddings: false`.
-transformers 5 scales that head as well: the same tokens, but other log-probabilities. What transformers 5 writes says
-`tie_word_embeddings: true` whatever its head, so a head of its own beside that is scaled.
+A head that is the embedding table is scaled by d_model**-0.5, as in transformers. The published models have a separate
+head and `tie_word_embeddings: false` in config.json. T5X, in which they were trained, and transformers 4 do not scale
+this head. transformers 5 does, which changes log-probabilities but not greedy tokens. transformers 5 writes
+`tie_word_embeddings: true` for any head, so a separate head beside this setting is scaled.
 """
 
 import dataclasses
@@ -110,11 +110,11 @@ class UMT5Config(t5_config.T5Config):
         return bool(given["tie_word_embeddings"])
 
     def with_head(self, *, tied: bool) -> Self:
-        """See `T5Config`. The table is scaled wherever it is the head."""
+        """See `T5Config`. The table is scaled if it is the head."""
         return dataclasses.replace(self, tied_head=tied, scale_head=self.scale_head or tied)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
-        """See `Backbone`. A head that is not scaled counts as its own."""
+        """See `Backbone`. A head that is not scaled counts as separate."""
         model = super().without_copies(params) if self.scale_head else self
         if not model.scale_head:
             note(f"{t5_config.HEAD}: not scaled, as in T5X and transformers 4; {IN_TRANSFORMERS_5}")
@@ -125,7 +125,7 @@ class UMT5Config(t5_config.T5Config):
         return model
 
     def written(self, params: MutableMapping[str, np.ndarray]) -> Self:
-        """See `Backbone`. A table that is the head, unscaled, is written as a head of its own."""
+        """See `Backbone`. If the head is the unscaled table, a copy of the table is written as a separate head."""
         if self.scale_head:
             return self
         note(f"{t5_config.HEAD}: not scaled; {IN_TRANSFORMERS_5}")

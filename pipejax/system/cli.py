@@ -164,7 +164,7 @@ _lines = _Lines()
 
 @contextlib.contextmanager
 def adopted(*names: str) -> Iterator[None]:
-    """A block in which records of libraries' loggers are written as the command's own lines."""
+    """A context in which records of libraries' loggers are written like the command's own lines."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:

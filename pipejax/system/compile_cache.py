@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
 SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
 
-_said: set[str] = set()  # lines of the log that are written once a process
+_said: set[str] = set()  # lines that were logged, since each is logged once in a process
 
 
 def directory() -> Path | None:
@@ -31,9 +31,9 @@ def directory() -> Path | None:
 def safe_directory() -> Path | None:
     """The cache's directory, made if it is missing; None if it is off, unusable or writable by other users.
 
-    The files in it are executed, so only this user or root may be able to write to it: a new directory has mode 700.
-    Root's is read alone (`is_writable`): it may be part of an image that another user runs. If it cannot be used, the
-    log says so and work goes on without a cache.
+    The files in it are executed, so only this user and root may be able to write to it: a new directory has mode 700.
+    Root's directory is only read (`is_writable`): it may be part of an image that another user runs. If the directory
+    cannot be used, a line is logged and there is no cache.
     """
     path = directory()
     if path is None:
@@ -49,7 +49,7 @@ def safe_directory() -> Path | None:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether the cache's directory may get new files; if not, the log says so once."""
+    """Whether new files may be written to the cache's directory; if not, this is logged once."""
     if os.access(path, os.W_OK):
         return True
     _say_once(
@@ -60,7 +60,7 @@ def is_writable(path: Path) -> bool:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user and root may write to the path, so that its files may be executed; else raises OSError."""
+    """Whether only this user and root may write to the path, so that its files may be executed. Raises OSError."""
     found = path.stat()
     return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
 

@@ -82,7 +82,7 @@ def allow_files() -> None:
 
 
 def check_memory() -> None:
-    """Raises a UserError if the process may have less address space than its libraries and threads take."""
+    """Raises a UserError if the limit of address space is less than the libraries and threads of the process need."""
     import resource
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -19,11 +19,11 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
-Kind = Any  # the type of a setting as its annotation says it: a class, a union of them, or one of SEQUENCES
+Kind = Any  # the annotated type of a setting: a class, a union of classes, or one of SEQUENCES
 TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
 IDS = tuple[int, ...]  # the type of a setting that holds several token ids
 NAMES = str | TEXTS  # the type of a setting that holds one name or several
-SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # the type of each value of those that may be a tuple
+SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # the types of settings that may be tuples, with the type of each value
 LISTS = (*SEQUENCES,)  # the types of settings that may be given as a list
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
@@ -98,7 +98,7 @@ def named(text: str) -> str:
 
 
 def listed(names: Iterable[object], most: int = 200) -> str:
-    """Names in a line, parted by commas; of many the first ones, in about so many characters."""
+    """Joins names by commas; of many names only the first ones, up to about the given number of characters."""
     shown, length, rest = list[str](), 0, iter(names)
     for name in rest:
         shown.append(named(str(name)))
@@ -145,7 +145,7 @@ def plain_value(value: object, kind: Kind) -> object:
 
 
 def with_tuples(node: Any) -> Any:
-    """The dataclass with tuples in the place of lists, also in nested dataclasses: settings can be hashed."""
+    """Replaces lists by tuples, also in nested dataclasses, so that settings can be hashed."""
     changed, kinds = dict[str, Any](), types_of(type(node))
     for field in dataclasses.fields(node):
         value = plain = getattr(node, field.name)
@@ -166,7 +166,7 @@ def parse_value(text: str, kind: Kind, key: str) -> object:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := strict_json.loads(text), list):
                 return tuple(found)  # `check_settings` looks at what is in it
-    if kind == NAMES and "," in text:  # its reader parts it, and knows quotes
+    if kind == NAMES and "," in text:  # split later by `read_columns`, which handles quotes
         return text
     if kind in (str, NAMES):
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text

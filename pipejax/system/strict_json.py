@@ -1,4 +1,4 @@
-"""Reads JSON. An object that has a key twice is refused, as JSON does not say which of the two values counts."""
+"""Reads JSON, and refuses objects with duplicate keys, for which JSON does not define a value."""
 
 import json
 import reprlib
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DuplicateKey(ValueError):
-    """An object has a key twice."""
+    """An object has a duplicate key."""
 
     def __init__(self, key: str) -> None:
         """The first key that is repeated."""
@@ -27,10 +27,10 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)  # `json.loads` would make
 
 
 def loads(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Returns the value of a JSON text; the arguments are those of `json.loads`.
+    """Parses a JSON text; the arguments are those of `json.loads`.
 
     Raises:
-      DuplicateKey: an object has a key twice.
+      DuplicateKey: an object has a duplicate key.
       ValueError: the text is not JSON.
       RecursionError: it is nested too deeply.
     """

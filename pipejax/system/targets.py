@@ -108,7 +108,7 @@ def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
 
 
 def named(device: jax.Device) -> contextlib.AbstractContextManager[object]:
-    """A context for tracing and lowering programs: without it Pallas finds no kind of a device that is not here."""
+    """A context for tracing and lowering programs, in which Pallas knows the kind of an absent device."""
     if device in jax.devices():
         return contextlib.nullcontext()
     named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)

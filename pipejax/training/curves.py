@@ -1,4 +1,4 @@
-"""The page of curves of one or several runs, from their logs: losses, scores and learning rate. It loads nothing.
+"""Draws losses, scores and learning rates of runs, from their logs, as a self-contained HTML page.
 
 curves.html, a `string.Template`, has the layout and the colours.
 """
@@ -16,9 +16,9 @@ from pipejax.training.compare import COLUMNS, log_of, summary
 from pipejax.training.run_log import Line
 
 Points = list[tuple[int, float]]  # steps and values
-COLOURS = 8  # of runs; further ones begin again
+COLOURS = 8  # of runs; further runs repeat them
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 260, 64, 16, 12, 30  # pixels of a chart, and of its margins
-MOST = 800  # points of a curve, about as many as pixels; of more, each is the mean of its neighbours
+MOST = 800  # the most points of a curve, about one for each pixel; more points are averaged
 
 
 class Curve(NamedTuple):
@@ -31,7 +31,7 @@ class Curve(NamedTuple):
 
 
 def page(*runs: str | Path) -> str:
-    """The page of the curves of these runs, as HTML.
+    """The page of curves of these runs, as HTML.
 
     Raises:
       UserError: a run has no log that can be read.
@@ -87,7 +87,7 @@ def charts(logs: Sequence[Sequence[Line]]) -> dict[str, list[Curve]]:
 
 
 def points(log: Sequence[Line], event: str, key: str) -> Points:
-    """The finite values of a key, in the order of steps; a step that is logged twice counts as it was last."""
+    """The finite values of a key, in the order of steps; of a step that was logged twice, the last value."""
     found: dict[int, float] = {}
     for line in log:
         value = line.get(key)

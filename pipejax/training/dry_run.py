@@ -1,4 +1,4 @@
-"""A run that stops after its first step: config, data, memory, batch and step are tried, and nothing is left."""
+"""The dry run of a training: tries config, data, memory, the first batch and one step, and leaves no files."""
 
 import contextlib
 import dataclasses
@@ -28,13 +28,13 @@ SHOWN = 80  # characters of a text
 
 
 def dry_run(config: Config, workdir: str | Path) -> int:
-    """Makes the first step of a new run of this config, in a temporary directory; says what was found.
+    """Makes the first step of a new run with this config in a temporary directory, and logs the results.
 
     Returns:
       0; 1 if the loss or the gradient of the step is not finite.
 
     Raises:
-      UserError: as `pipejax.training.loop.fit`, also where the run that WORKDIR holds would be refused.
+      UserError: as `pipejax.training.loop.fit`, also if the run in WORKDIR could not be continued.
     """
     check_objective(config)
     methods.check_training(config)
@@ -70,7 +70,7 @@ def dry_run(config: Config, workdir: str | Path) -> int:
 
 
 def _check_workdir(config: Config, directory: RunDirectory) -> None:
-    """Raises a UserError if the run there, if there is one, could not continue with this config."""
+    """Raises a UserError if the directory has a run that could not continue with this config."""
     store = Store(directory.path / "checkpoints")
     if steps := store.steps():
         as_begun(config, store.describe(max(steps)).config, directory.path)
@@ -78,7 +78,7 @@ def _check_workdir(config: Config, directory: RunDirectory) -> None:
 
 
 def _describe(batch: Batch, tokenizer: Tokenizer) -> str:
-    """The shapes of a batch, and its first example as text."""
+    """A line with the shapes of a batch and its first example as text."""
     sizes = {name: x.shape for name, x in batch.arrays.items()}
     real = int(np.count_nonzero(batch.arrays["weights"]))
     source = tokenizer.decode(batch.arrays["source"][0, : batch.arrays["source_length"][0]])

@@ -98,7 +98,7 @@ def fit(
 
 
 def check_objective(config: Config) -> None:
-    """Raises a UserError if there is none."""
+    """Raises a UserError if the config has no objective to train."""
     if config.method is None and config.train.objective == "none":
         raise UserError("train.objective: found 'none'; expected pipelined or sequential")
 

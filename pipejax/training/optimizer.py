@@ -20,7 +20,7 @@ FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # how the paths of pa
 
 
 def warmup(config: TrainConfig) -> int:
-    """The updates in which the rate rises."""
+    """The number of warm-up updates."""
     return round(config.warmup_share * config.steps) if config.warmup_share else config.warmup_steps
 
 
@@ -33,7 +33,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest),
     }[config.schedule]
-    # Step 1 is count 0: it already learns, and step `rising` is the first at the full rate.
+    # Step 1 is count 0: its rate is already above 0, and step `rising` is the first with the full rate.
     return optax.join_schedules([optax.linear_schedule(peak / rising, peak, rising - 1), after], [rising])
 
 

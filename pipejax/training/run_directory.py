@@ -298,7 +298,7 @@ def resolve_model(config: Config, other: Config) -> Config:
 
 
 def choose_end(config: Config) -> Config:
-    """The config whose model ends rows first of all with `train.eos_token_id`, if that is set."""
+    """The config with `train.eos_token_id`, if set, as the first end token of the model."""
     model, eos = config.model, config.train.eos_token_id
     if model is None or eos in (-1, model.eos_token_id):
         return config

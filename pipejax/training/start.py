@@ -78,7 +78,7 @@ def as_begun(config: Config, saved: Config, where: Path) -> Config:
 
 
 def _with_special_tokens(config: Config, found: str) -> Config:
-    """The config with this value of `data.special_tokens`, if it leaves that open."""
+    """The config with this value of `data.special_tokens`, if it is "auto"."""
     if config.data.special_tokens != "auto":
         return config
     return dataclasses.replace(config, data=dataclasses.replace(config.data, special_tokens=found))
@@ -113,7 +113,7 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
 
 
 def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
-    """Refuses to continue with other masks of dropout than the run began with, unless that is asked for."""
+    """Refuses to continue a run with other dropout masks than it began with, unless `train.new_dropout`."""
     if not train.dropout or own.step >= train.steps or own.metadata.get("dropout", 1) == dropout.VERSION:
         return
     if not train.new_dropout:

@@ -63,7 +63,7 @@ def batch_loss(
 ) -> tuple[Array, Array]:
     """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
 
-    `dropout`: the key of the step; None: none. `part`: the number of this part of a batch; None: it is whole.
+    `dropout`: the key of the step; None: no dropout. `part`: the number of this part of a batch; None: a whole batch.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(flags: argparse.Namespace) -> int:
-    """Draws one record."""
+    """Draws the picture of one record and writes the page."""
     if len(flags.inputs) > 1:
         raise UserError(f"{flags.inputs[1]}: found a second file; expected one file of records, or directories of runs")
     config.backbone(flags.overrides)

@@ -42,7 +42,7 @@ class Summary(TypedDict):
     examples: int
     tokens: int
     nll: dict[str, float]  # nats a token by condition
-    chance: float | None  # nats a token of a guess that has not read the source, see `chance_of`; None: not known
+    chance: float | None  # nats per token of guessing without the source, see `chance_of`; None: not known
     conditions: dict[str, Parts]  # for each but the first
     graph: list[list[Cost]]  # for each row its cost without each row above
     says: str  # the sentence
@@ -66,9 +66,10 @@ def row_of(number: int) -> str:
 
 
 def chance_of(tokens: Sequence[int], vocabulary: int) -> float:
-    """Nats a token of a guess that knows how frequent tokens are, or of one that knows nothing, if that is less.
+    """Nats per token of guessing by token frequencies, or of guessing uniformly if that is less.
 
-    Each token is guessed by the frequencies of all others, with room for new ones (Witten and Bell 1991).
+    The probability of a token follows from the frequencies of all other tokens, smoothed for unseen ones (Witten and
+    Bell 1991).
     """
     counts, nats = Counter(tokens), 0.0
     for times in counts.values():
@@ -80,7 +81,7 @@ def chance_of(tokens: Sequence[int], vocabulary: int) -> float:
 
 
 def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
-    """`chance`: nats a token of a guess; a model that is no better gets no advice, but is said to know nothing."""
+    """`chance`: nats per token of guessing; a model that is no better gets no advice."""
     means = defaultdict[tuple[str, str, str], list[tuple[float, int]]](list)
     graph = defaultdict[tuple[int, int], list[tuple[float, int]]](list)
     nats, count, tokens = dict.fromkeys(NAMES, 0.0), 0, 0
@@ -131,7 +132,7 @@ def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
 
 
 def ignorance(nats: float, chance: float) -> str:
-    """The sentence about a model that is no better than a guess."""
+    """The sentence about a model that is no better than guessing."""
     return (
         f"The model does not know these answers: {nats:.2f} nats a token with the rows above seen whole, and a guess "
         f"by the frequencies of tokens has {chance:.2f}. So its costs say nothing about the rows. Train it first."

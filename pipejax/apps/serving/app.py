@@ -48,11 +48,11 @@ with extra("serve", "pipejax serve"):
 logger = logging.getLogger(__name__)
 
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
-CHUNKS = 2**14  # bytes of a body that are no content beside an eighth of it: framing of about 3,300 chunks
+CHUNKS = 2**14  # bytes of framing that a body may have beyond an eighth of its content: about 3,300 chunks
 KEPT_BODY = 99_999  # bytes of a body that nobody reads after which the connection is kept, at the most
 GONE = 499  # nobody sees it but the counters
 READERS = 4  # threads that read requests; new schemas are compiled in others
-SHARES = {QUICK: 0.5, WHOLE: 0.5}  # of the interpreter's time, that compiling schemas takes
+SHARES = {QUICK: 0.5, WHOLE: 0.5}  # the share of the interpreter's time for compiling schemas
 WAITING = {QUICK: 64, WHOLE: 4}  # new schemas of a client that may wait
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -87,7 +87,7 @@ class Service:
         hosts: Sequence[str] | None = None,
         access_log: bool = False,
     ) -> None:
-        """`hosts`: names beside this machine's own that a request may ask for; None: a request may ask for any."""
+        """`hosts`: names other than this machine's that a request's Host header may have; None: any."""
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins, self.hosts = [key.encode() for key in keys], origins, hosts
@@ -151,7 +151,7 @@ class Service:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
     async def _read(self, body: bytes, form: Form, client: Hashable) -> ClientRequest:
-        """The request. A new schema is compiled in a thread beside, or in a second one if that takes long."""
+        """Reads a request. A new schema is compiled in another thread, and in a second one if it takes long."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
         given = await run(self._readers, asked.parse_body, body)
 
@@ -171,7 +171,7 @@ class Service:
         return await asyncio.wrap_future(self._compiling[WHOLE].submit(client, partial(read, WHOLE)))
 
     def _client_of(self, scope: Scope) -> Hashable:
-        """The sender of a request: its key, or where no key is asked for its address."""
+        """The sender of a request: its key, or its address if the server requires no key."""
         if self.keys:
             return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         return (scope.get("client") or ("",))[0]
@@ -273,10 +273,10 @@ _request_id = ContextVar("request_id", default="")  # of the request that is ans
 
 
 class _Desk:
-    """Gives each request an id: the client's own or a new one. Answers have it, and so has the log.
+    """Gives each request an id, the client's or a new one, which the response and the log contain.
 
-    The connection ends with the answer while the server drains; if the request has a length beside chunks, as a proxy
-    may have followed the other one (RFC 9112, 6.1); and if most of its body is not read, so that it need not be.
+    The connection is closed after the response in three cases: the server drains; the request has both a length and
+    chunks, since a proxy may have used the other one (RFC 9112, 6.1); or most of its body was not read.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -324,10 +324,10 @@ class _Desk:
 
 
 class _Hosts:
-    """Refuses requests for other hosts than this machine.
+    """Refuses requests whose Host header does not name this machine or an allowed host.
 
-    A page of another site may have its own name lead to this machine (DNS rebinding). A browser then takes the server
-    for the page's own, and tells it apart by the header Host alone.
+    A malicious site can make its own name resolve to this machine (DNS rebinding). A browser then treats the server as
+    part of that site; only the Host header of its requests shows the difference.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
@@ -351,7 +351,7 @@ class _Hosts:
 
 
 def host_of(text: str) -> str:
-    """The name or address in a header Host or what is like it, without its port; "" if there is none."""
+    """The name or address in a Host header or a similar text, without its port; "" if there is none."""
     try:
         parts = urlsplit(f"//{text}")
         _ = parts.port
@@ -476,7 +476,7 @@ def refusal(error: Exception) -> Response:
 
 
 MALFORMED = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
-# By reason, the answers to connections without a request.
+# The responses to connections without a readable request, by reason.
 WITHOUT_REQUEST = {
     "malformed": Refused(400, MALFORMED, code="malformed_request"),
     "full": Refused(503, "too many connections are open; try again", code="too_many_connections"),
@@ -484,7 +484,7 @@ WITHOUT_REQUEST = {
 
 
 def refuse_connection(reason: str, *, access_log: bool) -> bytes:
-    """The bytes of the answer to a connection without a request: a key of WITHOUT_REQUEST. It has an id, too."""
+    """The bytes of the response, with an id, to a connection without a request; `reason`: a key of WITHOUT_REQUEST."""
     refused, own = WITHOUT_REQUEST[reason], secrets.token_hex(16)
     body = dump(refused.body()).encode()
     head = [f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}", "Content-Type: application/json"]

@@ -309,9 +309,9 @@ def apply_format(
     strategy: str,
     apply: Apply | None,
 ) -> Generator:
-    """The generator under the schema of a request, which `apply` makes, or as it is if the request has none.
+    """The generator under the schema of a request, by `apply`; the unchanged generator if there is no schema.
 
-    None for `apply`: the server follows no schemas.
+    `apply` is None if the server refuses schemas.
     """
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None

@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 KEY = "PIPEJAX_API_KEY"
 LEVELS = "debug", "info", "warning", "error"
 PORTS = {"http": 80, "https": 443}  # that an origin does not name
-CONNECTIONS = 4096  # open at the same time, by default and at the most
-FILES = 160  # that the server may open beside its connections
-GRACE = 1.0  # seconds at the end, in which requests on open connections are refused and not cut off
-OTHERS = "uvicorn", "asyncio", "py.warnings"  # loggers of libraries, whose lines are written as the server's own
+CONNECTIONS = 4096  # the default limit of open connections
+FILES = 160  # files that the server may open in addition to its connections
+GRACE = 1.0  # seconds at shutdown in which requests on open connections are refused instead of cut off
+OTHERS = "uvicorn", "asyncio", "py.warnings"  # loggers of libraries whose lines are written like the server's own
 NAME = re.compile("[A-Za-z0-9._-]+")  # of a host, international ones as browsers send them
 MARK = "\ufeff"  # of the byte order, at the beginning of a file
 
@@ -195,7 +195,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """The argparse type of a name that requests may ask for, without a scheme, a port or a path."""
+    """The argparse type of a host name: without a scheme, a port or a path."""
     address = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if text == "*" or NAME.fullmatch(text):
         return text
@@ -208,12 +208,12 @@ def host_name(text: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether only programs of this machine reach an address."""
+    """Whether an address can be reached only from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def most_connections(given: int | None) -> int:
-    """The number of connections that may be open at the same time, as each needs a file of the system's."""
+    """The limit of open connections. Each of them needs a file descriptor."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (given or 0) + FILES
     if allowed != resource.RLIM_INFINITY and allowed < needed and (most == resource.RLIM_INFINITY or most >= needed):

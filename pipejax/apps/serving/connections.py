@@ -1,7 +1,7 @@
-"""The connections of the HTTP server: how many are open, how much work each may cause, and how each is closed.
+"""Connections of the HTTP server: limits their number and the work of each, and closes them without losing answers.
 
-`Listener` accepts connections up to a ceiling. `Connection` is uvicorn's HTTP/1.1 with bounded work for each of them,
-and `_Transport` lets a client read its answer before the connection is closed.
+`Listener` accepts connections up to a limit. `Connection` is uvicorn's HTTP/1.1 with bounded work for each of them, and
+`_Transport` lets a client read its response before the connection is closed.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ with extra("serve", "pipejax serve"):
 
 logger = logging.getLogger(__name__)
 
-READ = 2**12  # bytes of a connection that are parsed before other connections have their turn
-DISCARDED = 2**26  # bytes that are read and thrown away after an answer
+READ = 2**12  # bytes of a connection that are parsed before other connections are served
+DISCARDED = 2**26  # bytes that are read and discarded after a response
 SILENCE, LONGEST = 1.0, 30.0  # seconds without a byte, and in all, after which a discarding connection is closed
-FRAMING = "pipejax.framing"  # key of a request's state: bytes of its body that are no content, such as sizes of chunks
-BACKLOG = 2048  # connections that the system keeps until they are accepted
-BATCH = 32  # connections accepted before others have their turn
-SPARE = 32  # connections above the ceiling that are refused at the same time
+FRAMING = "pipejax.framing"  # key of a request's state: bytes of framing in its body, such as the sizes of chunks
+BACKLOG = 2048  # the system's backlog of connections to accept
+BATCH = 32  # connections accepted before other tasks run
+SPARE = 32  # connections above the limit that are refused at the same time
 PAUSE = 0.05  # seconds until another try to accept
-QUIET = 60.0  # seconds between two lines about the ceiling
+QUIET = 60.0  # seconds between two log lines about the limit
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
@@ -70,25 +70,25 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._listener.idle.move_to_end(self, last=not self.transport.is_closing())
 
     def send_400_response(self, msg: str) -> None:
-        """Called for bytes that are no request."""
+        """Responds to bytes that are not a request; called by uvicorn."""
         self._refuse("malformed")
 
     def _refuse(self, reason: str) -> None:
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self.transport.write(self._listener.refusal(reason))  # else the answer under way is broken off
-        if self.cycle is not None:  # what answers it is not needed any more
+            self.transport.write(self._listener.refusal(reason))  # otherwise the response in progress would be cut off
+        if self.cycle is not None:  # the task that answers it is not needed any more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Does nothing: a client that asks for HTTP/2 or a WebSocket gets an answer of HTTP/1.1."""
+        """Does nothing: a client that requests HTTP/2 or a WebSocket gets an HTTP/1.1 response."""
 
 
 class _Transport:
-    """A transport that is closed in good order: it sends the end of the answers, and discards what still comes.
+    """A transport that closes gracefully: it sends all responses, then discards further input until the client closes.
 
-    To close a socket while bytes of the client are unread resets the connection, and the client may lose the answer.
+    Closing a socket with unread input resets the connection, and the client may lose the response.
     """
 
     def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -116,7 +116,7 @@ class _Transport:
         self._watch()
 
     def discard(self, count: int) -> bool:
-        """Whether bytes that came are not to be read; called with their count."""
+        """Whether incoming bytes are discarded; called with their number."""
         if self._discards:
             self._left, self._heard = self._left - count, self._loop.time()
             if self._left < 0:
@@ -136,17 +136,17 @@ class _Transport:
 
 
 class Listener:
-    """Accepts connections. At the ceiling it closes the one that is idle for longest, or else refuses the new one."""
+    """Accepts connections. At the limit it closes the one that has been idle longest, or else refuses the new one."""
 
     def __init__(
         self, listener: socket.socket, server: uvicorn.Server, most: int, refusal: Callable[[str], bytes]
     ) -> None:
-        """`most`: connections at the same time. `refusal`: makes the answer to a connection without a request.
+        """`most`: the limit of open connections. `refusal`: makes the response to a connection without a request.
 
-        Its argument is the reason: "malformed", as the bytes are no request, or "full", as it is one too many.
+        The argument of `refusal` is "malformed" for bytes that are not a request, or "full" above the limit.
         """
         self._socket, self._server, self.most, self.refusal = listener, server, most, refusal
-        self.idle = OrderedDict[Connection, None]()  # those without a complete request, in the order of their closing
+        self.idle = OrderedDict[Connection, None]()  # those without a complete request, longest idle first
         self._open = set[Connection]()
         self._connecting = set[asyncio.Task[object]]()
         listener.setblocking(False)
@@ -154,7 +154,7 @@ class Listener:
         self._warned = float("-inf")
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for a new connection, once the one that is idle for longest is closed."""
+        """Closes idle connections, if necessary, to make room for a new one; returns whether there is room."""
         self._open.add(connection)
         if len(self._open) > self.most:
             self._warn(
@@ -171,7 +171,7 @@ class Listener:
         self._open.discard(connection)
 
     async def accept(self) -> None:
-        """Accepts until it is cancelled; the server has started."""
+        """Accepts connections until it is cancelled. Called after the server has started."""
         loop, number = asyncio.get_running_loop(), 0
         while True:
             number += 1
@@ -193,7 +193,7 @@ class Listener:
             self._connect(client)
 
     def close(self) -> None:
-        """Accepts the connections that wait, and no more; called after `accept` was cancelled."""
+        """Accepts the connections in the backlog, and no more. Called after `accept` was cancelled."""
         try:
             while True:
                 self._connect(self._socket.accept()[0])
@@ -202,7 +202,7 @@ class Listener:
         self._socket.close()
 
     async def wait_until_closed(self, seconds: float) -> None:
-        """Waits until the clients have closed all connections, so many seconds at the most."""
+        """Waits until the clients have closed all connections, for at most the given number of seconds."""
         ends = time.monotonic() + seconds
         while (self._open or self._connecting) and time.monotonic() < ends:
             await asyncio.sleep(PAUSE)

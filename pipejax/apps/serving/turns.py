@@ -1,4 +1,4 @@
-"""Work of requests in threads beside the event loop, one piece after the other and fair among clients."""
+"""Runs work of requests in threads beside the event loop, one piece at a time, with turns among clients."""
 
 import threading
 import time
@@ -14,17 +14,17 @@ TURN = 0.002  # seconds of work without a pause
 
 
 class Turns:
-    """A thread that does one piece of work at a time. Clients whose work waits take turns."""
+    """A thread that does one piece of work at a time. Clients with waiting work take turns."""
 
     def __init__(self, name: str, most: int) -> None:
-        """`most`: pieces of work that may wait, of each client."""
+        """`most`: the most pieces of work of a client that may wait."""
         self._most = most
         self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._change = threading.Condition()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, client: Hashable, work: Callable[[], Any]) -> Future[Any]:
-        """Takes a piece of work; raises Full if too many of the client's wait."""
+        """Queues a piece of work; raises Full if too many pieces of the client wait."""
         future: Future[Any] = Future()
         with self._change:
             if len(self._waiting.get(client, ())) >= self._most:
@@ -51,14 +51,14 @@ class Turns:
     def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
         try:
             found = work()
-        except BaseException as error:  # of whatever kind: the request waits for it
+        except BaseException as error:  # of any kind: pass it to the waiting request
             future.set_exception(error)
         else:
             future.set_result(found)
 
 
 class Share:
-    """Keeps a thread to a share of the interpreter's time: a function that the thread calls often, and that sleeps."""
+    """Limits a thread to a share of the interpreter's time: the thread calls it often, and it sleeps when due."""
 
     def __init__(self, share: float) -> None:
         self._rest = TURN * (1 / share - 1)

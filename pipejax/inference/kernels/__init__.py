@@ -141,7 +141,7 @@ def _first_compiled(levels: list[Level]) -> Level | None:
                 return level
         except OSError as error:
             with contextlib.suppress(PermissionError):
-                library.unlink(missing_ok=True)  # the next start makes it anew
+                library.unlink(missing_ok=True)  # the next start compiles it again
             raise OSError(f"{library}: cannot be loaded ({error})") from error
     failed = failed or f"{compiler}: the system forbids it"
     logger.warning(f"decoding goes without its own kernel: {failed}")
