@@ -54,18 +54,18 @@ def main(argv: Sequence[str]) -> int:
         if code := fit(config, workdir):
             return code
         generators[strategy] = open_run(workdir)
-    load = load_of_others()
+    before = load_of_others()
     test = list(make_task(config.data, config.grid.row_names).examples("test"))
     results, records = compare(generators, test)
     print(table(results), flush=True)
-    warn_of_other_work(load, max(r["spread"] for r in results.values()))
+    warn_of_other_work(before, max(r["spread"] for r in results.values()))
     draw(generators["pipelined"].config, test, records["pipelined"], root / "demo.html")
     generators.clear()
     cli.note("\n--- T5-Base's size, random weights")
-    load = load_of_others()
+    before = load_of_others()
     timed = at_size(ARCHITECTURES["base"], ANSWERS, source=SOURCE, rounds=3)
     print(size_table(timed), flush=True)
-    warn_of_other_work(load, max(line["spread"] for line in timed))
+    warn_of_other_work(before, max(line["spread"] for line in timed))
     found = {**results, "base_size_random_weights": timed}
     (root / "demo.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(

@@ -79,8 +79,8 @@ def test_a_busy_machine_is_reported(
     monkeypatch: pytest.MonkeyPatch, load: float | None, spread: float, signs: str | None
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(demo.cli, "note", notes.append)
-    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr("pipejax.system.cli.note", notes.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
     demo.warn_of_other_work(load, spread)
     expected = f"warning: found {signs}: other work distorts the times and the speed-up"
     assert notes == ([expected] if signs else [])
@@ -97,5 +97,5 @@ def test_a_load_that_is_not_known_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     def absent() -> None:
         raise OSError
 
-    monkeypatch.setattr(demo.os, "getloadavg", absent)
+    monkeypatch.setattr("os.getloadavg", absent)
     assert demo.load_of_others() is None
