@@ -448,7 +448,7 @@ KINDS: tuple[Kind, ...] = (
     _fact("heads that lie", "num_heads", num_heads=2, d_kv=8),
     _fact("buckets that lie", "num_buckets", relative_attention_num_buckets=16),
     _hf("two ends", lambda d: (d / GENERATION).write_text('{"eos_token_id": [1, 2]}'), f"{GENERATION}: eos_token_id"),
-    _fact("another activation", "feed_forward_proj", feed_forward_proj="gated-tanh"),
+    _fact("another activation", "feed_forward", feed_forward_proj="gated-tanh", dense_act_fn="tanh"),
     _fact("another gelu", "dense_act_fn", dense_act_fn="gelu"),
     _hf("a list for config.json", lambda d: (d / "config.json").write_text("[]"), "config.json: found []"),
     _hf("a damaged config.json", lambda d: (d / "config.json").write_text("{'a': 1}"), "config.json: found no JSON"),
