@@ -97,7 +97,7 @@ def test_the_cache_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
-def test_a_cache_of_root_that_others_may_write_to_is_not_used(
+def test_cache_of_root_with_write_access_for_others_is_not_used(
     mode: int, cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     cache.chmod(mode)
@@ -109,7 +109,7 @@ def test_a_cache_of_root_that_others_may_write_to_is_not_used(
     ]
 
 
-def test_an_own_cache_that_others_may_write_to_can_be_closed(cache: Path, said: list[str]) -> None:
+def test_own_cache_with_write_access_for_others_recommends_chmod(cache: Path, said: list[str]) -> None:
     cache.chmod(0o775)
     assert compile_cache.safe_directory() is None
     assert f"{cache} is open to others (chmod 700 closes it); PIPEJAX_CACHE=DIR names another" in said[0]
@@ -117,7 +117,7 @@ def test_an_own_cache_that_others_may_write_to_can_be_closed(cache: Path, said: 
     assert compile_cache.safe_directory() == cache
 
 
-def test_a_closed_cache_of_root_names_how_an_image_opens_it(
+def test_unreadable_cache_of_root_recommends_chmod(
     cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     owned_by(0, cache, monkeypatch)
@@ -142,7 +142,7 @@ def test_a_cache_of_root_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch, s
     ]
 
 
-def test_a_kernel_of_root_is_loaded_and_no_other_is_made(
+def test_kernel_in_cache_of_root_is_loaded_without_compiling(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     compiler, runs = tmp_path / "c++", tmp_path / "runs"

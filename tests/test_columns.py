@@ -92,7 +92,7 @@ def test_the_grid_is_named_by_columns_unless_it_has_names() -> None:
     assert example.targets == ("V = a", "D =")
 
 
-def test_a_config_of_a_former_run_keeps_a_name_with_a_comma() -> None:
+def test_config_of_earlier_run_keeps_name_with_comma() -> None:
     values = json.loads(config_lib.to_json(Config()))
     values["data"]["targets"] = "last, first"
     config = config_lib.from_json(json.dumps(values), where="x")
@@ -127,7 +127,7 @@ def test_columns_that_contradict_other_settings_are_refused(overrides: list[str]
 # Cells.
 
 
-def test_each_cell_is_a_row_and_a_blank_one_its_name(tmp_path: Path) -> None:
+def test_cells_become_rows_and_blank_cells_names(tmp_path: Path) -> None:
     expected = [
         ("vendor: Acme", "date: 2024-05-03", "amount: 12.50", "tags: red, ab"),
         ("vendor: Bo, Inc.", "date:", "amount: 7", "tags:"),
@@ -148,7 +148,7 @@ def test_each_cell_is_a_row_and_a_blank_one_its_name(tmp_path: Path) -> None:
         *[(datetime.datetime(2024, 5, 3, 7), "2024-05-03T07:00:00"), (decimal.Decimal("1.50"), "1.50"), (" x ", "x")],
     ],
 )
-def test_a_cell_that_is_no_text_is_spelled(cell: object, text: str) -> None:
+def test_cells_of_other_types_are_written_as_text(cell: object, text: str) -> None:
     (rows,) = targets([{"text": "x", "vendor": cell, "date": "d", "amount": None, "tags": None}])
     assert rows[0] == f"vendor: {text}".strip()
 
@@ -164,7 +164,7 @@ def test_a_cell_that_is_no_text_is_spelled(cell: object, text: str) -> None:
         ({"vendor": "a", "date": "b", "amount": 1}, r'data\.train: found no "tags" in any record; expected it in some'),
     ],
 )
-def test_a_record_that_has_no_such_cells_is_refused(record: dict[str, Any], line: str) -> None:
+def test_record_without_columns_is_refused(record: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         targets([{"text": "x", **record}])
 
@@ -226,7 +226,7 @@ def test_a_column_is_the_text_after_its_name(rows: list[str], expected: list[str
     assert answers._columns_in(rows, made.config, made.tokenizer) == dict(zip(COLUMNS, expected, strict=True))
 
 
-def test_a_name_that_the_tokenizer_changes_is_found_as_it_comes_back() -> None:
+def test_name_changed_by_tokenizer_is_found_in_decoded_row() -> None:
     tokenizer = schemas.tokenizer(normalizers.Replace("ß", "ss"))
     config = config_lib.override(Config(), ["data.targets=ma\u00df,b"])
     assert config.grid.row_names == ("maß:", "b:")
@@ -234,7 +234,7 @@ def test_a_name_that_the_tokenizer_changes_is_found_as_it_comes_back() -> None:
 
 
 @pytest.mark.parametrize("names", ["\u732b,\u72ac", "a\u732b,a"])
-def test_names_that_the_tokenizer_does_not_tell_apart_are_told_by_their_places(names: str) -> None:
+def test_columns_with_indistinguishable_names_follow_row_order(names: str) -> None:
     config = config_lib.override(Config(), [f"data.targets={names}"])
     tokenizer = schemas.tokenizer(normalizers.Replace("\u732b", ""))
     if names == "\u732b,\u72ac":
@@ -346,7 +346,7 @@ def test_a_name_that_is_quoted_is_one_column() -> None:
     assert targets([{"text": "x", "a, b": "c;d"}], targets='"a, b"', rows="delimiter", delimiter=";") == [("c", "d")]
 
 
-def test_a_model_that_leaves_keeps_its_columns() -> None:
+def test_converted_model_keeps_its_columns() -> None:
     """In what `convert to-hf` writes beside the weights, and `from-hf` reads."""
     config = generator().config
     found = config_lib.from_json(config_lib.to_json(description.kept(config)), where="x")

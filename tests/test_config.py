@@ -355,7 +355,7 @@ def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
 @pytest.mark.parametrize(
     "shares", [[0.8, 0.1, 0.1], (0.8, 0.1, 0.1), "0.8,0.1,0.1", "[0.8, 0.1, 0.1]", np.asarray([0.8, 0.1, 0.1])]
 )
-def test_a_setting_that_is_a_sequence_takes_any_sequence(names: Any, shares: Any, tmp_path: Path) -> None:
+def test_sequence_settings_accept_any_sequence(names: Any, shares: Any, tmp_path: Path) -> None:
     """In Python, in a dict of settings and in a config file; a run has one form of it, so that it goes on."""
     expected = Config(grid=GridConfig(row_names=("a:", "b:")), data=DataConfig(split="0.8,0.1,0.1"))
     assert override(Config(grid=GridConfig(row_names=names), data=DataConfig(split=shares)), {}) == expected
@@ -367,7 +367,7 @@ def test_a_setting_that_is_a_sequence_takes_any_sequence(names: Any, shares: Any
     assert load(tmp_path / "c.py") == expected
 
 
-def test_a_method_of_ones_own_takes_lists_too() -> None:
+def test_custom_method_accepts_lists() -> None:
     @dataclasses.dataclass(frozen=True)
     class Own:
         names: tuple[str, ...] = ()

@@ -258,7 +258,7 @@ def test_a_key_is_read_as_the_config_class_reads_it(kind: str, places: Any) -> N
     check_read(kind, facts)
 
 
-def test_nothing_is_needed_but_the_model_type() -> None:
+def test_only_model_type_is_required() -> None:
     for kind in CLASSES:
         assert not check_read(kind, {"model_type": kind}), kind
         assert not check_read(kind, whole(kind)), kind
@@ -301,7 +301,7 @@ class Watched(dict[str, Any]):
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_no_key_is_read_that_is_not_in_a_table(kind: str) -> None:
+def test_only_keys_in_tables_are_read(kind: str) -> None:
     read: set[str] = set()
     CLASSES[kind][0].read_facts(Watched(whole(kind), read))
     known = {
@@ -394,7 +394,7 @@ FEED_FORWARDS: tuple[Facts, ...] = (
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
-def test_networks_and_numbers_of_layers_as_the_config_class_has_them(kind: str) -> None:
+def test_feed_forward_and_layer_counts_equal_config_class(kind: str) -> None:
     for change in FEED_FORWARDS:
         assert not check_read(kind, changed(whole(kind), (), change)), change
     for change in (
@@ -405,7 +405,7 @@ def test_networks_and_numbers_of_layers_as_the_config_class_has_them(kind: str) 
         assert not check_read(kind, changed(whole(kind), (), change)), change
 
 
-def test_null_has_a_meaning_of_its_own_where_the_config_class_takes_it() -> None:
+def test_null_is_read_as_in_config_class() -> None:
     """No default stands in for the null of a soft cap, a scale or a token."""
     assert {key for key, row in t5gemma.SIDE.items() if row.null not in (REFUSED, row.default)} == {
         *("attn_logit_softcapping", "final_logit_softcapping", "rope_theta"),

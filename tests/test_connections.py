@@ -81,7 +81,7 @@ def get(port: int, path: str = "/health") -> int:
         (PATH, (), [f"Content-Length: {20 * MIB}", "Expect: 100-continue"], 413),
     ],
 )
-def test_client_that_sends_20_mb_reads_the_refusal(
+def test_client_sending_20_mb_receives_refusal(
     engine: ScriptedEngine, path: str, keys: tuple[str, ...], headers: list[str], status: int
 ) -> None:
     body = b"a" * 20 * MIB
@@ -99,7 +99,7 @@ def test_refusal_comes_before_the_body(engine: ScriptedEngine) -> None:
         assert parse_reply(connection.recv(2**16)).status == 413
 
 
-def test_a_body_without_an_end_is_not_read_for_ever(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_body_is_read_for_limited_time(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "DISCARDED", 4 * MIB)
     with running(service(engine)) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(post(f"Content-Length: {2**40}"))
@@ -108,7 +108,7 @@ def test_a_body_without_an_end_is_not_read_for_ever(engine: ScriptedEngine, monk
                 connection.sendall(b"a" * MIB)
 
 
-def test_a_silent_client_is_not_waited_for(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_client_is_disconnected(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SILENCE", 0.1)
     own = service(engine)
     with running(own) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
@@ -187,7 +187,7 @@ def test_others_are_answered_while_small_chunks_come(engine: ScriptedEngine) -> 
     "headers",
     [["Content-Length: 5", "Transfer-Encoding: chunked"], ["Transfer-Encoding: chunked", "Content-Length: 999"]],
 )
-def test_length_beside_chunks_ends_the_connection(engine: ScriptedEngine, headers: list[str]) -> None:
+def test_request_with_length_and_chunks_closes_connection(engine: ScriptedEngine, headers: list[str]) -> None:
     second = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with running(service(engine)) as port:
         reply = ask(port, post(*headers) + chunks(BODY, 9) + second)
@@ -198,7 +198,7 @@ def test_length_beside_chunks_ends_the_connection(engine: ScriptedEngine, header
         assert one.status == 200 and one.rest.startswith(b"HTTP/1.1 200")
 
 
-def test_length_beside_chunks_ends_a_stream_as_well(engine: ScriptedEngine) -> None:
+def test_request_with_length_and_chunks_closes_stream_connection(engine: ScriptedEngine) -> None:
     body = json.dumps({"prompt": "deliver", "stream": True}).encode()
     with running(service(engine)) as port:
         reply = ask(port, post("Content-Length: 5", "Transfer-Encoding: chunked") + chunks(body, 99))
@@ -244,7 +244,7 @@ def test_new_connection_is_refused_if_all_others_wait_for_answers(engine: Script
         assert get(port) == 200
 
 
-def test_server_without_descriptors_says_one_line_and_goes_on(
+def test_server_without_descriptors_logs_one_line_and_continues(
     engine: ScriptedEngine, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The limit is below what the ceiling reckons with, as other files may take what is left."""
@@ -281,7 +281,7 @@ def test_server_without_descriptors_says_one_line_and_goes_on(
 @pytest.mark.parametrize(
     "limit, given, found", [(1024, None, 864), (256, None, 96), (10**6, None, 4096), (1024, 500, 500), (400, 900, 900)]
 )
-def test_ceiling_is_what_the_limit_of_files_leaves(
+def test_connection_limit_follows_file_limit(
     monkeypatch: pytest.MonkeyPatch, limit: int, given: int | None, found: int
 ) -> None:
     raised = list[int]()
@@ -291,7 +291,7 @@ def test_ceiling_is_what_the_limit_of_files_leaves(
     assert raised == ([1060] if limit == 400 else [])
 
 
-def test_ceiling_above_the_limit_of_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit_above_file_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(UserError, match=r"--connections 900: found 1024 files .*; expected at least 1060"):
         command.most_connections(900)
@@ -302,7 +302,7 @@ def test_ceiling_above_the_limit_of_files_is_refused(monkeypatch: pytest.MonkeyP
 # Bytes that are no request.
 
 
-def test_log_of_json_has_no_other_lines(
+def test_json_log_has_only_json_lines(
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

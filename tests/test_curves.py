@@ -63,7 +63,7 @@ def test_runs_are_overlaid_with_names_and_a_chart_for_each_metric(tmp_path: Path
     assert "Curves of 2 runs" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_values_that_are_missing_or_not_finite_and_torn_lines_leave_gaps(tmp_path: Path) -> None:
+def test_missing_values_and_torn_lines_leave_gaps(tmp_path: Path) -> None:
     run = write(tmp_path / "one", *trained(4.0, None, float("nan"), 1.0), line("left_out", 30, loss="nan"))
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "step": 50, "lo')
@@ -88,16 +88,16 @@ def test_ticks_are_few_and_round(low: float, high: float) -> None:
     assert all(len(f"{x:.6g}".strip("-0.").replace(".", "").rstrip("0").split("e")[0]) <= 3 for x in found)
 
 
-def test_the_command_draws_directories_as_runs_and_files_as_records(tmp_path: Path) -> None:
+def test_picture_command_draws_runs_and_records(tmp_path: Path) -> None:
     run, output = write(tmp_path / "run", *trained(4.0, 2.0)), tmp_path / "out.html"
     assert main([run, "--output", str(output)]) == 0
     assert output.read_text() == curves.page(run)
     record = tmp_path / "records.jsonl"
     record.write_text(json.dumps({"id": "x", "rows": ["a b"], "steps": 3}) + "\n")
     for arguments, words in (
-        ([run, str(record)], "records.jsonl: found no directory beside those of runs"),
+        ([run, str(record)], "records.jsonl: found a file beside run directories"),
         ([str(record), str(record)], "found a second file; expected one file of records, or directories"),
-        ([run, "--id", "x"], "--id: found it with a run"),
+        ([run, "--id", "x"], "--id: found with a run"),
         ([str(tmp_path)], "metrics.jsonl: cannot be read"),
     ):
         with pytest.raises(UserError, match=words):

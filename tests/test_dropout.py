@@ -93,7 +93,7 @@ def test_nothing_is_dropped_without_a_rate_or_in_decoding():
     assert not layers.Dropout(0.5).apply({}, jnp.ones((30, 40)), False, rngs=rngs).all()
 
 
-def test_bits_are_those_of_the_definition():
+def test_bits_match_definition():
     """In plain Python, for an array of any axes."""
 
     def mixed(x):
@@ -118,13 +118,13 @@ def test_a_rate_is_a_multiple_of_two_to_the_minus_16(rate, dropped):
     assert dropout.threshold(rate) == dropped and dropout.share_kept(rate) == 1 - dropped / 2**16
 
 
-def test_what_is_left_keeps_its_mean_at_a_rate_that_is_rounded():
+def test_dropout_keeps_mean_at_rounded_rate():
     rate = 2**-16 * 1.4  # rounds to one in 2**16
     value = np.asarray(dropout.drop(jnp.ones((64, 2**16)), jnp.asarray([1, 2], jnp.uint32), rate))
     assert set(np.unique(value)) == {0, np.float32(1 / (1 - 2**-16))} and abs(value.mean() - 1) < 3e-5
 
 
-def test_columns_that_share_a_hash_and_heads_of_a_query_are_independent():
+def test_dropout_is_independent_across_shared_hashes_and_heads():
     lines = dropout.lines(jnp.asarray([8, 9], jnp.uint32), (16, 64))
     drawn = np.asarray(dropout.mask_of(dropout.of_heads(lines, 6), 256, 0.5))
     pairs = drawn.reshape(*drawn.shape[:-1], -1, 2, 8)
@@ -184,7 +184,7 @@ def loss_of(model, params, arrays, parts=1):
     return sum(float(compute(params, {k: x[i] for k, x in apart.items()}, jnp.int32(i))) for i in range(parts))
 
 
-def test_a_loss_has_the_same_masks_with_every_remat_packed_and_in_parts(tokenizer):
+def test_dropout_masks_of_loss_ignore_remat_packing_and_parts(tokenizer):
     params = random_params(MODEL, np.random.default_rng(0))
     model, other = (t5.T5(MODEL, dropout=0.4, remat=remat) for remat in ("none", "layers"))
     expected = loss_of(model, params, demo_batch(tokenizer, 1))
@@ -237,7 +237,7 @@ class FlaxT5(t5.T5):
 
 
 @pytest.mark.slow
-def test_a_layer_with_dropout_of_flax_has_the_same_masks_with_every_remat_and_others_in_each_part(tokenizer):
+def test_flax_dropout_masks_ignore_remat_and_differ_between_parts(tokenizer):
     params, arrays = random_params(DEEP, np.random.default_rng(0)), demo_batch(tokenizer, 1)
     expected, *others = (
         loss_of(FlaxT5(DEEP, dropout=0.1, remat=remat), params, arrays) for remat in ("none", "dots", "layers")

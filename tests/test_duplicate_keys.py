@@ -66,7 +66,7 @@ READERS: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_key_that_is_given_twice_is_refused_with_its_place(name: str, tmp_path: Path) -> None:
+def test_duplicate_key_is_refused_with_its_place(name: str, tmp_path: Path) -> None:
     read, text, place = READERS[name]
     with pytest.raises((UserError, Refused)) as caught:
         read(tmp_path, text)
@@ -75,19 +75,19 @@ def test_a_key_that_is_given_twice_is_refused_with_its_place(name: str, tmp_path
     assert len(line.splitlines()) == 1
 
 
-def test_such_lines_are_bad_lines(tmp_path: Path) -> None:
+def test_lines_with_duplicate_keys_are_bad_lines(tmp_path: Path) -> None:
     bad = BadLines("x.jsonl", skip=True)
     lines = '{"source": "a"}\n{"source": "a", "source": "b"}\n{"source": "c"}\n'
     found = list(read_records(written(tmp_path, lines, "x.jsonl"), bad=bad))
     assert [value for _, value in found] == [{"source": "a"}, {"source": "c"}] and bad.count == 1
 
 
-def test_a_python_schema_whose_keys_have_one_spelling_is_refused() -> None:
+def test_python_schema_with_keys_of_equal_spelling_is_refused() -> None:
     with pytest.raises(UserError, match='schema: found the key "1" twice'):
         schema.read({"properties": {1: {}, "1": {}}}, "schema")
 
 
-def test_a_column_that_a_table_has_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_column_is_refused(tmp_path: Path) -> None:
     table = pyarrow.table([["x"], ["y"]], names=["source", "source"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     frame = types.SimpleNamespace(columns=["id", "source", "source"], to_dict=lambda orient: [{"source": "y"}])
@@ -109,7 +109,7 @@ def test_other_texts_are_read_as_the_standard_library_does(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1,}', "\ufeff1", b"\xff\xff", '{"a": 1} x'])
-def test_other_faults_are_those_of_the_standard_library(text: str | bytes) -> None:
+def test_other_errors_equal_standard_library(text: str | bytes) -> None:
     with pytest.raises(ValueError) as expected:
         json.loads(text)
     with pytest.raises(ValueError) as caught:
@@ -118,7 +118,7 @@ def test_other_faults_are_those_of_the_standard_library(text: str | bytes) -> No
 
 
 @pytest.mark.parametrize("key", ["\ud800", "a\nb", "k" * 10_000])
-def test_the_key_is_shown_in_one_short_line_of_valid_text(key: str) -> None:
+def test_duplicate_key_message_is_one_short_line(key: str) -> None:
     with pytest.raises(strict_json.DuplicateKey) as caught:
         strict_json.loads(f"{{{json.dumps(key)}: 1, {json.dumps(key)}: 1}}")
     assert len(str(caught.value).encode().splitlines()) == 1 and len(str(caught.value)) < 120

@@ -87,12 +87,12 @@ def save(place: Path, model: Any, *, objective: str = "none", **given: Any) -> P
 
 
 @pytest.mark.parametrize(("model", "expected"), DOUBTS)
-def test_what_an_earlier_version_may_have_read_wrongly(model: Any, expected: str) -> None:
+def test_doubts_about_earlier_conversions(model: Any, expected: str) -> None:
     assert model.earlier_doubts() == expected
 
 
 @pytest.mark.parametrize("model", [UMT5, dataclasses.replace(T5GEMMA, decoder=PLAIN), T5GEMMA2])
-def test_opening_an_earlier_conversion_names_what_mends_it(model: Any, said: list[str], tmp_path: Path) -> None:
+def test_earlier_conversion_message_names_command(model: Any, said: list[str], tmp_path: Path) -> None:
     place = save(tmp_path / "run", model, conversion=None)
     for _ in range(2):
         restored = checkpoint.open_run(place)
@@ -104,14 +104,14 @@ def test_opening_an_earlier_conversion_names_what_mends_it(model: Any, said: lis
     assert "conversion" not in restored.metadata
 
 
-def test_opening_others_says_nothing(said: list[str], tmp_path: Path) -> None:
+def test_unaffected_checkpoints_open_silently(said: list[str], tmp_path: Path) -> None:
     checkpoint.open_run(save(tmp_path / "of today", UMT5))
     checkpoint.open_run(save(tmp_path / "right", dataclasses.replace(UMT5, scale_head=True), conversion=None))
     checkpoint.open_run(save(tmp_path / "trained from the start", UMT5, objective="sequential", conversion=None))
     assert not said
 
 
-def test_a_conversion_of_today_says_its_version(said: list[str], tmp_path: Path) -> None:
+def test_new_conversion_stores_its_version(said: list[str], tmp_path: Path) -> None:
     model = dataclasses.replace(T5GEMMA2, encoder=SPARSE)
     write_hf(model, varied(model, 0), tmp_path / "there", None)
     from_hf(tmp_path / "there", tmp_path / "run")
@@ -129,9 +129,7 @@ def test_a_smaller_checkpoint_keeps_the_version(conversion: int | None, said: li
     assert len(said) == 2 * (conversion is None)
 
 
-def test_a_kept_conversion_is_made_anew_where_the_version_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_conversion_of_other_version_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/config.json").write_text("{}")
     before = converted._place(tmp_path, "there", str(tmp_path / "there"))
@@ -141,10 +139,10 @@ def test_a_kept_conversion_is_made_anew_where_the_version_differs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("conversion", [None, checkpoint.CONVERSION])
-def test_runs_from_a_conversion_say_what_they_learned(
+def test_runs_trained_from_earlier_conversion_are_reported(
     conversion: int | None, said: list[str], tmp_path: Path, tokenizer_files: Path
 ) -> None:
-    """Where it begins, where it goes on, and where it is opened; the head stays as it was trained."""
+    """The runs are reported when they begin, are resumed and are opened. Their heads are not changed."""
     config = Config(model=UMT5, data=DataConfig(task="none"), train=TrainConfig(objective="none"))
     place, run = tmp_path / "converted", tmp_path / "run"
     checkpoint.save_params(place, config, varied(UMT5, 0), tokenizer_source=tokenizer_files, conversion=conversion)
@@ -157,8 +155,8 @@ def test_runs_from_a_conversion_say_what_they_learned(
     said.clear()
     loop.fit(tiny.change(of_run, train={"steps": 3}), run)
     learned = (
-        f"{run}: was trained from an earlier version's conversion, with a head that is the table, not scaled: it stays "
-        "as it learned"
+        f"{run}: was trained from an earlier version's conversion, with a head that is the table, not scaled; it "
+        "keeps these settings"
     )
     assert said == [learned] * is_earlier
     restored = checkpoint.open_run(run)

@@ -93,7 +93,7 @@ def of_algorithm_1(model: T5Config, params: Any, source: list[int], setting: Any
         pytest.param((1, 16, 9, False), True, FromSource(), marks=pytest.mark.long),
     ],
 )
-def test_rows_of_random_models_are_those_of_algorithm_1(setting: Any, unique: bool, drafter: Any) -> None:
+def test_rows_of_random_models_equal_algorithm_1(setting: Any, unique: bool, drafter: Any) -> None:
     """Rows end at each of the tokens, empty ones as well, and later rows see which one it was."""
     delay, *_, literal = setting
     model = dataclasses.replace(SEVERAL, other_eos_token_ids=(5, 7)) if delay == 3 else SEVERAL
@@ -158,7 +158,7 @@ def test_drafts_end_rows_at_any_end_token(setting: Any) -> None:
     assert saved > 20
 
 
-def test_the_end_token_that_was_generated_is_fed() -> None:
+def test_generated_end_token_is_fed() -> None:
     """Once, at its place: rows below see that one (A5 of the contract), whichever it is."""
     steps, fed = iter([[3, 0, 0], [8, 4, 0], [4, 4, 4], [5, 6, 5], [5, 5, 1]]), list[tuple[int, ...]]()
     for query, *_ in walk(Pipelined(1, 8, 3, other_ends=(6, 8)), lambda query: np.asarray([next(steps)], np.int32)):
@@ -169,7 +169,7 @@ def test_the_end_token_that_was_generated_is_fed() -> None:
 
 
 @pytest.mark.slow
-def test_greedy_answers_are_generates(tmp_path: Path) -> None:
+def test_greedy_answers_equal_generate(tmp_path: Path) -> None:
     """`eos_token_id` is a list in both files; each of its tokens ends some answer."""
     params = oracle.random_params(SHALLOW, np.random.default_rng(11), eos_scale=1.2)
     assert {1, 5} <= check_greedy_tokens(SHALLOW, params, in_torch(SHALLOW, params, tmp_path / "hf"), lowest=3).keys()
@@ -177,7 +177,7 @@ def test_greedy_answers_are_generates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [(5,), (5, 7, 4)])
-def test_beams_are_generates(ends: tuple[int, ...], tmp_path: Path) -> None:
+def test_beams_equal_generate(ends: tuple[int, ...], tmp_path: Path) -> None:
     """With as many candidates as transformers keeps where there are several end tokens; none of these is the first."""
     model = dataclasses.replace(MORE_WORDS, num_decoder_layers=1, other_eos_token_ids=ends)
     seen = Counter[int]()
@@ -189,7 +189,7 @@ def test_beams_are_generates(ends: tuple[int, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_draws_are_torchs(tmp_path: Path) -> None:
+def test_log_probabilities_of_samples_equal_torch(tmp_path: Path) -> None:
     """Of each token, and of the end token that was drawn, which `log_prob` counts."""
     params = oracle.random_params(SHALLOW, np.random.default_rng(1), eos_scale=1.0)
     decode = DecodeConfig(temperature=1.0, scores=True, samples=6, max_length=12)
@@ -263,7 +263,7 @@ def test_training_writes_one_end_token(objective: str, named: int) -> None:
         answered(empty, words, "skip", model.end_token_ids)  # type: ignore[arg-type]
 
 
-def test_a_named_end_token_is_one_of_the_models() -> None:
+def test_eos_token_id_must_be_end_token_of_model() -> None:
     several = Config(model=SEVERAL, train=TrainConfig(eos_token_id=5))
     started = resolve_model(dataclasses.replace(several, model=None), Config(model=SEVERAL))
     assert started.model is not None and started.model.end_token_ids == (5, 1)
@@ -296,7 +296,7 @@ def test_end_tokens_of_a_config(ends: Any, line: str | None) -> None:
     assert str(caught.value).startswith(f"here: {line}")
 
 
-def test_beams_need_so_many_words() -> None:
+def test_beams_need_large_enough_vocabulary() -> None:
     """Each beam has a candidate for each end token, and one that goes on."""
     model = dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5, 6))
     check(Config(model=model, decode=DecodeConfig(beams=2)), where="")
@@ -331,7 +331,7 @@ def directory(place: Path, generate: Any, config: dict[str, Any], model: Any = F
         ({"eos_token_id": [5]}, {}, (5,)),
     ],
 )
-def test_the_file_that_transformers_reads_says_the_end_tokens(
+def test_end_tokens_come_from_the_file_that_transformers_reads(
     generate: Any, config: Any, ends: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """generation_config.json, where it is there, else config.json; and `to-hf` writes the list again."""
@@ -373,7 +373,7 @@ class OneEnd(T5Config):
         ({"decoder_start_token_id": [0, 3]}, "decoder_start_token_id: found [0, 3]; expected a single id"),
     ],
 )
-def test_end_tokens_that_cannot_be(generate: Any, line: str, tmp_path: Path) -> None:
+def test_invalid_end_tokens_are_refused(generate: Any, line: str, tmp_path: Path) -> None:
     source = directory(tmp_path / "hf", {"eos_token_id": 1} | generate, {})
     with pytest.raises(UserError) as caught:
         huggingface.read_hf(source)
@@ -381,7 +381,7 @@ def test_end_tokens_that_cannot_be(generate: Any, line: str, tmp_path: Path) -> 
     assert said.startswith(f"{source}/generation_config.json: ") and line.split("found (1")[0] in said, said
 
 
-def test_a_backbone_without_room_for_several_is_named(tmp_path: Path) -> None:
+def test_backbone_with_one_end_token_refuses_several(tmp_path: Path) -> None:
     source = directory(tmp_path / "hf", {"eos_token_id": [1, 5]}, {})
     with pytest.raises(
         UserError, match=r"eos_token_id: found \[1, 5\]; expected a single id, since OneEnd has no field"
@@ -392,7 +392,7 @@ def test_a_backbone_without_room_for_several_is_named(tmp_path: Path) -> None:
 # Settings of decoding.
 
 
-def test_limits_prefixes_and_bounds_know_all_end_tokens() -> None:
+def test_limits_prefixes_and_bounds_use_all_end_tokens() -> None:
     config = Config(model=SEVERAL, grid=GridConfig(1, 12, 5), decode=DecodeConfig(limit="source"))
     generator = Generator(config, None, None)
     method, strategy = generator.method("pipelined"), Pipelined(1, 12, 5, other_ends=(5,))
@@ -422,7 +422,7 @@ SCHEMA = {
 }
 
 
-def test_a_grammar_allows_each_end_token_where_a_text_may_end() -> None:
+def test_grammar_allows_all_end_tokens_at_end_of_text() -> None:
     """And nowhere else, whatever text the token stands for; it leaves the state as it is."""
     end = schemas.PIECES.index("b")
     generator = of_schemas(end)
@@ -464,7 +464,7 @@ def test_a_method_that_knows_one_end_token_ends_rows_there(caplog: pytest.LogCap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "ours"])
-def test_methods_pass_their_checks_with_several(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_methods_pass_checks_with_several_end_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """One that knows `eos` alone, and ours under another name."""
     ours: Any = type("Ours", (PipelinedMethod,), {"name": "ours"})(GridConfig(2, 14, 4))
     model = dataclasses.replace(testing.TOY, other_eos_token_ids=(60, 61))
@@ -485,7 +485,7 @@ def test_strategies_of_methods_have_all_end_tokens() -> None:
 
 
 @pytest.mark.parametrize("eos, fits", [(1, True), (5, True), (6, False)])
-def test_a_small_t5_may_end_rows_with_any_of_them(eos: int, fits: bool, tmp_path: Path) -> None:
+def test_drafting_model_may_have_any_end_token_as_eos(eos: int, fits: bool, tmp_path: Path) -> None:
     """The large one verifies what it drafts, so drafts that end otherwise cost calls alone."""
     other = Config(model=dataclasses.replace(FEW_WORDS, eos_token_id=eos))
     checkpoint.save_params(tmp_path / "small", other, oracle.random_params(other.model, np.random.default_rng(0)))
@@ -515,7 +515,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-def test_custom_generate_ends_rows_at_each(written: Any, tmp_path: Path) -> None:
+def test_custom_generate_ends_rows_at_each_end_token(written: Any, tmp_path: Path) -> None:
     seen = Counter[Any]()
     for seed, setting in enumerate(GRIDS[:3]):
         params = oracle.random_params(SEVERAL, np.random.default_rng([seed, 7]))
@@ -539,7 +539,7 @@ def test_custom_generate_ends_rows_at_each(written: Any, tmp_path: Path) -> None
     assert written.generate(torchs, ids, eos_token_id=[5, 1]) is not None
 
 
-def test_rows_that_differ_in_their_ends_alone_repeat(written: Any) -> None:
+def test_rows_differing_only_in_end_token_are_repeated(written: Any) -> None:
     """In `custom_generate` as in the strategy: two in turn end an answer."""
     settings = written.Settings(delay=1, time_max=20, sub_max=9, unique=True)
     rows = [[3, 1], [4, 1], [3, 5], [4, 5], [6, 1], [7, 1], *[[1, 1]] * 3]

@@ -113,7 +113,7 @@ def drafting(request, generator, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.long)])
-def test_drafted_answers_are_the_undrafted_ones_in_fewer_calls(generator, drafting, strategy):
+def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
     """Sources of several lengths come and go, so that drafters meet longer ones in the middle of an answer."""
     given = texts(9)
     expected = generator.decode(given, strategy=strategy, batch_size=1)

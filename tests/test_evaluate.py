@@ -307,7 +307,7 @@ class CannedText(Canned):
         (Canned, " ; ", ("baker ; clerk", "river"), "", 100),  # on the grid a row is a row
     ],
 )
-def test_rows_that_hold_the_separator_are_told_where_a_perfect_answer_is_scored(
+def test_evaluation_reports_rows_with_separator(
     kind: Any, separator: str, rows: tuple[str, ...], said_so: str, score: float, tmp_path: Path, said: list[str]
 ) -> None:
     evaluation._warn_once.cache_clear()
@@ -316,18 +316,18 @@ def test_rows_that_hold_the_separator_are_told_where_a_perfect_answer_is_scored(
     example = Example("a", "the baker", rows, "x.jsonl:1")
     result, records = evaluation.evaluate(generator, [example])
     assert result["em_f1"] == pytest.approx(score)
-    begin = "warning: 1 of 1 examples have rows that hold data.separator, so that an answer parts into other ones: "
+    begin = "warning: 1 of 1 examples have rows that contain data.separator, so they are split when an answer is read: "
     assert said == ([f"{begin}{said_so} (x.jsonl:1)"] if said_so else [])
     evaluation.evaluate(generator, [example])
     assert len(said) == bool(said_so)  # once
     said.clear()
     (tmp_path / "kept.jsonl").write_text(evaluation._predictions(generator, [example], records))
     command.main(["exact", str(tmp_path / "kept.jsonl")])
-    told = [line for line in said if "1 of 1 documents have gold rows that hold the separator" in line]
+    told = [line for line in said if "1 of 1 documents have gold rows that contain the separator" in line]
     assert len(told) == bool(said_so) and all(line.endswith("kept.jsonl:1") for line in told)
 
 
-def test_a_target_that_the_tokenizer_loses_is_told_where_it_is_scored(said: list[str]) -> None:
+def test_evaluation_reports_targets_changed_by_tokenizer(said: list[str]) -> None:
     evaluation._warn_once.cache_clear()
     config = Config(data=DataConfig(task="jsonl"))
     generator: Any = Canned(config, ["baker"], tokenizer=schemas.tokenizer())
@@ -336,7 +336,7 @@ def test_a_target_that_the_tokenizer_loses_is_told_where_it_is_scored(said: list
     assert not [line for line in said if "sources" in line]  # which cost no score
 
 
-def test_predictions_of_others_are_told_by_their_separator(tmp_path: Path, said: list[str]) -> None:
+def test_metrics_report_rows_with_separator_of_a_file(tmp_path: Path, said: list[str]) -> None:
     lines = [
         {"gold": ["a", "b"], "pred": [], "separator": ", "},
         {"gold": ["a, b"], "pred": [], "separator": ", "},

@@ -152,9 +152,7 @@ def scored(tmp_path: Any, capsys: Any, *, metric: str = "exact", **line: Any) ->
         *[("price: 1.50", "price: 1.51", False), ("price:", "price: ", True), ("price:: 1", "price: 1", False)],
     ],
 )
-def test_a_name_is_the_same_with_and_without_a_mark(
-    tmp_path, capsys, name: str, left: str, right: str, equal: bool
-) -> None:
+def test_mark_after_name_is_ignored(tmp_path, capsys, name: str, left: str, right: str, equal: bool) -> None:
     if "=" not in left or name == "price" or "=" in name:
         found = scored(tmp_path, capsys, gold=[left], pred=[right], row_names=[name])
         assert found == (100 if equal else 0)
@@ -178,7 +176,7 @@ def test_the_text_after_a_name(name: str, row: str, expected: tuple[str, str] | 
 
 
 @pytest.mark.parametrize("left, right", [("Price: 1.50", "price: 1.5"), ("PRICE 1e2", "price: 100")])
-def test_names_in_other_case_are_names_where_case_says_nothing(tmp_path, capsys, left: str, right: str) -> None:
+def test_names_ignore_case_in_exact_caseless(tmp_path, capsys, left: str, right: str) -> None:
     for metric, expected in (("exact", 0), ("exact_caseless", 100)):
         found = scored(tmp_path, capsys, metric=metric, gold=[left], pred=[right], row_names=["Price"])
         assert found == expected

@@ -83,7 +83,7 @@ def test_hosts_that_are_allowed(engine: ScriptedEngine, names: list[str] | None,
     assert connect_with(engine, names).get("/health", headers={"Host": host}).status_code == status
 
 
-def test_allowed_origin_is_no_allowed_host(engine: ScriptedEngine) -> None:
+def test_allowed_origin_does_not_allow_host(engine: ScriptedEngine) -> None:
     site = "https://app.example"
     client = connect_with(engine, [], origins=[site])
     for host, status in (("127.0.0.1:8000", 200), ("app.example", 421)):
@@ -115,7 +115,7 @@ def test_a_request_without_a_host(engine: ScriptedEngine) -> None:
         ("--host 0.0.0.0 --allow-host gpu1", "secret", ["gpu1", "0.0.0.0"]),
     ],
 )
-def test_hosts_are_looked_at_on_loopback_without_a_key(
+def test_host_header_is_checked_on_loopback_without_key(
     generator: Generator, monkeypatch: pytest.MonkeyPatch, flags: str, key: str, hosts: list[str] | None
 ) -> None:
     found = list[list[str] | None]()

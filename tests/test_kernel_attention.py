@@ -142,7 +142,7 @@ def test_tails_of_a_peak_are_within_the_stated_error(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8, 12, 40, 100])
-def test_first_digits_alone_miss_no_more_than_stated(attend: Callable[..., np.ndarray], steps: int) -> None:
+def test_error_of_first_digits_is_within_stated_bound(attend: Callable[..., np.ndarray], steps: int) -> None:
     """Powers are so many steps of 1/256 from whole numbers, up with one value and down with the other."""
     up, down = below(1 + steps / 256), below(1 - steps / 256)
     head = by_level((1, 10, 0), (255, up, 1), (255, down, -1))
@@ -152,7 +152,7 @@ def test_first_digits_alone_miss_no_more_than_stated(attend: Callable[..., np.nd
 
 @pytest.mark.parametrize("highest", [3e3, 5e4, 3e5, 1e6, 1e7, 1e9, 1e30])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_scores_of_any_size_have_their_differences(
+def test_softmax_depends_on_score_differences_at_any_size(
     attend: Callable[..., np.ndarray], highest: float, sign: int
 ) -> None:
     queries, keys, values, bias = random(100, 32)
@@ -277,7 +277,9 @@ def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
 @pytest.mark.parametrize("length", [400, 513, 2048, 4100])
 @pytest.mark.parametrize("depth", [9.0, 10.8, 11.3, 12.5])
 @pytest.mark.parametrize("value", [-1, 0])
-def test_a_long_tail_of_a_source_counts(look: Callable[..., np.ndarray], length: int, depth: float, value: int) -> None:
+def test_long_tail_of_source_is_attended(
+    look: Callable[..., np.ndarray], length: int, depth: float, value: int
+) -> None:
     """However many keys share it, and wherever the peak is."""
     queries, keys, values = np.zeros((2, 16)), np.zeros((length, 16)), np.ones((length, 16))
     queries[:, 0], keys[:, 0], keys[length // 3, 0], values[length // 3] = (1, 0.99), -depth, 0, value

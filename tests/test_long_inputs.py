@@ -196,7 +196,7 @@ def test_decode_of_a_command_ends_in_a_line(
         {"prompt": "b", "x\r\ny": 1},
     ],
 )
-def test_names_of_a_request_come_back_short(client: TestClient, body: dict[str, Any]) -> None:
+def test_names_in_refusals_of_requests_are_shortened(client: TestClient, body: dict[str, Any]) -> None:
     reply = client.post(PATH, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert reply.status_code in (400, 404) and len(reply.content) < 3000
     found = error(reply, reply.status_code)
@@ -207,7 +207,7 @@ def test_names_of_a_request_come_back_short(client: TestClient, body: dict[str, 
 
 
 @pytest.mark.parametrize("kib", [100_000, 1_000_000, 2_097_151])
-def test_too_little_address_space_is_one_line(kib: int) -> None:
+def test_too_little_address_space_gives_one_line(kib: int) -> None:
     command = f"ulimit -v {kib}; exec {shlex.quote(sys.executable)} -m pipejax decode --checkpoint x"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()

@@ -105,7 +105,7 @@ def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
     examples = [Example(f"e{i}", "the  baker" if i % 10 else "the {", rows[i % 4], f"a.jsonl:{i}") for i in range(40)]
     warn_of_examples(examples, tokenizer, CONFIG)
     assert len(said) == 2
-    begin, _, first = said[0].partition(", so that no answer can be them: ")
+    begin, _, first = said[0].partition(", so no answer can equal them: ")
     assert begin == "warning: 20 of 40 examples have targets that the tokenizer does not give back"
     assert first.partition(" (")[0] in ("'~' comes back as ''", "'</s>' comes back as ''")
     assert said[1].startswith("warning: 4 of 40 examples have sources that the tokenizer does not give back")
@@ -150,7 +150,9 @@ def test_rows_that_hold_the_separator_are_told_at_the_start(separator, rows, cha
         said.clear()
         warn_of_examples(examples, tokenizer, config)
         told = [line for line in said if "data.separator" in line]
-        begin = "warning: 1 of 8 examples have rows that hold data.separator, so that an answer parts into other ones: "
+        begin = (
+            "warning: 1 of 8 examples have rows that contain data.separator, so they are split when an answer is read: "
+        )
         assert told == ([f"{begin}{change_of} (a.jsonl:3)"] if change_of and objective == "sequential" else [])
 
 

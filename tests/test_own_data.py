@@ -400,7 +400,7 @@ MANY_LINES = {
 @pytest.mark.parametrize("between", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", MANY_LINES)
-def test_a_cell_of_two_columns_whose_lines_look_like_rows_is_read(name, first, between, tmp_path, said):
+def test_two_column_cell_with_lines_like_rows_is_read(name, first, between, tmp_path, said):
     """As the csv library writes it: in the first column or the last, once or often, with bad lines skipped or not."""
     cell = MANY_LINES[name].replace(",", between)
     for cells in ([cell], [cell, "plain", cell, cell]):
@@ -416,7 +416,7 @@ def test_a_cell_of_two_columns_whose_lines_look_like_rows_is_read(name, first, b
 
 
 @pytest.mark.parametrize("name", ["code", "a table", "quotes"])
-def test_a_cell_of_three_columns_is_read_beside_cells_that_are_quoted_as_they_need(name, tmp_path):
+def test_cell_of_several_lines_is_read_if_other_cells_are_quoted_correctly(name, tmp_path):
     cell = MANY_LINES[name].replace(",", ",,").replace("\n", ",,\n")
     file = io.StringIO(newline="")
     csv.writer(file).writerows([["id", "source", "targets"], ["1", "a, b", "x"], ["2", cell, "y"]])
@@ -430,7 +430,7 @@ def test_a_cell_of_three_columns_is_read_beside_cells_that_are_quoted_as_they_ne
 
 @pytest.mark.parametrize("other", ['a 12" b', 'say "no" to it', '"a" b'])
 @pytest.mark.parametrize("before", [True, False])
-def test_two_columns_are_rows_beside_quotes_that_no_writer_of_csv_leaves(other, before, tmp_path, said):
+def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_path, said):
     """Wherever they are in the file, bad lines skipped or not; text of such quotes alone is no reason to refuse."""
     rows = ['s1,"x', "s2,x", 's3,x"']
     stray = f"{other},y"
@@ -790,11 +790,11 @@ def test_keyphrases_in_order_of_appearance():
         ),
     ],
 )
-def test_an_absent_source_names_the_setting_and_the_fields_that_are_there(content, name, settings, line, tmp_path):
+def test_missing_source_message_names_setting_and_fields(content, name, settings, line, tmp_path):
     assert refusal(tmp_path, content, name, **settings).endswith(line)
 
 
-def test_a_model_that_has_learned_its_fields_names_no_setting_for_others():
+def test_trained_model_suggests_no_setting_for_missing_fields():
     task = make_task(DataConfig(source_template="{title}"))
     with pytest.raises(UserError, match=r'x:1: found no "title"; expected one \(keys: source\)$'):
         task._filled({"source": "x"}, "x:1", learned=True)

@@ -218,7 +218,7 @@ def test_own_factors_load_in_peft(kind: str, part: str) -> None:
 def test_factors_of_images_are_left_out_with_a_line(tmp_path: Any, capsys: Any) -> None:
     adapted("t5gemma2", {"target_modules": ["k_proj"]}).save_pretrained(tmp_path)
     assert len(adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])) == 2 * 4
-    line = f"{tmp_path}/adapter_model.safetensors: left out 2 factors of the vision tower: sources are text alone here"
+    line = f"{tmp_path}/adapter_model.safetensors: left out 2 factors of the vision tower: sources are text only"
     assert capsys.readouterr().err.splitlines() == [line]
 
 
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_factors_elsewhere_are_refused(case: str, tmp_path: Any) -> None:
+def test_factors_outside_supported_modules_are_refused(case: str, tmp_path: Any) -> None:
     settings, expected = REFUSED[case]
     adapted("mt5", settings).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=expected):
@@ -273,7 +273,7 @@ def ours(params: Any, kind: str) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_logits_are_torchs(kind: str, tmp_path: Any) -> None:
+def test_logits_equal_torch(kind: str, tmp_path: Any) -> None:
     for case, settings in (OF_T5 if kind in T5 else OF_GEMMA).items():
         torchs = adapted(kind, settings)
         torchs.save_pretrained(tmp_path / case)
@@ -284,7 +284,7 @@ def test_logits_are_torchs(kind: str, tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_directories_go_there_and_back(kind: str, tmp_path: Any) -> None:
+def test_adapter_directories_round_trip(kind: str, tmp_path: Any) -> None:
     """By way of files, the base's included: PEFT's directory becomes a run, and that one which transformers loads."""
     if kind == "t5gemma2":
         of_transformers(kind).save_pretrained(tmp_path / "base")  # with its image encoder, which would be a large one
@@ -304,7 +304,7 @@ def test_directories_go_there_and_back(kind: str, tmp_path: Any) -> None:
     np.testing.assert_allclose(logits(by_transformers), expected, atol=1e-4)
 
 
-def test_a_run_with_factors_of_a_rank_each_says_so_in_patterns() -> None:
+def test_factors_of_different_ranks_are_written_as_rank_pattern() -> None:
     """Where ranks differ, the commonest is `r`, and others are patterns that PEFT resolves to the same modules."""
     flat, rng = flatten_dict(params_of("t5gemma2"), sep="/"), np.random.default_rng(0)
     ranks = {"encoder/layers_0/attention/query": 1, "encoder/layers_1/attention/query": 4}

@@ -252,7 +252,7 @@ WHOLE_ROWS = [[[2.0] * 3, [2.0] * 3]] * 9
 
 
 @pytest.mark.parametrize("chance, advises", [(2.1, True), (2.0, False), (0.5, False), (None, True)])
-def test_a_model_no_better_than_a_guess_gets_no_advice(chance: float | None, advises: bool) -> None:
+def test_model_no_better_than_guessing_gets_no_advice(chance: float | None, advises: bool) -> None:
     """Also where hiding rows seems dear, and in the sentence of each condition."""
     for hidden in (WHOLE_ROWS[0], [[2.0] * 3, [2.9] * 3]):
         found = summary.summary([line(rows, hidden, [], hidden) for rows in WHOLE_ROWS], chance)

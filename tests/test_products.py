@@ -188,7 +188,7 @@ def test_bounds_hold_for_tables_of_rows_of_all_sizes(seed, by_bounds_and_by_prod
         assert (np.isnan(whole) | (bounds >= whole)).all()
 
 
-def test_bounds_leave_room_for_rounding_and_no_more(by_bounds_and_by_products):
+def test_bounds_include_rounding_errors_tightly(by_bounds_and_by_products):
     """The sums of a row, and of the same row in int8, are rounded apart as far as can be, each number in its direction.
 
     The row is exact in int8, 127 and many ones with a scale a little above 1. In the sum of whole numbers each small

@@ -140,7 +140,7 @@ def test_to_hf_writes_the_rounded_weights_and_one_line(weights, smaller, tmp_pat
         np.testing.assert_array_equal(array, expected[path], strict=True)
 
 
-def test_to_hf_of_float32_weights_says_nothing_of_them(original, tmp_path, capfd):
+def test_to_hf_of_float32_weights_reports_nothing(original, tmp_path, capfd):
     capfd.readouterr()
     assert convert(["to-hf", str(original), str(tmp_path / "hf")]) == 0
     assert len(capfd.readouterr().err.splitlines()) == 1

@@ -275,9 +275,7 @@ def old_run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "old"
 
 
-def test_a_run_with_older_dropout_masks_goes_on_when_that_is_asked_for(
-    old_run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_new_dropout_continues_run_with_older_masks(old_run: Path, caplog: pytest.LogCaptureFixture) -> None:
     longer = change(config(), train={"steps": 2})
     with pytest.raises(UserError, match=r"dropout masks differ; expected train.new_dropout=true") as refused:
         fit(longer, old_run)
@@ -287,7 +285,7 @@ def test_a_run_with_older_dropout_masks_goes_on_when_that_is_asked_for(
     assert fit(change(longer, train={"steps": 3}), old_run) == 0  # it now has these masks
 
 
-def test_an_older_run_that_is_done_or_has_no_dropout_is_not_refused(old_run: Path, here: Path, tmp_path: Path) -> None:
+def test_older_run_without_dropout_or_finished_is_not_refused(old_run: Path, here: Path, tmp_path: Path) -> None:
     assert fit(config(), old_run) == 0
     bare = change(config(), train={"dropout": 0.0})
     with pytest.MonkeyPatch.context() as patch:

@@ -218,7 +218,7 @@ def test_values_that_ask_for_nothing_are_taken(written: Any) -> None:
     assert written(generation_config=NO_CONFIG(num_beams=4), num_beams=1).tolist() == expected, "the argument counts"
 
 
-def test_what_belongs_to_the_labels_of_a_batch_changes_nothing(written: Any) -> None:
+def test_labels_of_batch_do_not_change_answers(written: Any) -> None:
     expected = written().tolist()
     labels = {"labels": torch.tensor([[5, 1, -100]]), "decoder_attention_mask": torch.tensor([[1, 1, 0]])}
     for given in ({"labels": torch.tensor([[5, 1]])}, labels, {"decoder_input_ids": torch.tensor([[0]])}):

@@ -54,7 +54,7 @@ def test_clients_take_turns() -> None:
     assert done == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
 
 
-def test_work_of_a_client_that_waits_is_bounded() -> None:
+def test_waiting_work_of_a_client_is_bounded() -> None:
     work, go_on = Turns("test", 2), threading.Event()
     begun = threading.Event()
     work.submit("a", functools.partial(hold, begun, go_on))
@@ -83,7 +83,7 @@ def test_cancelled_work_is_not_begun() -> None:
 
 
 @pytest.mark.parametrize("raised", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
-def test_failed_work_ends_no_thread(raised: BaseException) -> None:
+def test_failed_work_does_not_end_thread(raised: BaseException) -> None:
     work = Turns("test", 9)
 
     def fail() -> None:

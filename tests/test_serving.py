@@ -443,7 +443,7 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         (
             b"[" * 3000,
             None,
-            "body: found no JSON (" + ("lists or objects in too many others" if OLD else "Expecting value"),
+            "body: found no JSON (" + ("lists or objects nested too deeply" if OLD else "Expecting value"),
         ),
         (b'{"prompt": "a", "seed": ' + b"9" * 3900 + b"}", "seed", "seed: found 999"),
         (b"[1]", None, "body: found a list; expected a JSON object"),
@@ -696,13 +696,13 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a\u200bb\n".encode(), None),
     ],
 )
-def test_byte_order_mark_is_no_part_of_a_key(tmp_path: Path, content: bytes, keys: list[str] | None) -> None:
+def test_byte_order_mark_is_not_part_of_key(tmp_path: Path, content: bytes, keys: list[str] | None) -> None:
     file = tmp_path / "keys"
     file.write_bytes(content)
     if keys is not None:
         assert command.read_keys(str(file)) == keys
         return
-    with pytest.raises(UserError, match=r"keys: (cannot be read|found no key|line 1: found a character)"):
+    with pytest.raises(UserError, match=r"keys: (cannot be read|found no key|line 1: found an invisible character)"):
         command.read_keys(str(file))
 
 
@@ -1006,7 +1006,7 @@ def test_every_answer_has_an_id(engine: ScriptedEngine, capfd: Any, said: Any) -
     replies.append(client.post(PATH, json={"prompt": TEXT}, headers=headers))
     assert [reply.status_code for reply in replies] == [200, 401, 204, 405, 500]
     assert len({reply.headers["X-Request-Id"] for reply in replies}) == 5
-    assert said() == [f"request {replies[-1].headers['X-Request-Id']} failed by a mistake of the server"]
+    assert said() == [f"request {replies[-1].headers['X-Request-Id']} failed because of an error in the server"]
 
 
 @pytest.fixture

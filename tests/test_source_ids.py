@@ -67,7 +67,7 @@ def transformers_ids(directory: Path, text: str, most: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_transformers(kind: str, made: dict[str, Path]) -> None:
+def test_source_ids_equal_transformers(kind: str, made: dict[str, Path]) -> None:
     """The special ids stay where a text is cut, and special tokens that a text spells out count as text."""
     tokenizer, added = Tokenizer.load(made[kind]), ADDED[kind.partition(" ")[0]]
     for text in TEXTS:
@@ -82,7 +82,7 @@ def test_ids_are_those_of_transformers(kind: str, made: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize("kind", ["roberta", "bert", "gemma", "byt5", "gpt2", "words"])
-def test_each_place_that_encodes_a_source_gives_the_same_ids(kind: str, made: dict[str, Path]) -> None:
+def test_all_callers_encode_sources_alike(kind: str, made: dict[str, Path]) -> None:
     """Training, decoding, a server, and the statistics of data."""
     text, most = "the foxes jump over a dog", 7
     config = Config(model=MODEL, data=DataConfig(max_source=most), train=TrainConfig(objective="pipelined"))
@@ -124,7 +124,7 @@ def test_cut_ids(affixes: Affixes, ids: list[int], most: int, expected: list[int
     assert affixes.cut(ids, most) == expected
 
 
-def test_token_ids_are_cut_alone(made: dict[str, Path]) -> None:
+def test_token_ids_are_only_truncated(made: dict[str, Path]) -> None:
     tokenizer, data = Tokenizer.load(made["gemma"]), DataConfig(max_source=3)
     assert encode_source([2, 9, 9, 9, 1], data, tokenizer, MODEL) == ([2, 9, 9], 2)
     assert encode_source([9, 9, 9, 9], data, None, MODEL) == ([9, 9, 9], 1)
@@ -133,9 +133,7 @@ def test_token_ids_are_cut_alone(made: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("settings", [{"add_eos_token": True}, {"add_bos_token": True, "add_eos_token": False}])
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "T5Tokenizer"])
-def test_settings_that_put_another_template_in_the_place_of_the_files(
-    kind: str, settings: dict[str, bool], tmp_path: Path
-) -> None:
+def test_settings_that_replace_the_template_of_files(kind: str, settings: dict[str, bool], tmp_path: Path) -> None:
     inner = unigram(["<pad>", "</s>", "<unk>", "<s>", *WORDS], 2)
     inner.post_processor = processors.TemplateProcessing(single="$A </s> </s>", special_tokens=[("</s>", 1)])
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -146,7 +144,7 @@ def test_settings_that_put_another_template_in_the_place_of_the_files(
         assert found == (expected or [MODEL.eos_token_id])
 
 
-def test_a_template_is_found_whatever_the_vocabulary_lacks(tmp_path: Path) -> None:
+def test_template_is_read_without_unknown_token(tmp_path: Path) -> None:
     """Here letters, digits and an id for unknown characters."""
     inner = unigram(["<s>", "</s>", "漢"], 0)
     inner.model = type(inner.model)([("<s>", 0.0), ("</s>", 0.0), ("漢", -1.0)], None)
@@ -177,7 +175,7 @@ def written(directory: Path, tokenizer: Path, model: Any = MODEL, **data: Any) -
     "kind, eos",
     [("bert", 1), *(pytest.param(kind, eos, marks=pytest.mark.slow) for kind, eos in (("roberta", 2), ("gpt2", 0)))],
 )
-def test_answers_are_those_of_transformers(kind: str, eos: int, made: dict[str, Path], tmp_path: Path) -> None:
+def test_answers_equal_transformers(kind: str, eos: int, made: dict[str, Path], tmp_path: Path) -> None:
     """One row by `generate`, several by `custom_generate`; and a conversion of what was written gives them, too."""
     model = dataclasses.replace(MODEL, eos_token_id=eos)
     directory, ours = written(tmp_path, made[kind], model, max_source=8)
@@ -200,7 +198,7 @@ def test_answers_are_those_of_transformers(kind: str, eos: int, made: dict[str, 
     assert len({str(row["row_ids"]) for row in rows}) > 1
 
 
-def test_a_limit_to_the_source_leaves_its_special_ids_out(made: dict[str, Path]) -> None:
+def test_limit_to_source_excludes_special_ids(made: dict[str, Path]) -> None:
     model = dataclasses.replace(MODEL, eos_token_id=2)
     config = Config(model=model, grid=GridConfig(time_max=6, sub_max=2), decode=DecodeConfig(limit="source"))
     ours = Generator(config, PARAMS, Tokenizer.load(made["roberta"]))
@@ -212,7 +210,7 @@ def test_a_limit_to_the_source_leaves_its_special_ids_out(made: dict[str, Path])
 
 
 @pytest.mark.parametrize("by_transformers", [False, True])
-def test_a_tokenizer_that_cuts_the_beginning_is_reported(
+def test_left_truncation_of_tokenizer_is_reported(
     by_transformers: bool, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At conversion. Others are not."""
@@ -280,7 +278,7 @@ def test_a_trained_run_keeps_its_source_ids_and_a_conversion_is_corrected(
 
 @pytest.mark.parametrize("kind", ["t5", "byt5", "gemma"])
 @pytest.mark.parametrize("objective", ["pipelined", "none"])
-def test_of_other_former_runs_nothing_is_reported(
+def test_unaffected_earlier_runs_are_not_reported(
     kind: str, objective: str, made: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:
     """A former version added what transformers adds. Gemma's bos begins rows, too."""
@@ -299,7 +297,7 @@ def test_of_other_former_runs_nothing_is_reported(
     assert not said
 
 
-def test_training_goes_on_with_the_ids_that_were_learned(
+def test_fine_tuning_keeps_source_ids_of_initial_weights(
     made: dict[str, Path], tmp_path: Path, said: list[str]
 ) -> None:
     """In the same run, and in one that starts from it; another rule than the run's is refused on resume."""
@@ -324,7 +322,7 @@ def test_training_goes_on_with_the_ids_that_were_learned(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_encodes_as_it_began(made: dict[str, Path], tmp_path: Path) -> None:
+def test_resumed_run_keeps_source_encoding(made: dict[str, Path], tmp_path: Path) -> None:
     """Also one of a former version, whose new steps then name its rule."""
     lines = "".join(json.dumps({"source": f"the fox {i}", "targets": ["x", "the"]}) + "\n" for i in range(8))
     (tmp_path / "train.jsonl").write_text(lines)
@@ -341,7 +339,7 @@ def test_a_run_that_goes_on_encodes_as_it_began(made: dict[str, Path], tmp_path:
         assert [*ids] == [*expected, *Tokenizer.load(made["roberta"]).encode("the fox"), 2]
 
 
-def test_a_directory_for_transformers_keeps_the_ids_that_were_learned(
+def test_to_hf_directory_keeps_source_ids_of_training(
     made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """README.md there encodes as the run does, and pipejax.json brings the setting back."""
@@ -367,7 +365,7 @@ def test_a_directory_for_transformers_keeps_the_ids_that_were_learned(
     assert list(pipejax.load(tmp_path / "former").ids_of(Source("", text))) == expected
 
 
-def test_unfinished_work_of_a_former_version_is_not_mixed(made: dict[str, Path]) -> None:
+def test_unfinished_output_of_earlier_version_is_not_resumed(made: dict[str, Path]) -> None:
     """Only where its sources had other ids."""
     for kind, differs in (("roberta", True), ("bert", True), ("t5", False), ("byt5", False)):
         tokenizer = Tokenizer.load(made[kind])
@@ -378,7 +376,7 @@ def test_unfinished_work_of_a_former_version_is_not_mixed(made: dict[str, Path])
         assert not first_difference(flattened(settings), flattened(settings))
 
 
-def test_a_config_that_is_no_runs_has_the_default() -> None:
+def test_config_of_no_run_has_default_special_tokens() -> None:
     assert config_lib.from_json("{}", where="x").data.special_tokens == "auto"
     assert config_lib.from_saved({}, where="x").data.special_tokens == "eos"
     assert config_lib.from_saved({"train": {"objective": "none"}}, where="x").data.special_tokens == "auto"

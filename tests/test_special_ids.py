@@ -243,7 +243,7 @@ def test_each_end_token_is_compared(ends: list[int], line: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_trained_end_token_is_the_first_of_its_run(tmp_path: Path) -> None:
+def test_trained_end_token_becomes_first_of_run(tmp_path: Path) -> None:
     """`train.eos_token_id` names one of a checkpoint's: rows are trained to end with it, and sources end as before."""
     files = word_level(tmp_path / "chat", CHAT, pad_token="<pad>", **EOS)
     origin = run_of(tmp_path / "origin", files, dataclasses.replace(MODEL, other_eos_token_ids=(3,)), objective="none")

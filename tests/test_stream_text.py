@@ -119,7 +119,7 @@ def test_text_that_no_later_token_changes_is_not_held_back(kind: str, made: dict
         assert text == tokenizer.decode(ids[:count])
 
 
-def test_a_character_of_a_run_that_becomes_invalid_is_not_given_out(made: dict[str, Path]) -> None:
+def test_character_in_invalid_byte_run_is_not_streamed(made: dict[str, Path]) -> None:
     """The first two bytes are "é" alone. With the third, the run is three replacement characters."""
     tokenizer = Tokenizer.load(made["gemma"])
     first, second, third = (byte_ids(tokenizer)[byte] for byte in (0xC3, 0xA9, 0xE4))
@@ -134,9 +134,7 @@ def test_a_character_of_a_run_that_becomes_invalid_is_not_given_out(made: dict[s
 
 @pytest.mark.parametrize("kind", ["gemma", "llama", "roberta", "byt5", "bert"])
 @pytest.mark.parametrize("stop", [(), ("é",), ("�x", "漢"), ("🙂",)])
-def test_rows_written_side_by_side_are_the_text_of_the_record(
-    kind: str, stop: tuple[str, ...], made: dict[str, Path]
-) -> None:
+def test_streamed_parallel_rows_equal_record_text(kind: str, stop: tuple[str, ...], made: dict[str, Path]) -> None:
     """Up to a stop text, in whichever piece it comes."""
     tokenizer = Tokenizer.load(made[kind])
     rows = [row for row in rows_of_ids(tokenizer) if row]
@@ -173,7 +171,7 @@ def events(reply: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("text", ["xé漢x 🙂", "漢漢漢漢", "é é é", "plain", "x�x"])
 @pytest.mark.parametrize("stop", [[], ["漢"], ["x"]])
-def test_streams_of_each_route_say_what_the_whole_answer_says(client: TestClient, text: str, stop: list[str]) -> None:
+def test_streams_of_each_route_equal_whole_answer(client: TestClient, text: str, stop: list[str]) -> None:
     asked: dict[str, Any] = {"stop": stop} if stop else {}
     body: dict[str, Any] = {"prompt": text, **asked}
     whole = client.post("/v1/completions", json=body).json()["choices"][0]
@@ -190,7 +188,7 @@ def test_streams_of_each_route_say_what_the_whole_answer_says(client: TestClient
         assert "".join(part["delta"] for part in parts if part["type"].endswith("text.delta")) == said == whole["text"]
 
 
-def test_an_answer_that_ends_with_a_stop_text_has_stopped(made: dict[str, Path], monkeypatch: Any) -> None:
+def test_answer_ending_with_stop_text_has_finish_reason_stop(made: dict[str, Path], monkeypatch: Any) -> None:
     """Although it was cut off there, in the same step."""
     engine = ScriptedEngine(generator_of(made["gemma"], vocabulary=400))
     record = engine.record

@@ -69,7 +69,7 @@ def test_the_order_of_events_does_not_depend_on_the_steps_taken_at_once(monkeypa
 @pytest.mark.parametrize(
     "draft", ["source", pytest.param("jacobi", marks=pytest.mark.slow), pytest.param("unique", marks=pytest.mark.slow)]
 )
-def test_drafted_streams_have_the_events_of_undrafted_ones(draft):
+def test_drafts_do_not_change_stream_events(draft):
     """In the same order: rows that drafts write ahead wait for the others."""
     settings = {"unique_rows": True} if draft == "unique" else {}
     plain, drafting = generator(**settings), generator(draft="source" if draft == "unique" else draft, **settings)

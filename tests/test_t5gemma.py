@@ -131,7 +131,7 @@ def test_greedy_tokens_of_one_row_are_generates():
 
 
 @pytest.mark.slow
-def test_beams_are_generates():
+def test_beams_equal_generate():
     params = varied(TINY, 2, centered=True)
     check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
 
@@ -146,7 +146,7 @@ SEVERAL = dataclasses.replace(
     "delay, literal",
     [(1, False), (2, True), *(pytest.param(*x, marks=pytest.mark.long) for x in [(3, False), (0, False)])],
 )
-def test_rows_with_several_end_tokens_are_those_of_algorithm_1(delay, literal):
+def test_rows_with_several_end_tokens_equal_algorithm_1(delay, literal):
     torchs = made(SEVERAL)
 
     def model(seed):
@@ -388,7 +388,7 @@ def test_sources_get_what_their_tokenizer_adds(added, former, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("added", ["<bos> $A", "<eos> $A <eos>"])
-def test_decoding_gives_the_encoder_what_transformers_would(added, tmp_path):
+def test_encoder_input_equals_transformers(added, tmp_path):
     model = dataclasses.replace(TINY, vocab_size=8)
     write_hf(model, varied(model, 6, centered=True), tmp_path / "there", None)
     theirs = tokenizer_that_adds(added, tmp_path / "there")

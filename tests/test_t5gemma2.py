@@ -128,7 +128,7 @@ def test_greedy_tokens_of_one_row_are_generates():
 
 
 @pytest.mark.slow
-def test_beams_are_generates():
+def test_beams_equal_generate():
     params = params_of(2)
     check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
 
@@ -146,7 +146,7 @@ def test_it_goes_there_and_back(tmp_path, capsys):
     torchs = loaded(made(TINY), TINY, params_of(3))
     torchs.save_pretrained(tmp_path / "there")
     from_hf(tmp_path / "there", tmp_path / "run")
-    assert "tensors of the vision tower: sources are text alone here" in capsys.readouterr().err
+    assert "tensors of the vision tower: sources are text only" in capsys.readouterr().err
     assert checkpoint.open_run(tmp_path / "run").config.model == TINY
     to_hf(tmp_path / "run", tmp_path / "back")
     there, back = (load_file(tmp_path / place / "model.safetensors") for place in ("there", "back"))
@@ -221,7 +221,7 @@ def test_rotations_of_both_kinds_of_layers_are_read():
 
 
 @pytest.mark.parametrize("size", ["270m", "1b", "4b"])
-def test_published_sizes_turn_full_layers_by_an_eighth(size):
+def test_published_sizes_have_rope_factor_8_in_full_layers(size):
     """As the published config.json of 270m-270m says of both sides; read again, it is the same config."""
     model = architecture(f"t5gemma-2-{size}-{size}")
     facts: Any = json.loads(json.dumps(model.facts()))
@@ -236,7 +236,7 @@ def test_published_sizes_turn_full_layers_by_an_eighth(size):
     assert T5Gemma2Config(**T5Gemma2Config.read_facts(facts)) == model
 
 
-def test_a_file_may_hold_the_table_of_tokens_twice(tmp_path):
+def test_file_may_contain_two_copies_of_the_token_table(tmp_path):
     """As torch's .bin files do; a table of the decoder's own is refused."""
     model = dataclasses.replace(TINY, tied_head=False)
     params = params_of(3, model)
@@ -255,7 +255,7 @@ def test_a_file_may_hold_the_table_of_tokens_twice(tmp_path):
         read_hf(tmp_path)
 
 
-def test_a_head_of_its_own_is_read_back_by_transformers(tmp_path):
+def test_transformers_reads_untied_head(tmp_path):
     """Beside it the decoder's table is the encoder's, which takes a config.json that ties."""
     model = dataclasses.replace(TINY, tied_head=False)
     params = params_of(3, model)

@@ -32,14 +32,14 @@ compiled = pytest.mark.skipif(
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), "NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
 @pytest.mark.parametrize("trial", [lambda: block_attention.difference(64), lambda: gpu.trial(2)])
-def test_kernels_are_lowered_for_a_gpu_that_is_not_here(kind: str, trial: Any) -> None:
+def test_kernels_are_lowered_for_absent_gpu(kind: str, trial: Any) -> None:
     device: Any = SimpleNamespace(device_kind=kind, platform="gpu")
     with targets.named(device):
         text = jax.jit(trial).trace().lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(KERNEL) >= 2
 
 
-def test_a_device_that_is_here_needs_no_name() -> None:
+def test_present_device_needs_no_target_name() -> None:
     before = jax.sharding.get_abstract_mesh()
     with targets.named(jax.devices()[1]):
         assert jax.sharding.get_abstract_mesh() == before

@@ -556,7 +556,7 @@ def files_of(place):
     return {str(path.relative_to(place)): path.stat().st_mtime_ns for path in place.rglob("*")}
 
 
-def test_a_dry_run_tries_the_first_step_and_leaves_nothing(tmp_path, said, monkeypatch):
+def test_dry_run_makes_first_step_and_leaves_no_files(tmp_path, said, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert dry_run(change(CONFIG, train={"tensorboard": True}), tmp_path / "run") == 0
     assert list(tmp_path.iterdir()) == []
@@ -570,7 +570,7 @@ def test_a_dry_run_tries_the_first_step_and_leaves_nothing(tmp_path, said, monke
         assert expected in words, expected
 
 
-def test_a_dry_run_refuses_what_the_run_would_refuse(finished, tmp_path, said):
+def test_dry_run_raises_errors_of_the_run(finished, tmp_path, said):
     before = files_of(finished)
     with pytest.raises(UserError, match=r"train\.learning_rate: 0\.001 -> 0\.5; expected no change on resume"):
         dry_run(change(CONFIG, train={"learning_rate": 0.5}), finished)
@@ -583,13 +583,13 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(finished, tmp_path, said):
     assert files_of(finished) == before and not (tmp_path / "new").exists()
 
 
-def test_a_dry_run_beside_a_run_leaves_it_as_it_is(finished, said):
+def test_dry_run_does_not_change_existing_run(finished, said):
     before = files_of(finished)
     assert dry_run(CONFIG, finished) == 0
-    assert files_of(finished) == before and any("the dry run begins anew, beside it" in line for line in said)
+    assert files_of(finished) == before and any("the dry run starts a new one elsewhere" in line for line in said)
 
 
-def test_a_dry_run_says_that_a_loss_is_not_finite(tmp_path, said, monkeypatch):
+def test_dry_run_reports_loss_that_is_not_finite(tmp_path, said, monkeypatch):
     make_step = loop.Run.make_step
 
     def poisoned(self):

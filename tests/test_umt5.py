@@ -135,7 +135,7 @@ def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
 @pytest.mark.parametrize("weights", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_fast_decoders_know_a_table_of_each_layer(tied, own, weights, kernel):
+def test_fast_decoders_support_bias_table_for_each_layer(tied, own, weights, kernel):
     """And whether the head is scaled: `tied` is, as by the module."""
     model = UMT5Config(50, 32, 16, 48, 2, 3, 3, feed_forward="gated-gelu", tied_head=tied, scale_head=tied)
     params, forced = varied(model, 5), np.random.default_rng(3).integers(3, 50, (3, 4, 12)).astype(np.int32)
@@ -338,7 +338,7 @@ def own_logits(model: UMT5Config, params: Any, tokens: list[list[int]]) -> np.nd
 
 
 @pytest.mark.parametrize("case", HEADS)
-def test_a_head_is_scaled_as_its_config_and_tensors_say(case: str, tmp_path: Path, capsys: Any) -> None:
+def test_head_scaling_follows_config_and_tensors(case: str, tmp_path: Path, capsys: Any) -> None:
     """As transformers 5 computes all of them, but the published head: T5X and transformers 4 do not scale that."""
     head, tied, fields = HEADS[case]
     there, tokens = with_head(tmp_path / "there", head, tied), [[0, 3, 4, 8]]
@@ -357,7 +357,7 @@ def test_a_head_is_scaled_as_its_config_and_tensors_say(case: str, tmp_path: Pat
     assert again == model and one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
 
 
-def test_a_table_that_is_the_head_unscaled_is_written_as_a_head_of_its_own(tmp_path: Path) -> None:
+def test_unscaled_tied_head_is_written_as_separate_tensor(tmp_path: Path) -> None:
     """No config.json says so of a table, and transformers would scale it."""
     model = dataclasses.replace(TINY, tied_head=True)
     params, tokens = varied(model, 2), [[0, 3, 4, 8]]

@@ -60,7 +60,7 @@ def test_a_tokenizer_json_of_t5s_class(unknown: int, by_transformers: bool, tmp_
             assert theirs(text, add_special_tokens=False).input_ids == expected
 
 
-def test_t5s_own_unknown_id_is_that_of_transformers(tmp_path: Path) -> None:
+def test_unknown_id_of_t5_equals_transformers(tmp_path: Path) -> None:
     directory = save(tmp_path / "it", unigram(["<pad>", "</s>", "<unk>", *WORDS], 2), eos_token="</s>")
     theirs = transformers.AutoTokenizer.from_pretrained(rename(directory, "T5Tokenizer", extra_ids=0))
     for text in (*UNKNOWN, *PLAIN):
@@ -89,7 +89,7 @@ def spiece(directory: Path, **options: Any) -> sentencepiece.SentencePieceProces
         {"unk_id": 2, "pad_id": 0, "eos_id": 1, "bos_id": -1},
     ],
 )
-def test_a_bare_spiece_model(options: dict[str, int], tmp_path: Path, said: list[str]) -> None:
+def test_spiece_model_without_settings(options: dict[str, int], tmp_path: Path, said: list[str]) -> None:
     theirs = spiece(tmp_path / "it", **options)
     ours = Tokenizer.load(tmp_path / "it")
     ours.save(tmp_path / "saved")
@@ -141,9 +141,7 @@ def test_a_converted_model_reads_unknown_characters_as_unknown(tmp_path: Path, s
     assert not [line for line in said if "unknown" in line]
 
 
-def test_a_vocabulary_whose_unknown_characters_are_the_eos_is_followed_and_reported(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_unknown_id_equal_to_eos_is_used_and_reported(tmp_path: Path, said: list[str]) -> None:
     """As a run that was trained so has it, and as transformers 5 saves MADLAD's."""
     directory = madlad(tmp_path / "it")
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "theirs")

@@ -78,7 +78,7 @@ def report_conversion(restored: Restored) -> None:
     if not (doubts := model.earlier_doubts()):
         return
     if trained:
-        line = f"{place}: was trained from an earlier version's conversion, with {doubts}: it stays as it learned"
+        line = f"{place}: was trained from an earlier version's conversion, with {doubts}; it keeps these settings"
     else:
         line = (
             f"{place}: an earlier version converted it, with {doubts}; pipejax convert from-hf SOURCE NEW converts it "

@@ -82,7 +82,7 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     weights, tensors = open_tensors(directory, ADAPTER)
     images = tuple(f"{PREFIX}{name}" for name in model.image_tensors)
     if left := [name for name in tensors if name.startswith(images)]:
-        note(f"{weights}: left out {len(left)} factors of the vision tower: sources are text alone here")
+        note(f"{weights}: left out {len(left)} factors of the vision tower: sources are text only")
     tensors = {name: stored for name, stored in tensors.items() if not name.startswith(images)}
     if any(f"{PREFIX}{name}.lora_A.weight" in tensors for name in formerly.keys() - modules.keys()):
         modules = formerly

@@ -144,7 +144,7 @@ class _SchemaReader:
                     f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown_value(other[twice[0]])}, as in {key}"
                 )
             given = {**other, **rest}
-        raise _schema_refusal(f"{where}: $ref", target, f"one after at most {REFERENCES} others")
+        raise _schema_refusal(f"{where}: $ref", target, f"a chain of at most {REFERENCES} references")
 
     def _target(self, reference: object, where: str) -> object:
         """The part of the whole schema that a reference names: the JSON pointer of a fragment."""
@@ -185,7 +185,7 @@ class _SchemaReader:
         if "anyOf" in schema:
             if depth == REFERENCES:
                 raise UserError(
-                    f"{where}: anyOf: found one in {depth} others; expected one that does not lead to itself"
+                    f"{where}: anyOf: found {depth} nested unions; expected one that does not refer to itself"
                 )
             return self._or_null(self._single(self._beside_null(schema, where), where, within, depth + 1))
         kind, nullable = _part_from_null(schema, where)
@@ -261,7 +261,7 @@ class _SchemaReader:
         high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
         bounds = f"whole numbers from {shown_value(low)} to {shown_value(high)}"
         if low > high and not schema.keys().isdisjoint(_LOWER) and not schema.keys().isdisjoint(_UPPER):
-            raise UserError(f"{where}: found {bounds}, which are none; expected bounds with one between them")
+            raise UserError(f"{where}: found {bounds}, which exclude all numbers; expected bounds that allow one")
         low, high = max(low, -LARGEST), min(high, LARGEST)
         if low > high:
             raise UserError(f"{where}: found {bounds}; expected some of at most {DIGITS} digits")

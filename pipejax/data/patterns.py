@@ -32,7 +32,7 @@ def read_pattern(pattern: str, made: Expressions, where: str) -> int:
     try:
         return _PatternReader(pattern, made, where).read()
     except RecursionError as error:
-        raise UserError(f"{where}: found groups in too many others; expected fewer") from error
+        raise UserError(f"{where}: found groups nested too deeply; expected fewer levels") from error
 
 
 def inverse(ranges: Ranges) -> Ranges:

@@ -9,9 +9,9 @@ from pipejax.methods import joined_change, shown
 
 SOURCES, TARGETS, JOINED = "sources", "targets", "joined"
 CHANGED: Mapping[str, tuple[str, str]] = {
-    TARGETS: ("targets that the tokenizer does not give back", "so that no answer can be them"),
-    SOURCES: ("sources that the tokenizer does not give back", "so that the model reads other ones"),
-    JOINED: ("rows that hold data.separator", "so that an answer parts into other ones"),
+    TARGETS: ("targets that the tokenizer does not give back", "so no answer can equal them"),
+    SOURCES: ("sources that the tokenizer does not give back", "so the model reads other text"),
+    JOINED: ("rows that contain data.separator", "so they are split when an answer is read"),
 }
 
 

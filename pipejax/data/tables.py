@@ -188,7 +188,7 @@ class TextTable:
             if lost:
                 cells = LostRows(
                     f"{self.where}:{lost[0]}: found a quote that encloses what look like rows{_span(*lost)}; expected "
-                    "it closed in its own (data.csv_quotes = letters takes quotes as text, quote takes such cells)"
+                    "one that ends in its row (data.csv_quotes: letters reads quotes as text, quote accepts the cell)"
                 )
             elif broken and not isinstance(cells, _Lost):  # after that quote nothing is a row any more
                 cells = UserError(f"{broken[0]}{_span(begun, begun + count)}")

@@ -227,7 +227,7 @@ def make(
     except TooLarge as error:
         raise _too_large(where, error, effort) from error
     except RecursionError as error:
-        raise UserError(f"{where}: found lists or objects in too many others; expected fewer") from error
+        raise UserError(f"{where}: found lists or objects nested too deeply; expected fewer levels") from error
     learned = {key: (i, name) for i, (key, name) in enumerate(row_names.items())}
     strange = [name for name in found if name not in learned] if learned else []
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
@@ -245,7 +245,7 @@ def make(
     except (TooLarge, TableTooLarge) as error:
         raise _too_large(where, error, effort) from error
     except RecursionError as error:
-        raise UserError(f"{where}: found groups in too many others; expected fewer") from error
+        raise UserError(f"{where}: found groups nested too deeply; expected fewer levels") from error
     if strange:
         logger.warning(
             f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "

@@ -66,8 +66,8 @@ def read_documents(path: str, metric: str) -> Documents:
         text = "document" if "document" in value else "source"
         documents.sources.append(text_of(value, text, place, blank=True) if metric.startswith("keyphrases") else "")
     if joined:
-        found = f"{len(joined)} of {len(seen)} documents have gold rows that hold the separator of the answers"
-        logger.warning(f"{path}: {found}, so that no answer can be them; the first is at {joined[0]}")
+        found = f"{len(joined)} of {len(seen)} documents have gold rows that contain the separator of the answers"
+        logger.warning(f"{path}: {found}, so no answer can equal them; the first is at {joined[0]}")
     if not documents.gold:
         raise UserError(f"{path}: found no lines; expected at least one document")
     return documents

@@ -223,7 +223,7 @@ class T5Gemma2Config(T5GemmaConfig):
         for name in [name for name in tensors if name.startswith(f"{self.prefixes['encoder']}.{TEXT}")]:
             tensors[name.replace(TEXT, "", 1)] = tensors.pop(name)
         if vision := [name for name in tensors if name.startswith(self.image_tensors)]:
-            note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text alone here")
+            note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text only")
         for name in vision:
             del tensors[name]
         copies = [f"{self.prefixes[side]}.embed_tokens" for side in ("encoder", "decoder")]

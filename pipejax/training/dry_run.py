@@ -74,7 +74,9 @@ def _check_workdir(config: Config, directory: RunDirectory) -> None:
     store = Store(directory.path / "checkpoints")
     if steps := store.steps():
         as_begun(config, store.describe(max(steps)).config, directory.path)
-        logger.info(f"{directory.path}: a run at step {max(steps)} would go on; the dry run begins anew, beside it")
+        logger.info(
+            f"{directory.path}: the run at step {max(steps)} would be continued; the dry run starts a new one elsewhere"
+        )
 
 
 def _describe(batch: Batch, tokenizer: Tokenizer) -> str:

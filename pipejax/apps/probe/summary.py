@@ -134,8 +134,8 @@ def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
 def ignorance(nats: float, chance: float) -> str:
     """The sentence about a model that is no better than guessing."""
     return (
-        f"The model does not know these answers: {nats:.2f} nats a token with the rows above seen whole, and a guess "
-        f"by the frequencies of tokens has {chance:.2f}. So its costs say nothing about the rows. Train it first."
+        f"The model does not know these answers: {nats:.2f} nats a token with full view of the rows above, and "
+        f"guessing by token frequencies has {chance:.2f}. So its costs say nothing about the rows. Train it first."
     )
 
 

@@ -466,7 +466,7 @@ def _note(error: Exception) -> Refused:
     if refused.status == 500:
         own = _request_id.get()
         told_of = {"fields": {"request": own}}
-        logger.error(f"request {own} failed by a mistake of the server", extra=told_of, exc_info=error)
+        logger.error(f"request {own} failed because of an error in the server", extra=told_of, exc_info=error)
     return refused
 
 

@@ -87,7 +87,7 @@ def parse_body(body: bytes) -> dict[str, object]:
     except strict_json.DuplicateKey as error:
         raise Refused(400, f"body: {error}") from error
     except (ValueError, RecursionError) as error:
-        said = "a number of too many digits" if isinstance(error, ValueError) else "lists or objects in too many others"
+        said = "a number of too many digits" if isinstance(error, ValueError) else "lists or objects nested too deeply"
         if isinstance(error, json.JSONDecodeError):
             said = f"{error.msg} at character {error.pos}"
         elif isinstance(error, UnicodeDecodeError):

@@ -86,8 +86,8 @@ def main(argv: Sequence[str]) -> int:
         type=host_name,
         default=[],
         metavar="NAME",
-        help="a name that requests may ask for in their header Host beside this machine's; * for all (repeatable; "
-        "default: all with a key, or if others reach the port; else --host)",
+        help="a host name, other than this machine's, that requests may have in their Host header; * for all "
+        "(repeatable; default: all with a key, or if other machines can reach the port; else --host)",
     )
 
     def seconds(flag: str, text: str, default: int | None, least: int = 1) -> None:
@@ -244,7 +244,7 @@ def read_keys(path: str | None) -> list[str]:
         return []
     lines = [line.strip().removeprefix(MARK) for line in text.splitlines()]  # files put together have several marks
     if strange := next((i for i, line in enumerate(lines, 1) if not line.isprintable()), None):
-        raise UserError(f"{place}: line {strange}: found a character that cannot be seen; expected a key")
+        raise UserError(f"{place}: line {strange}: found an invisible character; expected a key")
     if not any(lines):
         raise UserError(f"{place}: found no key; expected one a line")
     return [line for line in lines if line]
@@ -303,9 +303,11 @@ def run(
 
     host, port = listener.getsockname()[:2]
     if not service.keys and not is_local(host):
-        logger.warning("no API key is set: everybody who reaches this port may use it")
+        logger.warning("no API key is set: anyone who can reach this port may use the server")
     if not service.keys and "*" in service.origins:
-        logger.warning("--allow-origin * and no API key: every page that a browser here shows may use this server")
+        logger.warning(
+            "--allow-origin * and no API key: any page in a browser that reaches this port may use the server"
+        )
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     ours = {"http": Connection, "ws": "none", "log_config": None, "log_level": "error", "access_log": False}
     ours |= {"lifespan": "off", "server_header": False, "timeout_keep_alive": keep_alive}

@@ -158,8 +158,8 @@ class Listener:
         self._open.add(connection)
         if len(self._open) > self.most:
             self._warn(
-                f"{self.most} connections are open, as many as may be: for a new one the one that is idle for longest "
-                "is closed, or the new one is refused (--connections and `ulimit -n` decide on the number)"
+                f"{self.most} connections are open, which is the limit (--connections, ulimit -n): each new one "
+                "replaces the one that has been idle longest, or is refused"
             )
             while self.idle and len(self._open) > self.most:
                 self._close_idle()
