@@ -1,4 +1,4 @@
-"""The directory of compiled programs: whose it may be, and what its line says if it is not used."""
+"""The directory of compiled programs: its permitted owners, and the messages if it is not used."""
 
 import json
 import logging
@@ -70,7 +70,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def owned_by(owner: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the directory seem to belong to a user, and this process to somebody who is neither that one nor root."""
+    """Makes the directory appear to belong to a user, and this process to a third user who is not root."""
     monkeypatch.setattr(os, "getuid", lambda: STRANGER)
     before = Path.stat
 
@@ -82,7 +82,7 @@ def owned_by(owner: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def only_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the right to write, as root has it everywhere."""
+    """Simulates missing write permission, since root may write everywhere."""
     before = os.access
     monkeypatch.setattr(os, "access", lambda path, mode, **given: not mode & os.W_OK and before(path, mode, **given))
 
@@ -180,7 +180,7 @@ def test_a_conversion_is_not_written_into_a_cache_of_root(
 @as_root
 @pytest.mark.slow
 def test_a_cache_that_root_made_serves_another_user(tmp_path: Path) -> None:
-    """As in an image that root builds and another user runs; and not while it is open to all or closed to that one."""
+    """As in an image built by root; the cache is refused while it is writable for all or not readable for the user."""
     place = Path(tempfile.mkdtemp())  # pytest's own is closed to others
     try:
         place.chmod(0o755)

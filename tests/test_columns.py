@@ -70,7 +70,7 @@ def targets(records: Any, **settings: Any) -> list[tuple[str, ...]]:
     ],
 )
 def test_columns_are_parted_by_commas_or_listed(given: Any, expected: Any) -> None:
-    """A name with a comma stands in quotes or in a list; also where a config is written and read again."""
+    """Names with commas are in quotes or in a list, also after a config is written and read again."""
     config = Config(data=DataConfig(targets=given))
     assert config.data.targets == expected
     assert config_lib.from_json(config_lib.to_json(config), where="x") == config
@@ -189,7 +189,7 @@ def run(request: Any, tmp_path_factory: pytest.TempPathFactory, compiled_once: N
 
 
 def test_a_table_comes_back_as_a_table(run: Path, tmp_path: Path) -> None:
-    """With the columns of the training data, also from Parquet; the lines of JSON have them beside all else."""
+    """The table has the columns of the training data, also from Parquet; JSON lines have all other fields, too."""
     import pyarrow.parquet
 
     t5 = pipejax.load(run)
@@ -246,7 +246,7 @@ def test_columns_with_indistinguishable_names_follow_row_order(names: str) -> No
 
 @pytest.mark.parametrize("name", ["steps", "text", "truncated", "sample", "columns"])
 def test_a_column_may_have_the_name_of_a_field_of_records(name: str, tmp_path: Path) -> None:
-    """In a table it is the column; in the lines of JSON both are there."""
+    """In a table it is the column; JSON lines have both."""
     import pyarrow.parquet
 
     record = {"id": 1, "text": "t", "rows": [], "columns": {name: "x", "b": None}, "steps": 3, "truncated": "time_max"}
@@ -294,7 +294,7 @@ def generator(**data: Any) -> Generator:
 
 @pytest.mark.parametrize("names, row_names", [(COLUMNS, NAMES), (COLUMNS[:2], ("V =", "D =")), (("a -", "b"), ())])
 def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any, monkeypatch: Any) -> None:
-    """Under `response_format` of the server; each property is the row that was trained for the column."""
+    """For `response_format` of the server; each property is the trained row of its column."""
     made = generator(targets=names)
     if row_names:
         made.config = change(made.config, grid={"row_names": row_names})
@@ -309,7 +309,7 @@ def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any,
 
 
 def test_records_in_memory_train_as_their_table_does(tmp_path: Path, compiled_once: None) -> None:
-    """A list, or a data frame whose cells are what pandas makes of such a table."""
+    """A list, or a data frame with cells as pandas reads them from the table."""
     tokenizer = tokenizer_in(tmp_path / "tokenizer")
     settings: dict[str, Any] = {
         "model": None,
@@ -347,7 +347,7 @@ def test_a_name_that_is_quoted_is_one_column() -> None:
 
 
 def test_converted_model_keeps_its_columns() -> None:
-    """In what `convert to-hf` writes beside the weights, and `from-hf` reads."""
+    """`to-hf` writes the columns beside the weights, and `from-hf` reads them."""
     config = generator().config
     found = config_lib.from_json(config_lib.to_json(description.kept(config)), where="x")
     assert (found.data.columns, found.grid.row_names) == (COLUMNS, NAMES)

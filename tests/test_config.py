@@ -356,7 +356,7 @@ def test_as_many_names_as_rows_and_half_a_vocabulary_of_beams() -> None:
     "shares", [[0.8, 0.1, 0.1], (0.8, 0.1, 0.1), "0.8,0.1,0.1", "[0.8, 0.1, 0.1]", np.asarray([0.8, 0.1, 0.1])]
 )
 def test_sequence_settings_accept_any_sequence(names: Any, shares: Any, tmp_path: Path) -> None:
-    """In Python, in a dict of settings and in a config file; a run has one form of it, so that it goes on."""
+    """In Python, in a dict of settings and in a config file; all are stored alike, so that the run can be resumed."""
     expected = Config(grid=GridConfig(row_names=("a:", "b:")), data=DataConfig(split="0.8,0.1,0.1"))
     assert override(Config(grid=GridConfig(row_names=names), data=DataConfig(split=shares)), {}) == expected
     assert override(Config(), {"grid.row_names": names, "data": {"split": shares}}) == expected

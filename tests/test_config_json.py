@@ -96,7 +96,7 @@ def stack_of(config: Any, *, is_capped: bool) -> GemmaStack:
 
 
 def expected(kind: str, facts: Facts) -> Facts:
-    """What `read_facts` has to return, by transformers' config."""
+    """The expected result of `read_facts`, from transformers' config."""
     config = config_of(kind, facts)
     if kind in ("t5gemma", "t5gemma2"):
         encoder, decoder = config.encoder.text_config if kind == "t5gemma2" else config.encoder, config.decoder
@@ -133,7 +133,7 @@ def expected(kind: str, facts: Facts) -> Facts:
 
 
 def whole(kind: str) -> Facts:
-    """The content of a config.json that has every key, with values that are nobody's default."""
+    """The content of a config.json with every key, and with values that differ from all defaults."""
     if kind in ("t5", "mt5", "umt5"):
         return {
             "model_type": kind,
@@ -205,7 +205,7 @@ def keys_at(kind: str, way: tuple[str, ...]) -> Keys:
 
 
 def cases() -> Iterator[Any]:
-    """Every key that is read, absent, null, and under each of its names, alone or beside the usual one."""
+    """Cases for every key: absent, null, and under each of its names, alone or beside the usual name."""
     for kind in CLASSES:
         sides = [way for way in objects(kind).values() if way[-1:] != () and "layer_types" in keys_at(kind, way)]
         for name, way in objects(kind).items():
@@ -238,7 +238,7 @@ def changed(facts: Facts, way: tuple[str, ...], change: Facts) -> Facts:
 
 
 def check_read(kind: str, facts: Facts) -> str:
-    """Reads a file as transformers does; returns why, if that has no model for it and the file is refused."""
+    """Compares reading a file with transformers; returns the reason if both refuse it."""
     backbone = CLASSES[kind][0]
     try:
         wanted = expected(kind, facts)
@@ -536,7 +536,7 @@ def respelt(part: Facts, rng: np.random.Generator) -> None:
 
 
 def mutated(kind: str, facts: Facts, rng: np.random.Generator) -> Facts:
-    """A config.json that transformers takes, made of a whole one."""
+    """A config.json that transformers accepts, derived from a complete one."""
     while True:
         changed = copy.deepcopy(facts)
         for way in objects(kind).values():
@@ -603,7 +603,7 @@ def of_transformers(place: Path, model: Any) -> Any:
 
 
 def check_case(kind: str, seed: int, place: Path, *, decodes: bool) -> None:
-    """Logits, losses, answers and their log-probabilities of a random model, and its way there and back."""
+    """Compares logits, losses, answers and log-probabilities of a random model, and its round trip."""
     rng = np.random.default_rng([seed, *kind.encode()])
     saved(kind, place / "there", rng)
     model, params = read_hf(place / "there")
@@ -630,7 +630,7 @@ def check_case(kind: str, seed: int, place: Path, *, decodes: bool) -> None:
 
 
 def check_there_and_back(kind: str, place: Path, model: Any, params: Any, torchs: Any) -> None:
-    """The tensors bit by bit, and a config.json that means the same to transformers and to us."""
+    """Compares the tensors bit by bit, and the meaning of config.json for transformers and pipejax."""
     write_hf(model, params, place / "back", None)
     there, back = (load_file(place / name / "model.safetensors") for name in ("there", "back"))
     left = {name for name in there if ".vision_tower." in name or ".multi_modal_projector." in name}
@@ -645,7 +645,7 @@ def check_there_and_back(kind: str, place: Path, model: Any, params: Any, torchs
 
 
 def check_answers(model: Any, params: Any, torchs: Any, sources: list[list[int]]) -> None:
-    """Greedy ones with log-probabilities, and those of beams."""
+    """Compares greedy answers with log-probabilities, and answers of beams."""
     config = Config(model=model, decode=DecodeConfig(max_length=MOST, scores=True), train=TrainConfig(objective="none"))
     greedy = Generator(config, params, None)
     beams = Generator(

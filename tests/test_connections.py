@@ -166,7 +166,7 @@ def test_other_framing_is_bounded_as_well(engine: ScriptedEngine, framing: str) 
 
 
 def test_others_are_answered_while_small_chunks_come(engine: ScriptedEngine) -> None:
-    """However many clients send them: one turn of a connection is a few kilobytes."""
+    """For any number of clients, since a connection is read a few kilobytes at a time."""
     body, waits = chunks(b"a" * 10**6, 1), list[float]()
     with running(service(engine, body=2**20)) as port:
         threads = [
@@ -247,7 +247,7 @@ def test_new_connection_is_refused_if_all_others_wait_for_answers(engine: Script
 def test_server_without_descriptors_logs_one_line_and_continues(
     engine: ScriptedEngine, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The limit is below what the ceiling reckons with, as other files may take what is left."""
+    """The file limit is lower than the connection limit assumes, as other files may be open."""
     log = list[logging.LogRecord]()
     caplog.set_level(logging.ERROR, logger="asyncio")
     handler = logging.Handler()
@@ -350,7 +350,7 @@ def test_level_of_the_log_holds_for_all_lines(
 
 
 def test_requests_that_have_not_begun_get_503_at_the_end(engine: ScriptedEngine) -> None:
-    """From 32 clients that ask again and again, over new connections and kept ones: none is reset."""
+    """32 clients send requests repeatedly, over new and kept connections: no connection is reset."""
     own, found, strange = service(engine), list[int](), list[str]()
     ended = threading.Event()
 
@@ -382,7 +382,7 @@ def test_requests_that_have_not_begun_get_503_at_the_end(engine: ScriptedEngine)
 
 
 def test_waiting_connections_are_answered_at_the_end(engine: ScriptedEngine) -> None:
-    """Those that the system accepted and the server did not: as many as come while it is busy."""
+    """Connections in the system's backlog, which the server has not accepted yet."""
     own = service(engine)
     with contextlib.ExitStack() as stack:
         with running(own) as port:

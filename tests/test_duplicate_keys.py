@@ -1,4 +1,4 @@
-"""A key that an object has twice, wherever JSON is read: JSON does not say which of the two values counts."""
+"""Duplicate keys of objects, wherever JSON is read: JSON does not define which value counts."""
 
 import json
 import types

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version converted: opening one says, once, what may be wrong and what mends it."""
+"""Checkpoints converted by an earlier version: opening one logs, once, what may be wrong and how to correct it."""
 
 import dataclasses
 import json

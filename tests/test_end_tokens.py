@@ -64,7 +64,7 @@ GRIDS: list[Any] = [
 
 
 def ends_in(rows: list[list[int]], model: Any = SEVERAL) -> Counter[tuple[int, bool]]:
-    """How many rows end with each token, and of these the empty ones."""
+    """Counts of rows, and of empty rows, by end token."""
     return Counter((row[-1], len(row) == 2) for row in rows if row[-1] in model.end_token_ids)
 
 
@@ -94,7 +94,7 @@ def of_algorithm_1(model: T5Config, params: Any, source: list[int], setting: Any
     ],
 )
 def test_rows_of_random_models_equal_algorithm_1(setting: Any, unique: bool, drafter: Any) -> None:
-    """Rows end at each of the tokens, empty ones as well, and later rows see which one it was."""
+    """Rows, also empty ones, end at each end token, and later rows see the generated one."""
     delay, *_, literal = setting
     model = dataclasses.replace(SEVERAL, other_eos_token_ids=(5, 7)) if delay == 3 else SEVERAL
     strategy: Any = dataclasses.replace(Pipelined(*setting), unique=unique, other_ends=model.other_eos_token_ids)

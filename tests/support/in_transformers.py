@@ -172,7 +172,7 @@ def check_algorithm_1(
 
 
 def until_end(tokens: Sequence[int], model: Backbone) -> list[int]:
-    """The tokens before the first that ends a row."""
+    """The tokens before the first end token."""
     return [*itertools.takewhile(lambda token: token not in model.end_token_ids, tokens)]
 
 

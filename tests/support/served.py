@@ -49,7 +49,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 @contextlib.contextmanager
 def running(own: app.Service, **settings: Any) -> Iterator[int]:
-    """The port of a server with real sockets, which ends with the block."""
+    """A context with a server on real sockets; yields its port."""
     listener = command.listen("127.0.0.1", 0)
     port: int = listener.getsockname()[1]
     listener.listen()  # a client that comes before the server has started waits
@@ -64,7 +64,7 @@ def running(own: app.Service, **settings: Any) -> Iterator[int]:
 
 
 class Reply(NamedTuple):
-    """An answer as it came, and the way the connection ended."""
+    """A response and the way in which its connection ended."""
 
     status: int
     headers: dict[str, str]  # by lower-case name
@@ -81,7 +81,7 @@ def read_reply(connection: socket.socket) -> Reply:
 
 
 def ask(port: int, *sent: bytes) -> Reply:
-    """Sends that over a connection of its own, and reads to its end."""
+    """Sends bytes over a new connection, and reads to its end."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         for part in sent:
             connection.sendall(part)

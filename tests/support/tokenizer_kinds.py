@@ -1,4 +1,4 @@
-"""Tokenizers of many kinds, made in a directory as transformers saves them; each is called with the directory."""
+"""Functions that write tokenizers of many kinds to a directory, as transformers saves them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def save(directory: Path, inner: tokenizers.Tokenizer, kind: str = "", **specials: Any) -> Path:
-    """Saves it; `kind`: the tokenizer_class, "" for one that takes tokenizer.json as it is."""
+    """Saves a tokenizer; `kind`: its tokenizer_class, "" for a class that uses tokenizer.json unchanged."""
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **specials).save_pretrained(directory)
     if kind:
         rename(directory, kind)
@@ -24,7 +24,7 @@ def save(directory: Path, inner: tokenizers.Tokenizer, kind: str = "", **special
 
 
 def rename(directory: Path, kind: str, **settings: Any) -> Path:
-    """Gives it another tokenizer_class and further settings."""
+    """Sets tokenizer_class and other settings of a saved tokenizer."""
     file = directory / "tokenizer_config.json"
     content = json.loads(file.read_text()) | {"tokenizer_class": kind} | settings
     file.write_text(json.dumps({key: x for key, x in content.items() if x is not None}))
@@ -62,7 +62,7 @@ def bert(directory: Path, kind: str = "BertTokenizer") -> Path:
 
 
 def gemma(directory: Path) -> Path:
-    """Gemma's kind: pieces with bytes for what they lack, a bos before a text, and nothing behind it."""
+    """Gemma's kind: pieces with byte fallback, a bos before a text, and nothing behind it."""
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *BYTES, "▁", *LETTERS, "th", "the", "▁the", "fo", "fox"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x")]
     inner = tokenizers.Tokenizer(
@@ -77,7 +77,7 @@ def gemma(directory: Path) -> Path:
 
 
 def unigram(pieces: list[str], unknown: int, **settings: Any) -> tokenizers.Tokenizer:
-    """SentencePiece's kind: later pieces are the less likely, and a space stands before each word."""
+    """SentencePiece's kind: later pieces are less likely, and each word has a space before it."""
     scores = [(piece, -float(i)) for i, piece in enumerate(pieces)]
     inner = tokenizers.Tokenizer(models.Unigram(scores, unknown, **settings))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -94,7 +94,7 @@ def t5(directory: Path) -> Path:
 
 
 def byt5(directory: Path) -> Path:
-    """Bytes in another library than tokenizers, and an eos behind a text that does not end with one."""
+    """Bytes without the library tokenizers, and an eos behind a text that does not end with one."""
     transformers.ByT5Tokenizer().save_pretrained(directory)
     return directory
 
