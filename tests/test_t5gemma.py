@@ -33,6 +33,7 @@ from support import in_transformers, schemas
 from support.in_transformers import (
     check_algorithm_1,
     check_beams,
+    check_dropout,
     check_greedy_tokens,
     check_logits_and_gradients,
     check_schema,
@@ -60,7 +61,9 @@ TINY = T5GemmaConfig(
     decoder=dataclasses.replace(DECODER, attn_logit_softcapping=3.0, sliding_window=4),
     final_logit_softcapping=4.0,
 )
-PLAIN = dataclasses.replace(TINY, encoder=dataclasses.replace(ENCODER, attn_logit_softcapping=0.0), tied_head=False)
+PLAIN = dataclasses.replace(
+    TINY, encoder=dataclasses.replace(ENCODER, attn_logit_softcapping=0.0), rms_norm_eps=0.1, tied_head=False
+)
 
 
 def made(model: T5GemmaConfig) -> Any:
@@ -107,6 +110,12 @@ def test_logits_and_gradients_are_torchs(model):
     torchs = loaded(made(model), model, params)
     own, names = dict(torchs.named_parameters()), model.tensors()
     print(check_logits_and_gradients(model, params, torchs, logits_of(torchs), lambda path: own[names[path][0]]))
+
+
+def test_dropout_is_where_torch_has_it():
+    params = varied(TINY, 0, centered=True)
+    torchs = loaded(made(TINY), TINY, params)
+    check_dropout(TINY, params, torchs, logits_of(torchs))
 
 
 def test_the_encoder_is_torchs():
@@ -261,6 +270,16 @@ def test_older_configs_have_other_keys():
 def test_groups_are_equal():
     with pytest.raises(UserError, match=r"here: model.decoder: found 4 heads of 4 in 3 groups; expected equal groups"):
         dataclasses.replace(TINY, decoder=dataclasses.replace(DECODER, num_key_value_heads=3)).check("here")
+
+
+@pytest.mark.parametrize("side, width", [("encoder", 5), ("encoder", 9), ("decoder", 7)])
+def test_widths_of_heads_are_even(side, width):
+    """Their halves are turned together."""
+    stack = getattr(TINY, side)
+    found = f"{stack.num_attention_heads} heads of {width} in {stack.num_key_value_heads} groups"
+    with pytest.raises(UserError, match=f"^here: model.{side}: found {found}; expected equal groups, and an even head"):
+        dataclasses.replace(TINY, **{side: dataclasses.replace(stack, head_dim=width)}).check("here")
+    dataclasses.replace(TINY, **{side: dataclasses.replace(stack, head_dim=width + 1)}).check("here")
 
 
 # Parameters as published: of Gemma 2 and 3, from which a side comes whole, of mT5, and of T5Gemma where they are exact.

@@ -22,6 +22,7 @@ from support import in_transformers, schemas
 from support.in_transformers import (
     check_algorithm_1,
     check_beams,
+    check_dropout,
     check_greedy_tokens,
     check_logits_and_gradients,
     check_schema,
@@ -50,6 +51,7 @@ TINY = T5Gemma2Config(
     encoder=ENCODER,
     decoder=dataclasses.replace(ENCODER, intermediate_size=20, num_key_value_heads=1, head_dim=4, sliding_window=5),
     final_logit_softcapping=4.0,
+    rms_norm_eps=0.1,
     eoi_token_index=5,
 )
 VISION = {
@@ -119,6 +121,12 @@ def test_logits_and_gradients_are_torchs():
     own, names = dict(torchs.named_parameters()), TINY.tensors()
     table = lambda path: own[name_in_module(names[path][0])]  # noqa: E731
     print(check_logits_and_gradients(TINY, params, torchs, logits_of(torchs), table))
+
+
+def test_dropout_is_where_torch_has_it():
+    params = params_of(0)
+    torchs = loaded(made(TINY), TINY, params)
+    check_dropout(TINY, params, torchs, logits_of(torchs))
 
 
 def test_greedy_tokens_of_one_row_are_generates():

@@ -34,6 +34,7 @@ from support import in_transformers, oracle, schemas
 from support.in_transformers import (
     check_algorithm_1,
     check_beams,
+    check_dropout,
     check_greedy_tokens,
     check_logits_and_gradients,
     check_schema,
@@ -111,6 +112,10 @@ def test_umt5_is_torchs(params, torchs):
     names = TINY.tensors()
     apart = check_logits_and_gradients(TINY, params, torchs, logits_of(torchs), lambda path: own[names[path][0]])
     print(apart)
+
+
+def test_dropout_is_where_torch_has_it(params, torchs):
+    check_dropout(TINY, params, torchs, logits_of(torchs))
 
 
 def test_greedy_tokens_of_one_row_are_generates(params, torchs):

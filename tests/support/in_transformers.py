@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from pipejax.config import Config, DecodeConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sizes
 from pipejax.inference.backends import Backend
 from pipejax.inference.generator import Generator
+from pipejax.model import layers
 from pipejax.model.interface import Backbone
 from support import oracle, schemas
 from support.batches import padded, rows_of, sources
@@ -95,6 +97,32 @@ def check_logits_and_gradients(
         assert abs(other).max() > 1e-3, path  # else nothing is compared
     assert max(apart.values()) < NEAR, {path: x for path, x in apart.items() if x >= NEAR}
     return {"logits": apart.pop("logits"), "gradients": max(apart.values())}
+
+
+def check_dropout(model: Backbone, params: Any, torchs: Any, logits: Logits) -> None:
+    """The arrays that dropout modules of a training step are given have torch's shapes, in torch's order."""
+    given, expected, found = batch(model, 10), list[tuple[int, ...]](), list[tuple[int, ...]]()
+    source, real, tokens, mask, position = (torch.from_numpy(x) for x in given)
+    modules = [module for module in torchs.modules() if isinstance(module, torch.nn.Dropout)]
+    hooks = [module.register_forward_hook(lambda _, x, y: expected.append((*y.shape,))) for module in modules]
+    with torch.no_grad():
+        logits(source, real, tokens, mask[0], position[0])
+    for hook in hooks:
+        hook.remove()
+
+    def look(call: Callable[..., Any], x: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
+        if isinstance(context.module, layers.Dropout):
+            assert context.module.rate == 0.1
+            found.append(x[0].shape)
+        return call(*x, **more)
+
+    def apply(params: Any) -> Any:
+        rngs = {"dropout": jax.random.key(0)}
+        return model.module(dropout=0.1).apply({"params": params}, *given, deterministic=False, rngs=rngs)
+
+    with nn.intercept_methods(look):
+        jax.eval_shape(apply, params)
+    assert found == expected
 
 
 @dataclasses.dataclass
