@@ -639,6 +639,8 @@ def check_there_and_back(kind: str, place: Path, model: Any, params: Any, torchs
     one, two = (flatten_dict(x, sep="/") for x in (params, same))
     assert again == model and one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
     written = json.loads((place / "back" / "config.json").read_text())
+    (name,) = written["architectures"]
+    assert getattr(transformers, name).config_class.model_type == written["model_type"]
     facts = json.loads((place / "there" / "config.json").read_text())
     told = {"tied_head": model.tied_head} | ({"scale_head": model.scale_head} if kind == "umt5" else {})  # by tensors
     assert expected(written["model_type"], written) | told == expected(kind, facts) | told
