@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 import time
+import unicodedata
 from typing import Any
 
 import jsonschema
@@ -62,6 +63,17 @@ def test_patterns_find_the_texts_of_re(pattern: str) -> None:
         assert accepts(automaton, text.encode()) == expected, text
         found += expected
     assert found > 0 or pattern.startswith("^a{0}")
+
+
+def test_spaces_are_those_of_ecma_262_that_unicode_has_as_well() -> None:
+    """The former's white space and ends of lines are Unicode's separators and a few; not U+0085, which it lacks."""
+    made = Expressions()
+    starts = (patterns.read_pattern(pattern, made, "here") for pattern in (r"^\s$", r"^\S$"))
+    automaton = compiled(*starts, made=made)
+    for code in [*range(0x3100), *range(0xFE00, 0xFF00)]:
+        is_space = unicodedata.category(chr(code)) == "Zs" or chr(code) in "\t\n\v\f\r\u2028\u2029"
+        found = [accepts(automaton, chr(code).encode(), start) for start in (0, 1)]
+        assert found[0] == is_space and not all(found), hex(code)
 
 
 def test_characters_are_those_of_utf_8() -> None:
