@@ -120,6 +120,17 @@ def test_kptimes_as_arrays(tmp_path):
     assert list(task.examples("dev")) == [Example("dev-0", "Title: Ice Context: It thaws", ("thaw", "Climate"))]
 
 
+def test_sumpubmed_is_split_by_digests_of_numbers(tmp_path):
+    """The remainders of `b2sum -l 64` by 20: 0 is dev, 1 is test."""
+    files = {f"line_text/text_{number}.txt": f"Article {number}.\n" for number in range(1, 61)}
+    files |= {f"shorter_abstract/abst_{number}.txt": f"Summary {number}.\n" for number in range(1, 61)}
+    found = records("sumpubmed", lay(tmp_path / "manual", files), tmp_path / "data")
+    numbers = {split: [int(record["id"]) for record in part] for split, part in found.items()}
+    apart = {"dev": [2, 30, 52], "test": [3, 9, 29, 40]}
+    assert {split: sorted(numbers[split]) for split in apart} == apart
+    assert sorted(number for part in numbers.values() for number in part) == [*range(1, 61)]
+
+
 def test_sumpubmed_splits_and_spelling(tmp_path):
     task = prepared("sumpubmed", lay(tmp_path / "manual", CASES["sumpubmed"][0]), tmp_path / "data")
     splits = {split: list(task.examples(split)) for split in ("train", "dev", "test")}
