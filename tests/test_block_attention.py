@@ -344,6 +344,19 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
     block_attention.trial.cache_clear()
 
 
+def test_the_trial_runs_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, they would pass on a GPU whose compiler gets them wrong."""
+
+    def stop(*given: Any) -> None:
+        raise RuntimeError(f"interpret={given[3].blocks.interpret}")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(block_attention, "attend_in_blocks", stop)
+    block_attention.trial.cache_clear()
+    assert block_attention.misfit(64, trains=False) == "interpret=False"
+    block_attention.trial.cache_clear()
+
+
 def test_decoding_and_training_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the device and the mesh on which they run."""
     asked: list[Any] = []
