@@ -1,0 +1,94 @@
+"""A running batch beside numbers: memories that join, the programs compiled for it, and a cache that grows."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipejax.config import Config, DecodeConfig, TrainConfig
+from pipejax.inference.generator import Generator
+from pipejax.inference.running_batch import RunningBatch
+from pipejax.system.errors import UserError
+from support import oracle
+from support.tiny import MORE_WORDS
+
+LENGTHS = (64, 128, 256, 512)  # of memories
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    config = Config(model=MORE_WORDS, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=2000))
+    return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
+
+
+@pytest.fixture
+def batch(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> RunningBatch:
+    """With room for two, whose sources and carries are no more than lengths."""
+    made = RunningBatch(generator.programs, generator.make_strategy("sequential"), 2)
+    monkeypatch.setattr(made, "_with_states", lambda carry: carry)
+    monkeypatch.setattr(made, "_shape_of_source", lambda length, adapter: of(length))
+    return made
+
+
+def of(length: int) -> Any:
+    return SimpleNamespace(length=length)
+
+
+class Calls:
+    """The programs that are called, by their name and the lengths of what they are given and find."""
+
+    def __init__(self) -> None:
+        self.made = set[tuple[Any, ...]]()
+
+    def __call__(self, name: str, *given: Any, **static: Any) -> Any:
+        lengths = [x.length for x in given if isinstance(x, SimpleNamespace)]
+        self.made.add((name, *lengths, *static.items()))
+        if name == "empty":
+            return of(lengths[0]), of(0)
+        assert name in ("widen", "place"), name
+        return of(static["slots"] if name == "widen" else lengths[0])
+
+
+@pytest.mark.parametrize("own, one", [*itertools.product(LENGTHS, LENGTHS)])
+def test_memories_that_join_become_as_long_as_the_longer(batch: RunningBatch, own: int, one: int) -> None:
+    call = Calls()
+    encoded, _, joined = batch._join(call, of(own), of(0), of(one))
+    assert encoded.length == joined.length == max(own, one)
+    assert {made[1] for made in call.made} == {n for n in LENGTHS if min(own, one) <= n < max(own, one)}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_all_programs_by_which_sources_join_are_compiled_before(
+    batch: RunningBatch, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, called = Calls(), Calls()
+    monkeypatch.setattr(batch, "_find", compiled)
+    batch._compile_room(length, None)
+    for own, one in itertools.product(LENGTHS, LENGTHS):
+        if max(own, one) == length:
+            encoded, carry, _ = batch._join(called, None, None, of(own))
+            encoded, _, joined = batch._join(called, encoded, carry, of(one))
+            batch._place(called, encoded, joined, 1)
+    assert called.made == compiled.made
+
+
+def test_a_cache_grows_to_its_largest_size_and_is_full_only_there(
+    batch: RunningBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, seen = batch.cache_sizes, list[int]()
+    assert len(sizes) > 2
+    needed = sizes[-1]  # slots, for a step
+
+    def step(*given: Any) -> Any:
+        seen.append(batch._slots)
+        return None, np.zeros(2, bool), np.int32(0 if batch._slots >= needed else 5), of(0)
+
+    monkeypatch.setattr(batch, "_step", step)
+    monkeypatch.setattr(batch, "_grow", lambda call, encoded, carry, slots: carry)
+    batch._encoded, batch._carry, batch._slots, batch._in_use[0] = of(64), of(0), sizes[0], True
+    assert batch._run_steps(5)[2] == 5 and seen == [*sizes]
+    needed = sizes[-1] + 1
+    with pytest.raises(UserError, match=f"^slots: found a cache of {sizes[-1]}, full before all examples are done"):
+        batch._run_steps(5)
