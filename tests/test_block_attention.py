@@ -238,8 +238,9 @@ def packed(rng: np.random.Generator, *, examples: int, groups: int, length: int,
     return {name: jnp.asarray(x) for name, x in (whole | of_source | {"weights": weights, "slots": used}).items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("over_sources, length", [(False, 17), (True, 17), (True, 32)])
+@pytest.mark.parametrize(
+    "over_sources, length", [(False, 17), *(pytest.param(True, n, marks=pytest.mark.slow) for n in (17, 32))]
+)
 def test_packed_examples_have_the_masks_of_attend(over_sources: bool, length: int) -> None:
     """The kernel's bits, seen through values of one column each, where examples begin at odd columns."""
     rng, count = np.random.default_rng(11), 64
