@@ -26,7 +26,8 @@ def generator() -> Generator:
 @pytest.fixture
 def batch(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> RunningBatch:
     """With room for two, whose sources and carries are no more than lengths."""
-    made = RunningBatch(generator.programs, generator.make_strategy("sequential"), 2)
+    strategy: Any = generator.make_strategy("sequential")
+    made = RunningBatch(generator.programs, strategy, 2)
     monkeypatch.setattr(made, "_with_states", lambda carry: carry)
     monkeypatch.setattr(made, "_shape_of_source", lambda length, adapter: of(length))
     return made

@@ -145,7 +145,7 @@ def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, reques
     rows = made.under(asked).schema.rows
     params = oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2)
     for source in SOURCES[:4]:
-        encoded = oracle.encode(params, schemas.SIZES, [*made.tokenizer.encode(source), 1])
+        encoded = oracle.encode(params, schemas.SIZES, made.ids_of(made.source(source, "here", 0)))
 
         def last(written: list[list[int]], encoded: Any = encoded) -> list[np.ndarray]:
             return [x[-1] for x in oracle.grid_logits(params, schemas.SIZES, encoded, written, delay)]
