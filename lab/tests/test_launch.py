@@ -201,6 +201,41 @@ def test_it_pauses_and_goes_on_with_either() -> None:
     assert seen[0][0][1] == 0 and 0 < seen[0][1][1] < 50 and not seen[0][2][0] and seen[0][3][0]
 
 
+def test_each_step_is_that_of_the_step_decoder() -> None:
+    """Also where no row is open until the next one begins, and beside examples that are done, some of them cut."""
+    config, strategy, batch = change(num_decoder_layers=1), Pipelined(4, 11, 4), 3
+    encode, _ = programs(config, strategy, batch)
+    static: Any = {"sizes": (sizes := Sizes.fit(strategy, batch)), "slots": sizes.slots[-1]}
+
+    @jax.jit
+    def begin(weights: Any, memory: Any) -> Any:
+        return decoding.begin(strategy, XLA.decoder(T5(config), weights, memory), strategy.init(batch), sizes)
+
+    @jax.jit
+    def take_step(weights: Any, memory: Any, carry: Any) -> Any:
+        decoder, one = XLA.decoder(T5(config), weights, memory), jnp.int32(1)
+        found, failed, _ = launch.decode(decoder, strategy, carry, **static, pause_after=one, blocks=blocks(2))
+        return found, failed, decoding.decode(strategy, decoder, carry, **static, pause_after=one)
+
+    jumped = waited_cut = jumped_to_end = 0
+    for seed in range(20):
+        weights, memory = encode(*drawn(config, batch, seed))
+        carry, before, is_over = begin(weights, memory), np.zeros(batch, int), False
+        while not is_over:
+            found, failed, expected = take_step(weights, memory, carry)
+            for one, other in zip(fields(found.decoded), fields(expected.decoded), strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=f"model {seed}")
+            assert not failed and found.over == expected.over
+            carry, is_over = found.carry, bool(found.over)
+            steps, done = np.asarray(expected.decoded.steps), np.asarray(expected.carry.state.done)
+            is_cut = done & (np.asarray(expected.decoded.truncated) > 0)
+            jumped += int((steps > before + 1).sum())
+            jumped_to_end += int(((steps > before + 1) & (steps == strategy.time_max)).sum())
+            waited_cut += int(is_cut.any() and not is_over)
+            before = steps
+    assert jumped and waited_cut and jumped_to_end
+
+
 def test_a_block_that_never_comes_is_reported() -> None:
     config, strategy = SMALL, Sequential(6)
     encode, _ = programs(config, strategy, 2)
