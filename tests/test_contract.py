@@ -76,6 +76,18 @@ def settling(self: Lines, state: Any) -> Decoded:
     return dataclasses.replace(found, tokens=jnp.where(is_done, found.tokens, turned(self, state).tokens))
 
 
+def turned_once_ended(self: Lines, state: Any) -> Decoded:
+    """Tokens of each row that has ended from the last to the first."""
+    found = Lines.result(self, state)
+    tokens = jnp.where(state.ended[:, :, None], turned(self, state).tokens, found.tokens)
+    return dataclasses.replace(found, tokens=tokens)
+
+
+def endless(self: Lines, state: Any, answers: Any) -> Any:
+    """Each row goes on to its width."""
+    return dataclasses.replace(Lines.advance(self, state, answers), ended=state.ended)
+
+
 def shifted(self: Lines, state: Any) -> Decoded:
     """Rows without their first token."""
     found = Lines.result(self, state)
@@ -155,6 +167,10 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "too few slots": (broken(slots=6), "Steps.slots: found 6; expected "),
     "scores of tokens written from the end": (broken(result=turned, method={"can": SCORES}), "Steps.result: tokens: "),
+    "scores of tokens turned where a row ends": (
+        broken(result=turned_once_ended, method={"can": SCORES}),
+        "Steps.result: tokens: ",
+    ),
     "scores of tokens after the first": (broken(result=shifted, method={"can": SCORES}), "Steps.result: tokens: found"),
     "scores at another time": (
         broken(start=lambda self, row: np.asarray(self.starts)[row] + 1, method={"can": SCORES}),
@@ -207,6 +223,31 @@ def test_a_strategy_that_breaks_a_rule_is_refused_where_it_enters(case: str) -> 
     generator = Generator(Config(model=FEW_WORDS, method=method), {"w": np.zeros(1)}, None)
     with refused(line):
         generator.decode([[5, 1]])
+
+
+def test_queries_of_all_steps_need_slots() -> None:
+    """Three rows of six tokens ask 18 times, in ten steps."""
+    with refused("Steps.slots: found 17; expected 18 or more"):
+        methods.strategy_of(broken(advance=endless, slots=17), IDS)
+    assert methods.strategy_of(broken(advance=endless, slots=18), IDS)
+
+
+def test_an_answer_that_is_not_kept_is_no_token() -> None:
+    """Each step asks again for the tokens of the one before, at its times."""
+
+    def query(self: Lines, state: Any) -> Any:
+        state, found = Lines.query(self, state)
+        again = dataclasses.replace(found, time=jnp.maximum(found.time - 1, 0))
+        return state, jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), found, again)
+
+    steps = {
+        "most_queries": property(lambda self: 2 * len(self.starts)),
+        "slots": property(lambda self: 2 * len(self.starts) * self.width),
+        "query": query,
+        "advance": lambda self, state, answers: Lines.advance(self, state, answers[:, : len(self.starts)]),
+        "kept": lambda self, state: jnp.broadcast_to(jnp.arange(6) < 3, (len(state.ended), 6)),
+    }
+    assert methods.strategy_of(broken(method={"can": SCORES}, **steps), IDS)
 
 
 def test_a_number_of_all_examples_cannot_be_served() -> None:
