@@ -34,7 +34,9 @@ from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import answers, kernels
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
 from pipejax.inference.generator import Generator
+from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
+from pipejax.model.t5 import Memory
 from pipejax.system.errors import UserError
 from support import oracle, scripted, wavefront
 from support.batches import padded, rows_of, sources
@@ -533,3 +535,23 @@ def test_a_trace_numbers_rows_as_the_record_does(monkeypatch):
         lengths = [len(row) for row in record["row_ids"]]
         assert all(n in (length, length + 1) for n, length in zip(written, lengths, strict=False))
     assert any(0 in lengths for lengths in of_grid)
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_drafts_alone_are_given_the_ids_of_sources_as_wide_as_their_memory(is_drafted):
+    programs = Programs(TINY, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=XLA)
+    programs.set_params(oracle.random_params(TINY, np.random.default_rng(0)))
+    strategy = Pipelined(1, 9, 3)
+    if is_drafted:
+        strategy = with_drafts(strategy, Drafts(FromSource(), 3))
+    source, lengths = np.asarray([[[5, 6, 1], [7, 1, 0]]], np.int32), np.asarray([[3, 2]], np.int32)
+
+    def encode(self, name, *given):
+        return Memory((), (), np.arange(8) < lengths[..., None])
+
+    _, _, read = programs._encode(encode, strategy, source, lengths, None, Report())
+    if not is_drafted:
+        assert read is None
+        return
+    np.testing.assert_array_equal(read.ids, [[[5, 6, 1, 0, 0, 0, 0, 0], [7, 1, 0, 0, 0, 0, 0, 0]]])
+    np.testing.assert_array_equal(read.length, lengths)
