@@ -405,6 +405,17 @@ def test_feed_forward_and_layer_counts_equal_config_class(kind: str) -> None:
         assert not check_read(kind, changed(whole(kind), (), change)), change
 
 
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
+def test_other_spellings_of_sizes_are_read_as_the_config_class_reads_them(kind: str) -> None:
+    """A file has the general name of a size in place of T5's."""
+    facts, spellings = whole(kind), CLASSES[kind][1].attribute_map
+    read = {name: key for name, key in spellings.items() if key in ("d_model", "d_kv", "num_heads", "num_layers")}
+    assert len(read) >= 3
+    for name, key in read.items():
+        spelt = {name if old == key else old: value for old, value in facts.items()}
+        assert not check_read(kind, spelt) and CLASSES[kind][0].read_facts(spelt)[key] == facts[key]
+
+
 def test_null_is_read_as_in_config_class() -> None:
     """No default stands in for the null of a soft cap, a scale or a token."""
     assert {key for key, row in t5gemma.SIDE.items() if row.null not in (REFUSED, row.default)} == {
