@@ -240,7 +240,7 @@ def test_an_answer_that_is_not_kept_is_no_token() -> None:
         again = dataclasses.replace(found, time=jnp.maximum(found.time - 1, 0))
         return state, jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), found, again)
 
-    steps = {
+    steps: dict[str, Any] = {
         "most_queries": property(lambda self: 2 * len(self.starts)),
         "slots": property(lambda self: 2 * len(self.starts) * self.width),
         "query": query,
