@@ -449,7 +449,7 @@ def test_an_answer_that_outgrows_what_is_compiled_makes_room(generator, monkeypa
 class FakeBatch:
     """Writes three tokens for each of a source, one a step; a cache has a slot a token."""
 
-    cache_sizes, _memory, made = (8, 64), True, 0
+    cache_sizes, has_drafts, made = (8, 64), False, 0
 
     def __init__(self, programs, strategy, places, switch, encodings, compiled):
         self.strategy, self.places, self.compiled = strategy, places, compiled

@@ -341,7 +341,7 @@ def test_rows_that_are_lost_in_a_quote_are_refused(first, last, between, tmp_pat
     for skip in (False, True):
         message = refusal(tmp_path, content, "a.csv", skip_bad=skip, **TARGETS)
         assert "a.csv:14: found a quote that encloses what look like rows in lines 14 to 1990" in message
-        assert "data.csv_quotes = letters" in message
+        assert "data.csv_quotes: letters" in message
     if "é" in last[1]:
         return
     found = read(tmp_path, content, "a.csv", csv_quotes="letters", **TARGETS)

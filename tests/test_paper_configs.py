@@ -127,7 +127,9 @@ def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, compiled_once, 
 def test_dry_run_of_the_pretraining(tiny, tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"id": str(i), "source": "a b", "targets": ["a b"]}) + "\n" for i in range(16)))
-    settings = TWO_STEPS | {f"model.{key}": value for key, value in dataclasses.asdict(MODEL).items()}
+    settings = TWO_STEPS | {
+        f"model.{k}": [*v] if isinstance(v, tuple) else v for k, v in dataclasses.asdict(MODEL).items()
+    }
     settings |= {"data.tokenizer": tiny / "tokenizer", "data.train": lines, "data.dev": lines}
     config = load(CONFIGS / "copying.py", [f"{key}={value}" for key, value in settings.items()])
     assert ends_at_two(config, tmp_path / "run")

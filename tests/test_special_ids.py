@@ -267,7 +267,7 @@ def test_trained_end_token_becomes_first_of_run(tmp_path: Path) -> None:
     assert saved.model is not None and saved.model.end_token_ids == (3, 1)
     assert fit(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2)), tmp_path / "run") == 0
     t5 = pipejax.load(tmp_path / "run")
-    assert t5.ids.ends == (3, 1) and t5.ids_of(t5.source("word1", "here", 0)) == [6, 1]
+    assert t5.ids.ends == (3, 1) and t5.ids_of(t5.source("word1", "here", 0)) == [6]
     huggingface.to_hf(tmp_path / "run", tmp_path / "hf")
     assert huggingface.read_hf(tmp_path / "hf")[0].end_token_ids == (3, 1)
 

@@ -426,6 +426,10 @@ class RunningBatch:
     def _compile_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
+        # As the wishes have it: the batch may have another schema by the time at which this is compiled.
+        grammar = wishes.grammar
+        states: Any = None if grammar is None else jax.ShapeDtypeStruct(grammar.starts.shape, np.int32)
+        carry = dataclasses.replace(carry, states=states)
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._grow(self._find, encoded, carry, size)
