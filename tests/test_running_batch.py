@@ -28,7 +28,6 @@ def batch(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> RunningBatch
     """With room for two, whose sources and carries are no more than lengths."""
     strategy: Any = generator.make_strategy("sequential")
     made = RunningBatch(generator.programs, strategy, 2)
-    monkeypatch.setattr(made, "_with_states", lambda carry: carry)
     monkeypatch.setattr(made, "_shape_of_source", lambda length, adapter: of(length))
     return made
 

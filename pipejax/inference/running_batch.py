@@ -233,7 +233,7 @@ class RunningBatch:
         # Its table goes to the device once, and not with each call.
         self._grammar = grammar and dataclasses.replace(grammar, table=jax.device_put(grammar.table))
         if self._carry is not None:
-            self._carry = self._with_states(self._carry)
+            self._carry = _with_states(self._carry, self._grammar)
 
     def twin(self) -> "RunningBatch":
         """Creates an empty batch with the same strategy and number of places, which shares the compiled programs."""
@@ -282,7 +282,9 @@ class RunningBatch:
             one = self._read(self._call, memory, source, length)
             if self._encoded is None or (not self._in_use.any() and self._encoded.length != one.length):
                 self._slots, self._encoded, self._carry = self._sizes.slots[0], None, None
-            self._encoded, self._carry, one = self._join(self._call, self._encoded, self._carry, one)
+            is_new = self._carry is None
+            self._encoded, carry, one = self._join(self._call, self._encoded, self._carry, one)
+            self._carry = _with_states(carry, self._grammar) if is_new else carry
             self._encoded = self._place(self._call, self._encoded, one, place)
         self._scored[place] = log_probs
         if self.schema is not None and self._grammar is not None:
@@ -318,7 +320,6 @@ class RunningBatch:
         """Brings the sources of the batch and a new one to the same memory length, by doubling the shorter ones."""
         if encoded is None or carry is None:
             encoded, carry = call("empty", self._weights, one, slots=self._sizes.slots[0])
-            carry = self._with_states(carry)
         length = encoded.length
         while encoded.length < one.length:
             encoded = call("widen", encoded, slots=2 * encoded.length)
@@ -383,7 +384,7 @@ class RunningBatch:
         own = self.strategy, self.places, length
         if source is not None:
             reads = ("small",) if self._drafting else ()
-            found["encode", source, *reads] = partial(self._compile_source, source, adapter)
+            found["encode", source, *reads] = partial(self._trace_source, self._find, source, adapter)
             found["room", *own] = partial(self._compile_room, length, adapter)
         for kind in sorted({*logits}):
             wishes = self._wishes(kind)
@@ -392,23 +393,20 @@ class RunningBatch:
             found[key] = partial(self._compile_steps, length, slots, wishes, adapter)
         return {key: make for key, make in found.items() if key not in self._compiled}
 
-    def _compile_source(self, length: int, adapter: int | None) -> Encoded:
-        """Compiles the encoders for a source of a padded length; returns the shapes of the encoded source."""
+    def _trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:
+        """The shapes of an encoded source of a padded length; `call` returns shapes."""
         source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
         with precision(self._model.dtype):
-            return self._read(self._find, self._encode_source(self._find, source, of_each, adapter), source, of_each)
+            return self._read(call, self._encode_source(call, source, of_each, adapter), source, of_each)
 
     def _shape_of_source(self, length: int, adapter: int | None) -> Encoded:
         """The shapes of a source with a memory of `length` slots; compiles nothing."""
+
+        def shapes(name: str, *given: Any) -> Any:
+            return jax.eval_shape(self._functions[name], *given)
+
         if (key := ("memory", length, self.strategy)) not in self._compiled:
-            source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
-
-            def shapes(name: str, *given: Any) -> Any:
-                return jax.eval_shape(self._functions[name], *given)
-
-            with precision(self._model.dtype):
-                memory = self._encode_source(shapes, source, of_each, adapter)
-                self._compiled[key] = self._read(shapes, memory, source, of_each)
+            self._compiled[key] = self._trace_source(shapes, length, adapter)
         found: Encoded = self._compiled[key]
         return found
 
@@ -426,10 +424,7 @@ class RunningBatch:
     def _compile_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
-        # As the wishes have it: the batch may have another schema by the time at which this is compiled.
-        grammar = wishes.grammar
-        states: Any = None if grammar is None else jax.ShapeDtypeStruct(grammar.starts.shape, np.int32)
-        carry = dataclasses.replace(carry, states=states)
+        carry = _with_states(carry, wishes.grammar)  # by now the batch may have another schema
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._grow(self._find, encoded, carry, size)
@@ -571,11 +566,6 @@ class RunningBatch:
         strategy, _ = self._meet(weights, encoded)
         return strategy.reread(state, encoded.source)
 
-    def _with_states(self, carry: Carry) -> Carry:
-        """The carry with states for the grammar, if there is one; `refill` initialises them for new examples."""
-        states = None if self._grammar is None else jnp.zeros(self._grammar.starts.shape, jnp.int32)
-        return dataclasses.replace(carry, states=states)
-
     def _grown(self, weights: Tree, encoded: Encoded, carry: Carry, *, slots: int) -> Carry:
         return decoding.grow(self._meet(weights, encoded)[1], carry, slots)
 
@@ -623,6 +613,12 @@ class RunningBatch:
             watched=watched,
         )
         return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
+
+
+def _with_states(carry: Carry, grammar: Grammar | None) -> Carry:
+    """The carry with states for the grammar, if there is one; `refill` initialises them for new examples."""
+    states = None if grammar is None else jnp.zeros(grammar.starts.shape, jnp.int32)
+    return dataclasses.replace(carry, states=states)
 
 
 def _shapes(tree: Any) -> tuple[Hashable, ...]:
