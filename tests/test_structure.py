@@ -283,7 +283,7 @@ def test_only_lab_knows_lab(module: str) -> None:
 # Methods.
 
 OURS = ("pipelined", "sequential")
-CLASSES = {"Pipelined", "Sequential", "Beam", "Beams", "Rows", "NamedRows"}
+CLASSES = {"Pipelined", "Sequential", "Beam", "Beams", "GridStrategy", "Rows", "NamedRows"}
 
 
 @pytest.mark.parametrize("module", sorted(module for module in TREES if not matches(module, ("methods*", "config*"))))

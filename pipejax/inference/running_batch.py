@@ -32,7 +32,6 @@ from pipejax.decoding import (
     Carry,
     Decoded,
     Grammar,
-    GridStrategy,
     Refillable,
     Sampling,
     SourceIds,
@@ -177,7 +176,7 @@ class RunningBatch:
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
         # Whether rows may be generated ahead of others.
-        self.has_drafts = isinstance(self.strategy, GridStrategy) and self.strategy.drafts is not None
+        self.has_drafts = getattr(self.strategy, "drafts", None) is not None
         self._model, self._backend = programs.model, programs.backend
         self._encoder, self._weights = programs.on(1).encoding, programs.on(1).decoding
         self._drafting: Drafting | None = None
