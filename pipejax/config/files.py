@@ -25,8 +25,8 @@ from pipejax.model.t5_config import T5Config
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import (
-    LISTS,
     NAMES,
+    SEQUENCES,
     alternatives,
     parse_value,
     plain_value,
@@ -310,7 +310,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
-    if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, *LISTS):
+    if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, *SEQUENCES):
         names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]
         raise UserError(f"{full}: found a section; expected one of its keys, such as {full}.{names[0]}")
     value = parse_value(value, kind, full) if written and isinstance(value, str) else plain_value(value, kind)
@@ -337,7 +337,7 @@ def _build(cls: type, values: object, prefix: str, where: str) -> Any:
         if key == "model" and isinstance(value, dict) and isinstance(value.get("class"), str):
             built[key] = made(value, key)
             continue
-        value = tuple(value) if kinds[key] in LISTS and isinstance(value, list) else value
+        value = tuple(value) if kinds[key] in SEQUENCES and isinstance(value, list) else value
         value = quoted(value) if kinds[key] == NAMES and isinstance(value, str) else value  # several are a list
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:

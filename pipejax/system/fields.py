@@ -24,7 +24,6 @@ TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
 IDS = tuple[int, ...]  # the type of a setting that holds several token ids
 NAMES = str | TEXTS  # the type of a setting that holds one name or several
 SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # the types of settings that may be tuples, with the type of each value
-LISTS = (*SEQUENCES,)  # the types of settings that may be given as a list
 WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
 
 
@@ -141,7 +140,7 @@ def plain_value(value: object, kind: Kind) -> object:
     """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
-    return tuple(value) if kind in LISTS and isinstance(value, list) else value
+    return tuple(value) if kind in SEQUENCES and isinstance(value, list) else value
 
 
 def with_tuples(node: Any) -> Any:
@@ -162,7 +161,7 @@ def with_tuples(node: Any) -> Any:
 
 def parse_value(text: str, kind: Kind, key: str) -> object:
     """Parses a value of --set as `kind`; several values are a list of JSON. Raises a UserError that names the key."""
-    if kind in LISTS:
+    if kind in SEQUENCES:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := strict_json.loads(text), list):
                 return tuple(found)  # `check_settings` looks at what is in it
