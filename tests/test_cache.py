@@ -56,7 +56,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pipejax").addHandler(handler)
-    monkeypatch.setattr(compile_cache, "_said", set())
+    compile_cache._say_once.cache_clear()
     yield found
     logging.getLogger("pipejax").removeHandler(handler)
 

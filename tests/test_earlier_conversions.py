@@ -75,7 +75,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found, handler = list[str](), logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(run_module.__name__).addHandler(handler)
-    monkeypatch.setattr(run_module, "_said", set())
+    run_module._warn_once.cache_clear()
     yield found
     logging.getLogger(run_module.__name__).removeHandler(handler)
 

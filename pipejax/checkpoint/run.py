@@ -1,6 +1,7 @@
 """Opens run directories to use their weights, and writes run directories that hold weights alone."""
 
 import dataclasses
+import functools
 import logging
 import shutil
 from pathlib import Path
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 # The version of the conversion, increased whenever the same files are converted to other numbers. Checkpoints of the
 # first version do not contain it; `Backbone.earlier_doubts` names settings that it may have read wrongly.
 CONVERSION = 2
-_said: set[str] = set()  # lines that were logged, since each is logged once in a process
+_warn_once = functools.cache(logger.warning)
 
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
@@ -84,9 +85,7 @@ def report_conversion(restored: Restored) -> None:
             f"{place}: an earlier version converted it, with {doubts}; pipejax convert from-hf SOURCE NEW converts it "
             "again"
         )
-    if line not in _said:
-        _said.add(line)
-        logger.warning(line)
+    _warn_once(line)
 
 
 def tokenizer_of(restored: Restored) -> Tokenizer | None:

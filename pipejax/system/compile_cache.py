@@ -1,5 +1,6 @@
 """Keeps compiled programs on disk, so that only the first run of a command waits for the compiler."""
 
+import functools
 import logging
 import math
 import os
@@ -10,11 +11,10 @@ import jax
 from pipejax.system.files import absolute
 
 logger = logging.getLogger(__name__)
+_say_once = functools.cache(logger.warning)
 
 VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
 SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
-
-_said: set[str] = set()  # lines that were logged, since each is logged once in a process
 
 
 def directory() -> Path | None:
@@ -77,12 +77,6 @@ def _trouble(path: Path) -> str:
     if not os.access(path, os.R_OK | os.X_OK):
         return f"{path} is closed to this user (in an image, chmod -R a+rX lets every user read it)"
     return ""
-
-
-def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        logger.warning(line)
 
 
 def use_cache() -> Path | None:
