@@ -30,7 +30,7 @@ from pipejax.system import Tree
 Array = jax.Array
 ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in arguments.h
 MOST_QUERIES, MOST_POINTERS, WIDEST_HEAD, MOST_ENDS = 256, 400, 128, 8  # as there
-EXAMPLE, ROW = ("time", "started", "complete", "done", "steps"), ("last", "end", "retired")  # begin the structs there
+EXAMPLE, ROW = ("time", "started", "complete", "done"), ("last", "end", "retired")  # begin the structs there
 PARTS = 8  # of the vocabulary, in the search for a query's highest logit
 
 
@@ -183,7 +183,7 @@ def _on_grid(strategy: Any, state: RowState) -> tuple[list[Array], list[Array], 
     steps = strategy.result(state).steps
     time = jnp.where(is_open.any(axis=1), jnp.where(is_open, newest, NEVER).min(axis=1), steps)
     complete = (state.ended & (state.length == 1)).any(axis=1)
-    of_example = [time, state.started, complete, state.done, jnp.where(state.done, steps, time)]
+    of_example = [time, state.started, complete, state.done]
     of_row = [state.last, jnp.where(state.ended, newest, NEVER), state.retired]
     at = jnp.arange(strategy.time_max + 1) - strategy.first[:, None] - 1
     tokens = jnp.take_along_axis(state.tokens, jnp.clip(at, 0, strategy.time_max - 1)[None], axis=2)

@@ -36,7 +36,7 @@ struct Control {  // begins as zeros but for `left`
 };
 
 struct Example {
-  int time, started, complete, done, steps, used;
+  int time, started, complete, done, used;
 };
 
 struct Row {

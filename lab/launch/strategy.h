@@ -33,7 +33,6 @@ DEVICE void Advance(const Numbers& n, Example& e, Row* rows, const int* answer, 
   if (!n.literal) over = over && (e.complete || e.started == n.sub_max);
   e.time = time;
   if (!over && !any_open && n.delay) e.time = Least(Parts(time, n.delay) * n.delay, n.T);
-  e.steps = over ? time : e.time;
   e.done = over || e.time == n.T;
 }
 
