@@ -33,19 +33,11 @@ from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
+from support.in_transformers import VISION
 
 ABSENT = object()
 SIDES = ("encoder", "decoder")
 Facts = dict[str, Any]
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 CLASSES: dict[str, Any] = {
     "t5": (T5Config, transformers.T5Config),
     "mt5": (T5Config, transformers.MT5Config),

@@ -1,10 +1,8 @@
 """Models whose rows end at any of several tokens, as chat-tuned models have them, beside Algorithm 1 and `generate`."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +25,7 @@ from pipejax.config import (
     override,
     to_json,
 )
-from pipejax.convert import description, huggingface
+from pipejax.convert import huggingface
 from pipejax.data.encoding import answered, encode_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Affixes
@@ -45,7 +43,7 @@ from pipejax.training.run_directory import choose_end, resolve_model
 from support import oracle, schemas, scripted
 from support.batches import padded, rows_of, sources
 from support.foreign import Uneven
-from support.in_transformers import check_beams, check_greedy_tokens
+from support.in_transformers import check_beams, check_greedy_tokens, written_module
 from support.one_program import compiled
 from support.tiny import FEW_WORDS, MORE_WORDS
 
@@ -504,15 +502,8 @@ def test_drafting_model_may_have_any_end_token_as_eos(eos: int, fits: bool, tmp_
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The module that `to-hf` writes."""
-    place = tmp_path_factory.mktemp("written") / "generate.py"
     config = Config(model=SEVERAL, grid=GridConfig(delay=1, time_max=12, sub_max=5))
-    place.write_text(description.custom_generate(config, None) or "")
-    spec = importlib.util.spec_from_file_location("written_for_several_ends", place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["written_for_several_ends"] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    return written_module(config, tmp_path_factory.mktemp("several_ends"))
 
 
 def test_custom_generate_ends_rows_at_each_end_token(written: Any, tmp_path: Path) -> None:

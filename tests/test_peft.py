@@ -25,7 +25,7 @@ from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from support import in_transformers
-from support.in_transformers import varied
+from support.in_transformers import VISION, varied
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -54,15 +54,6 @@ BACKBONES: dict[str, Any] = {
         *(50, 2, 2),
         decoder_start_token_id=0,
     ),
-}
-IMAGES = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
 }
 T5, GEMMA = ("t5", "mt5", "umt5"), ("t5gemma", "t5gemma2")
 OF_T5: dict[str, dict[str, Any]] = {
@@ -120,7 +111,7 @@ def original(kind: str) -> Any:
     model = BACKBONES[kind]
     facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
     if kind == "t5gemma2":
-        facts["encoder"] |= {"vision_config": IMAGES, "mm_tokens_per_image": 4}
+        facts["encoder"] |= {"vision_config": VISION, "mm_tokens_per_image": 4}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model.facts()["model_type"], **facts)
     more = {"attn_implementation": "eager"} if kind == "t5gemma" else {}  # the only one with soft caps

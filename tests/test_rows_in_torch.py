@@ -1,7 +1,6 @@
 """Rows in transformers' `generate`: the file that `convert to-hf` writes, against Algorithm 1 in plain lists."""
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import transformers
 from pipejax.config import Config, DataConfig, GridConfig, T5Config
 from pipejax.convert import description, huggingface
 from support import oracle
+from support.in_transformers import written_module
 from support.tiny import FEW_WORDS, MODEL
 
 GATED = dataclasses.replace(FEW_WORDS, feed_forward="gated-gelu", tied_head=False, scale_head=False)
@@ -109,14 +109,8 @@ def test_rows_are_those_of_algorithm_1(models: int, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The module that `to-hf` writes, with a model beside it; its rows take 6 steps at the most."""
-    place = tmp_path_factory.mktemp("written") / "generate.py"
     config = Config(model=FEW_WORDS, grid=GridConfig(delay=1, time_max=6, sub_max=3))
-    place.write_text(description.custom_generate(config, None) or "")
-    spec = importlib.util.spec_from_file_location("written_generate", place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["written_generate"] = module  # where dataclasses look
-    spec.loader.exec_module(module)
+    module = written_module(config, tmp_path_factory.mktemp("written"))
     facts = {key: x for key, x in FEW_WORDS.facts().items() if key not in ("architectures", "model_type")}
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**facts)).eval()

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
 import transformers
 
 from pipejax.convert import huggingface
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from support import oracle, tiny
+from support.tokenizer_kinds import T5_IDS, train_spiece
 
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=46)
 T5_CLASS = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -26,19 +26,7 @@ LINES = ["the quick brown fox", "jumps over a lazy dog", "under warm summer skie
 def without_sentinels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bare spiece.model of 46 pieces."""
     place = tmp_path_factory.mktemp("pieces")
-    text = " ".join(LINES)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text[i:] + text[:i] for i in range(len(text))]),
-        model_prefix=str(place / "spiece"),
-        vocab_size=46,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
-    (place / "spiece.vocab").unlink()
-    return place
+    return train_spiece(place, " ".join(LINES), 46, **T5_IDS)
 
 
 def with_config(place: Path, settings: dict[str, Any]) -> None:

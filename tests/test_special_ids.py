@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 import transformers
 
@@ -23,6 +22,7 @@ from pipejax.system.errors import UserError
 from pipejax.training import start
 from pipejax.training.loop import fit
 from support import oracle, tiny
+from support.tokenizer_kinds import train_spiece
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -57,15 +57,7 @@ def spiece(directory: Path, **settings: Any) -> Path:
     """A bare spiece.model with special ids of one's own, as sentencepiece trains it."""
     directory.mkdir(exist_ok=True)
     text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text[i:] + text[:i] for i in range(len(text))]),
-        model_prefix=str(directory / "spiece"),
-        vocab_size=44,
-        minloglevel=2,
-        **settings,
-    )
-    (directory / "spiece.vocab").unlink()
-    return directory
+    return train_spiece(directory, text, 44, **settings)
 
 
 def byt5(directory: Path) -> Path:

@@ -20,6 +20,7 @@ from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.system.errors import UserError
 from support import in_transformers, schemas
 from support.in_transformers import (
+    VISION,
     check_algorithm_1,
     check_beams,
     check_dropout,
@@ -54,15 +55,6 @@ TINY = T5Gemma2Config(
     rms_norm_eps=0.1,
     eoi_token_index=5,
 )
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 
 
 def made(model: T5Gemma2Config) -> Any:

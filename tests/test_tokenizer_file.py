@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import tokenizers
 import transformers
 
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.data.tokenizer_file import TokenizerFile
+from support.tokenizer_kinds import T5_IDS, train_spiece
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
 Change = Callable[[Any, Any], object]  # of the contents of tokenizer.json and tokenizer_config.json
@@ -23,16 +23,7 @@ Change = Callable[[Any, Any], object]  # of the contents of tokenizer.json and t
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tokenizer of each kind, as transformers saves it."""
     root = tmp_path_factory.mktemp("kinds")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT[i:] + TEXT[:i] for i in range(len(TEXT))]),
-        model_prefix=str(root / "spiece"),
-        vocab_size=60,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
+    train_spiece(root, TEXT, 60, **T5_IDS)
     transformers.T5Tokenizer.from_pretrained(root, extra_ids=20).save_pretrained(root / "t5")
 
     words = tokenizers.Tokenizer(

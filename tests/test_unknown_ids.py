@@ -20,7 +20,19 @@ from pipejax.data.tokenizer import Tokenizer, check_special_ids
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.inference.sources import Source
 from support import oracle, tiny
-from support.tokenizer_kinds import LETTERS, WORDS, bert, gemma, numbered, rename, roberta, save, unigram, words
+from support.tokenizer_kinds import (
+    LETTERS,
+    WORDS,
+    bert,
+    gemma,
+    numbered,
+    rename,
+    roberta,
+    save,
+    train_spiece,
+    unigram,
+    words,
+)
 
 UNKNOWN = ["漢", "the 漢 fox", "漢漢 a", "🙂", "é\u0301", "foxes \ue000", "</s> 漢", ""]
 PLAIN = ["the fox", "jumps over a dog"]
@@ -70,13 +82,7 @@ def test_unknown_id_of_t5_equals_transformers(tmp_path: Path) -> None:
 def spiece(directory: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
     directory.mkdir()
     text = "the quick brown fox jumps over a lazy dog and sleeps under warm bright summer skies by rivers "
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text[i:] + text[:i] for i in range(len(text))]),
-        model_prefix=str(directory / "spiece"),
-        vocab_size=60,
-        minloglevel=2,
-        **options,
-    )
+    train_spiece(directory, text, 60, **options)
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / "spiece.model"))
 
 

@@ -1,10 +1,14 @@
 """A backbone beside its model in transformers: weights, logits, gradients, and Algorithm 1 in plain Python over it."""
 
 import dataclasses
+import importlib.util
 import itertools
 import re
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +19,7 @@ import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.config import Config, DecodeConfig, TrainConfig
+from pipejax.convert import description
 from pipejax.decoding import TRUNCATIONS, Pipelined, Sizes
 from pipejax.inference.backends import Backend
 from pipejax.inference.generator import Generator
@@ -29,6 +34,28 @@ from support.one_program import compiled
 Logits = Callable[..., torch.Tensor]
 SURE = 1e-4  # a choice by less may be another after other rounding
 NEAR = 1e-4
+# The vision tower of a T5Gemma 2 in transformers, which has one also for texts alone.
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def written_module(config: Config, place: Path) -> types.ModuleType:
+    """The generate.py that `to-hf` writes into a directory, imported from there."""
+    file = place / "generate.py"
+    file.write_text(description.custom_generate(config, None) or "")
+    spec = importlib.util.spec_from_file_location(f"generate_{place.name}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 def varied(model: Backbone, seed: int, *, centered: bool = False) -> dict[str, Any]:

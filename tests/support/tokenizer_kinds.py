@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -13,6 +14,7 @@ Make = Callable[[Path], Path]
 WORDS = ["▁the", "▁fox", "▁jumps", "▁over", "▁a", "▁dog", "▁", "es", "s", "e", "x"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+T5_IDS = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
 
 
 def save(directory: Path, inner: tokenizers.Tokenizer, kind: str = "", **specials: Any) -> Path:
@@ -20,6 +22,19 @@ def save(directory: Path, inner: tokenizers.Tokenizer, kind: str = "", **special
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **specials).save_pretrained(directory)
     if kind:
         rename(directory, kind)
+    return directory
+
+
+def train_spiece(directory: Path, text: str, pieces: int, **settings: Any) -> Path:
+    """Writes a bare spiece.model of so many pieces, trained on a text; `settings`: of sentencepiece, such as T5_IDS."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text[i:] + text[:i] for i in range(len(text))]),
+        model_prefix=str(directory / "spiece"),
+        vocab_size=pieces,
+        minloglevel=2,
+        **settings,
+    )
+    (directory / "spiece.vocab").unlink()
     return directory
 
 
