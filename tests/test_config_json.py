@@ -261,7 +261,7 @@ def test_only_model_type_is_required() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_defaults_are_those_of_the_config_class(name: str) -> None:
-    """Row by row; None stands for what is made of other keys."""
+    """Compares each row of the table; a default of None is computed from other keys."""
     keys, kind = TABLES[name]
     config = kind()
     for key, row in keys.items():

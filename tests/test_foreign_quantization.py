@@ -112,7 +112,7 @@ def test_quantised_weights_are_refused_with_the_method(kind: str, directory: Pat
 def test_settings_beside_plain_weights_are_reported(
     file: str, text: dict[str, Any], expected: str, original: Path, directory: Path, capsys: Any
 ) -> None:
-    """The numbers are those of the same directory without them."""
+    """Parameters equal those converted from the same directory without these settings."""
     if file:
         (directory / file).write_text(json.dumps(text))
     else:

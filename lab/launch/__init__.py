@@ -132,7 +132,7 @@ def decode_batch(
     """As `programs.decode_batch`, by one launch: the stretch, and whether a block waited in vain; traced."""
     decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
     batch = len(memory.mask)
-    assert fits(decoder, strategy, batch, GREEDILY), "the kernel does not know such a decode"
+    assert fits(decoder, strategy, batch, GREEDILY), "the kernel does not support this decode"
     carry = decoding.begin(strategy, decoder, strategy.init(batch), sizes)
     return decode(decoder, strategy, carry, sizes=sizes, slots=slots, blocks=blocks)[:2]
 

@@ -224,7 +224,7 @@ def card(
     is_adapter: bool = False,
     affixes: Affixes | None = None,
 ) -> str:
-    """The text of README.md; `affixes`: the special ids of a source, if they differ from those of the tokenizer."""
+    """The text of README.md; `affixes`: the special ids of a source, if the tokenizer adds other ones."""
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data

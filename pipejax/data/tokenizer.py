@@ -417,7 +417,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
             except strict_json.DuplicateKey as error:
                 raise UserError(f"{file}: {error}") from error
             except (ValueError, RecursionError):
-                pass  # below it is told
+                pass  # reported below
     try:
         return tokenizer_file.read_tokenizer_file(directory)
     except tokenizer_file.Unsuited as unsuited:

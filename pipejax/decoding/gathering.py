@@ -103,7 +103,7 @@ def gather(
       position: the position of a row and time.
 
     Returns:
-      The step; the number i32 [B, S] among N of each live query; the coordinates with those of this step.
+      The step; i32 [B, S], the index of each live query among the N; and `filled` with the coordinates of this step.
     """
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))

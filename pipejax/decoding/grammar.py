@@ -85,7 +85,7 @@ class Table:
 
     @classmethod
     def least(cls, size: int) -> "Table":
-        """A table of the usual shape for a vocabulary of that size: whatever is written in state 1 stays there."""
+        """A table of the usual shape for a vocabulary of `size` tokens: every token leads from state 1 to state 1."""
         return cls._padded(np.zeros(size, np.int32), np.asarray([[0, 1]], np.int32), np.asarray([False, True]))
 
     @classmethod

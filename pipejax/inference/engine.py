@@ -380,7 +380,9 @@ class Engine:
             if not needs[lane]:
                 self._beside = beside
                 return lane, {}
-        nearest = min(lanes, key=lambda lane: len(needs[lane]))  # of which more is compiled, else that for one alone
+        nearest = min(
+            lanes, key=lambda lane: len(needs[lane])
+        )  # the lane with fewer missing programs; at equal numbers the first
         return nearest, needs[nearest]
 
     def _needs(self, lane: _Lane, answer: Answer) -> Needs:
@@ -400,7 +402,7 @@ class Engine:
             logger.info(f"compiling because of {' and '.join(why)}: a request waits for it, others go on")
 
     def _causes(self, answer: Answer, needs: Needs) -> list[str]:
-        """What is new about an answer that needs these programs."""
+        """The reasons why an answer needs programs that are not compiled, in words for the log."""
         known = [key for key in [*self._told_of, *self.compiler.compiled] if isinstance(key, Steps)]
         prompt = f"a prompt of {len(answer.generator.ids_of(answer.request.source))} tokens"
         causes = dict[str, None]()
@@ -448,7 +450,7 @@ class Engine:
     def _batch(self, lane: _Lane, source: Source) -> RunningBatch:
         """The batch of a lane, created if necessary.
 
-        `source` may be that of any request of the lane, since all of them have the same row prefixes.
+        `source`: the source of any request of the lane, since all requests of a lane have the same row prefixes.
         """
         if lane not in self._batches:
             kin = [one for one in self._batches if one[:2] == lane[:2]]

@@ -331,7 +331,7 @@ class Generator:
           report: updated after each batch.
           window: the number of batches to read ahead and sort by length.
           tick: called with the number of examples after each batch.
-          drafter: a drafter instead of that of the config.
+          drafter: replaces the drafter of the config.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
         wanted = batch_size
@@ -384,7 +384,7 @@ class Generator:
 
         Args:
           name: the name of the method; None: `default_strategy`.
-          drafter: a drafter instead of that of the config.
+          drafter: replaces the drafter of the config.
           drafts: whether the drafts of the config are used.
         """
         method = self.method(name)

@@ -1,7 +1,7 @@
 """The keys of a Hugging Face config.json that a backbone reads: kinds, defaults, null and other names.
 
-Files may lack keys: transformers then uses the default of its config class. null has a meaning of its own for some
-keys, and is refused for others. Some keys have other names in other releases. A table describes each key, and
+Files may lack keys: transformers then uses the default of its config class. For some keys null is a value with a
+meaning, for others it is refused. Some keys have other names in other releases. A table describes each key, and
 `read_keys` returns only the keys of its table. Reading a file does not require transformers: tests compare each row of
 the tables with its config classes. Importing this module does not import JAX.
 """

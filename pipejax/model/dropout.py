@@ -43,7 +43,7 @@ class Lines:
 
     hashes: Array  # u32 [...], the array's shape without its last axis
     first: Array | None = None  # u32 [...], the column at which the count begins; None: 0
-    multiple: int = flax.struct.field(pytree_node=False, default=1)  # of which `first` are multiples
+    multiple: int = flax.struct.field(pytree_node=False, default=1)  # every number in `first` is a multiple of it
 
 
 class Numbering(NamedTuple):

@@ -72,8 +72,8 @@ class Progress:
     def aside(self, what: str, of: str, first: str = "") -> Iterator[Callable[[str], None]]:
         """A block during which the counted work pauses; rates and the time left ignore it.
 
-        Shows what it does, with the seconds that it took the last time, or `first`, and now and then that it goes on.
-        Yields a function that takes how far it is, such as "3 of 8 answers", for the lines that follow.
+        Shows the name of the work with the seconds that it took the last time, or `first`, and repeats a line while it
+        runs. Yields a function that sets the progress shown in these lines, such as "3 of 8 answers".
         """
         begun, took, reached = time.monotonic(), self._took.get(what), ""
         text = f"{what} {of}" + (first if took is None else f", {took:.0f} s the last time")

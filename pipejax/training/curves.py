@@ -68,7 +68,7 @@ def html(runs: Sequence[str], logs: Sequence[Sequence[Line]]) -> str:
 
 
 def charts(logs: Sequence[Sequence[Line]]) -> dict[str, list[Curve]]:
-    """The curves of each chart, by its heading. Runs with another metric have a chart of their own."""
+    """The curves of each chart, by its heading. Scores by different metrics are in different charts."""
     found: dict[str, list[Curve]] = {"Loss (dashed: of the dev split)": []}
     for run, log in enumerate(logs):
         found["Loss (dashed: of the dev split)"] += [

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
 CHUNKS = 2**14  # bytes of framing that a body may have beyond an eighth of its content: about 3,300 chunks
-KEPT_BODY = 99_999  # bytes of a body that nobody reads after which the connection is kept, at the most
+KEPT_BODY = 99_999  # the most bytes of an unread body after which the connection is kept
 GONE = 499  # nobody sees it but the counters
 READERS = 4  # threads that read requests; new schemas are compiled in others
 SHARES = {QUICK: 0.5, WHOLE: 0.5}  # the share of the interpreter's time for compiling schemas
