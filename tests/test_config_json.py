@@ -81,7 +81,8 @@ def stack_of(config: Any, *, is_capped: bool) -> GemmaStack:
     values["attn_logit_softcapping"] = (config.attn_logit_softcapping or 0.0) if is_capped else 0.0
     sliding, whole = (rope["sliding_attention"], rope["full_attention"]) if "full_attention" in rope else (rope, rope)
     values |= {"rope_theta": sliding["rope_theta"], "full_rope_theta": whole["rope_theta"]}
-    values["full_rope_factor"] = whole["factor"] if whole.get("rope_type") == "linear" else 1.0
+    # transformers reads the older name "type" only for the layer types that the stack uses.
+    values["full_rope_factor"] = whole["factor"] if whole.get("rope_type", whole.get("type")) == "linear" else 1.0
     groups = values["num_attention_heads"] % values["num_key_value_heads"] == 0
     assert groups and None not in values.values(), "no model"
     return GemmaStack(**values)
@@ -624,7 +625,12 @@ def check_case(kind: str, seed: int, place: Path, *, decodes: bool) -> None:
             torch.testing.assert_close(torchs(**given, labels=torch.tensor(targets)).loss, loss)
     apply, causal = jax.jit(model.module().apply), np.tril(np.ones((8, 8), bool))[None]
     logits = apply({"params": params}, sources, real, tokens, causal, np.arange(8)[None])
-    np.testing.assert_allclose(logits, wanted.numpy(), atol=1e-4, rtol=0)
+    # A deep model with large weights amplifies rounding: transformers' own logits in two precisions show by how much.
+    with torch.no_grad():
+        doubled = torchs.double()(**given, decoder_input_ids=torch.tensor(tokens)).logits
+    torchs.float()
+    rounding = float((wanted - doubled).abs().max())
+    np.testing.assert_allclose(logits, wanted.numpy(), atol=max(1e-4, 4 * rounding), rtol=0)
     total, count = cross_entropy(jnp.asarray(logits), jnp.asarray(targets), jnp.ones(targets.shape))
     assert float(total / count) == pytest.approx(float(loss), abs=1e-4)
     check_there_and_back(kind, place, model, params, torchs)
