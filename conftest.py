@@ -25,7 +25,7 @@ if "PIPEJAX_TEST_DEVICE" not in os.environ:  # else JAX has the device that is h
 import jax
 import pytest
 
-from pipejax.inference import kernels
+from pipejax.kernels import cpu_kernel
 from pipejax.system import compile_cache
 from support.logged import logged
 
@@ -75,12 +75,12 @@ def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def kernel(kernel_cache: Path) -> kernels.Level:
+def kernel(kernel_cache: Path) -> cpu_kernel.Level:
     """The kernel for this processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(compile_cache.VARIABLE, str(kernel_cache))
         with logged() as lines:
-            used = kernels.use()
+            used = cpu_kernel.use()
         if not used:
             pytest.skip(f"no kernel here: {lines}")
     assert all(line.startswith("compiling a kernel") for line in lines)

@@ -30,7 +30,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import pipejax
 from lab.benchmarks import gpu, gpu_tables
-from pipejax.config import schema
+from pipejax.config import sections
 
 
 class ConfigSection(SphinxDirective):
@@ -41,7 +41,7 @@ class ConfigSection(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """The table."""
         self.env.note_dependency(reference.__file__)
-        self.env.note_dependency(schema.__file__)
+        self.env.note_dependency(sections.__file__)
         return self.parse_text_to_nodes(reference.table(self.arguments[0] if self.arguments else ""))
 
 

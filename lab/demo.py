@@ -17,7 +17,6 @@ import numpy as np
 
 from lab.benchmarks.systems import build, interleaved, paired, random_params
 from pipejax.apps import picture
-from pipejax.apps.evaluation import evaluate
 from pipejax.config import STRATEGIES, Config, T5Config, load
 from pipejax.data import make_task
 from pipejax.data.examples import Example
@@ -27,6 +26,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load as open_run
 from pipejax.model.precision import compute_dtype
 from pipejax.model.t5_config import ARCHITECTURES
+from pipejax.offline.evaluation import evaluate
 from pipejax.system import cli
 from pipejax.system.progress import Progress
 from pipejax.training.loop import fit

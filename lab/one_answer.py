@@ -14,7 +14,7 @@ import pipejax
 from pipejax import grid
 from pipejax.config import Config, GridConfig, T5Config
 from pipejax.decoding import Pipelined
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.testing import random_params
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 11):  # noqa: UP036  # a clone is run without pip, which would have looked
     raise ImportError(f"pipejax: found Python {sys.version.split()[0]} ({sys.executable}); expected 3.11 or newer")
 
+from pipejax import moved
 from pipejax.system import VERSION, environment  # before anything imports JAX: it pins settings
 from pipejax.system.errors import UserError
 
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["Backbone", "Config", "Generator", "Method", "Record", "RowEvent", "UserError", "fit", "load", "testing"]
 __version__ = VERSION
 
+moved.install()
+
 # Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
 _PLACES = {
-    "Backbone": "pipejax.model.interface",
+    "Backbone": "pipejax.model.backbone",
     "Config": "pipejax.config",
     "Generator": "pipejax.inference.generator",
     "Method": "pipejax.methods",

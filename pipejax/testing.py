@@ -17,14 +17,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from pipejax import grid, methods
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.data import demo
-from pipejax.decoding import TRUNCATIONS, Decoded, Query, Refillable, Strategy, contract
+from pipejax.decoding import TRUNCATIONS, Decoded, Query, Refillable, Strategy, strategy_checks
 from pipejax.decoding.choice import first_argmax
-from pipejax.inference import wishes
+from pipejax.inference import decoding_options
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.methods import Ids, Method
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.model.parameters import check_paths
 from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.slots import Blocks, Slots
@@ -54,7 +54,7 @@ def check_method(
     given = targets or [[words.decode(_draw(rng, model, 4)) for _ in range(n)] for n in size]
     whole = sum(_check_layout(method, strategy, rows, model, words, f"target {i}") for i, rows in enumerate(given))
     if not whole:
-        contract.refuse(method, "target", f"none of {len(given)} that decoding writes whole", "some")
+        strategy_checks.refuse(method, "target", f"none of {len(given)} that decoding writes whole", "some")
     params = random_params(model, strategy.eos)
     generator = Generator(Config(model=model, method=method, decode=DecodeConfig(scores="score" in can)), params, words)
     plain: list[Any] = [{"source_ids": [*_draw(rng, model, LONGEST - 1), ids.eos]} for _ in range(sources)]
@@ -80,15 +80,15 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
     check_paths(name, {path: x.shape for path, x in shapes.items()}, config)
     for path, (theirs, _) in config.tensors().items():
         if owners.setdefault(theirs, path) != path:
-            contract.refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "a name for each")
+            strategy_checks.refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "a name for each")
     if lost := sorted({*config.tables} - shapes.keys()):
-        contract.refuse(config, "tables", lost[0], f"some of {', '.join(sorted(shapes))}")
+        strategy_checks.refuse(config, "tables", lost[0], f"some of {', '.join(sorted(shapes))}")
     param_shardings(config, unflatten_dict(shapes, sep="/"), make_mesh(1, 1, 1))  # a rule for each
     for path, x in shapes.items():
-        contract.expect(config, f"init_params: {path}", x, "float32", x.shape)
+        strategy_checks.expect(config, f"init_params: {path}", x, "float32", x.shape)
         axes = next(axes for pattern, axes in config.sharding if re.fullmatch(pattern, path))
         if len(axes) > len(x.shape) or {*axes} - {None, "data", "fsdp", "tensor"}:
-            contract.refuse(config, f"sharding: {path}", axes, f"axes of the mesh for shape {[*x.shape]}")
+            strategy_checks.refuse(config, f"sharding: {path}", axes, f"axes of the mesh for shape {[*x.shape]}")
     params, bounds = random_params(config, config.eos_token_id), GridConfig(delay=2, time_max=14, sub_max=4)
     _check_passes(config, params)
     generator = Generator(Config(model=config, grid=bounds, decode=DecodeConfig(scores=True)), params, None)
@@ -109,7 +109,7 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     source, real = np.asarray([_draw(rng, config, 9, 9)], np.int32), np.arange(9)[None] < 5
     given = source, real, flat.inputs[None], mask, grid.position(flat.row, flat.time)[None]
     found = np.asarray(_logits(config.module(), params, *given))
-    contract.expect(config, "module: logits", found, "float32", (1, size, config.vocab_size))
+    strategy_checks.expect(config, "module: logits", found, "float32", (1, size, config.vocab_size))
 
     def apply(method: str, *given: Any) -> Any:
         return jax.eval_shape(lambda *x: half.apply({"params": params}, *x, method=method), *given)
@@ -117,12 +117,12 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     hidden, memory, cache = apply("hidden", *given), apply("encode", source, real), half.empty_cache(1, size)
     stepped = apply("step", *given[2:], given[4], memory, cache, np.zeros(1, np.int32))
     for place, x in (("hidden", hidden), ("step", stepped[0])):
-        contract.expect(config, f"module: {place}", x, "bfloat16", (1, size, hidden.shape[-1]))
-    contract.expect(config, "module: logits", apply("logits", hidden), "float32", found.shape)
-    contract.expect(config, "module: encode: mask", memory.mask, "bool", real.shape)
-    contract.check_state(config, cache, stepped[1])
+        strategy_checks.expect(config, f"module: {place}", x, "bfloat16", (1, size, hidden.shape[-1]))
+    strategy_checks.expect(config, "module: logits", apply("logits", hidden), "float32", found.shape)
+    strategy_checks.expect(config, "module: encode: mask", memory.mask, "bool", real.shape)
+    strategy_checks.check_state(config, cache, stepped[1])
     if width := config.head_width():
-        contract.expect(
+        strategy_checks.expect(
             config, "module: encode: keys", memory.keys[0], "bfloat16", (1, memory.keys[0].shape[1], width, 9)
         )
         slots = Slots(np.zeros((1, size), np.int32), flat.row[None], flat.time[None], given[4])
@@ -162,13 +162,13 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     apart = abs(outputs[0] - outputs[1]).max()
     if not apart < NEAR * abs(outputs[0]).max():
         said = f"outputs that change by {apart:.3g} with one that was taken back"
-        contract.refuse(config, "module: step", said, "the same outputs")
+        strategy_checks.refuse(config, "module: step", said, "the same outputs")
 
 
 def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
     apart = abs(np.asarray(changed) - found).max()
     if not apart < NEAR * abs(found).max():
-        contract.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
+        strategy_checks.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
 
 
 def recompute(
@@ -199,7 +199,7 @@ def recompute(
         return answers
 
     decoded: Any = None
-    for query, _, decoded, kept in contract.walk(strategy, answer):  # noqa: B007
+    for query, _, decoded, kept in strategy_checks.walk(strategy, answer):  # noqa: B007
         alive[len(alive) - int(query.live.sum()) :] = kept[query.live].tolist()
     return decoded, log_probs, min(margins)
 
@@ -210,8 +210,8 @@ def _compare_records(
     """Compares the records of each run with `recompute`; gives the number of answers that rounding cannot change."""
     strategy, words, sure = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
     for i, source in enumerate(given):
-        known = wishes.rows_of(source, method, words, model.end_token_ids)
-        forced, content = wishes.forced_of(known, strategy), [int(x) for x in source.content]
+        known = decoding_options.rows_of(source, method, words, model.end_token_ids)
+        forced, content = decoding_options.forced_of(known, strategy), [int(x) for x in source.content]
         found, log_probs, margin = recompute(model, params, strategy, content, forced)
         if margin < NEAR:
             continue
@@ -232,11 +232,13 @@ def _compare_records(
             if str(here[1]) != str(there[1]) or not all(
                 np.isclose(a, b, atol=1e-2) if isinstance(a, float) else a == b for a, b in near
             ):
-                contract.refuse(
+                strategy_checks.refuse(
                     owner, f"{run}: source {i}: {key}", runs[run][i][key], f"{expected[key]}, as recomputed"
                 )
     if sure < len(given) // 2:
-        contract.refuse(owner, "decode", f"{sure} of {len(given)} answers that rounding cannot change", "half or more")
+        strategy_checks.refuse(
+            owner, "decode", f"{sure} of {len(given)} answers that rounding cannot change", "half or more"
+        )
     return sure
 
 
@@ -245,8 +247,8 @@ def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> 
     batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
     at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
     rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
-    known = wishes.rows_of(given[0], method, generator.tokenizer, generator.ids.ends)
-    batch.give(wishes.forced_of(known, batch.strategy))
+    known = decoding_options.rows_of(given[0], method, generator.tokenizer, generator.ids.ends)
+    batch.give(decoding_options.forced_of(known, batch.strategy))
     while waiting or at:
         while waiting and batch.free:
             source = waiting.pop(0)
@@ -275,7 +277,7 @@ def _check_layout(
     flat, fed, asked = target.flat, set[Cell](), dict[tuple[int, int], set[Cell]]()
     learned = [*zip(flat.row.tolist(), flat.time.tolist(), flat.inputs.tolist(), strict=True)]
     if len({cell[:2] for cell in learned}) < len(learned):
-        contract.refuse(method, f"target: {where}", "two slots of one row and time", "one each")
+        strategy_checks.refuse(method, f"target: {where}", "two slots of one row and time", "one each")
     answers = dict(
         zip((cell[:2] for cell in learned), flat.targets.reshape(len(learned), -1)[:, 0].tolist(), strict=True)
     )
@@ -288,18 +290,20 @@ def _check_layout(
         found[query.live] = [answers.get((r, t), strategy.eos) for r, t, _ in new]
         return found
 
-    *_, (_, _, decoded, _) = contract.walk(strategy, answer)
+    *_, (_, _, decoded, _) = strategy_checks.walk(strategy, answer)
     whole = not target.was_cut and not decoded.truncated[0]
     for (r, t, _), weight in zip(learned, flat.weights.reshape(len(learned), -1).max(axis=1), strict=True):
         if weight and (whole or (r, t) in asked):
             sees, saw = {cell for cell in learned if grid.visible(r, t, *cell[:2])}, asked.get((r, t), set())
             if sees != saw:
                 found = f"(row, time, token) {sorted(sees - saw)} in training alone, {sorted(saw - sees)} in decoding"
-                contract.refuse(method, f"target: {where}: the slot at row {r}, time {t}", found, "to see the same")
+                strategy_checks.refuse(
+                    method, f"target: {where}: the slot at row {r}, time {t}", found, "to see the same"
+                )
     lengths = decoded.lengths[0].tolist()
     said = method.read([words.decode(decoded.tokens[0, k, : lengths[k]]) for k in method.order(lengths)], " ; ")[1]
     if whole and said != [*rows]:
-        contract.refuse(method, f"read: {where}", said, f"{[*rows]}, the rows of the target")
+        strategy_checks.refuse(method, f"read: {where}", said, f"{[*rows]}, the rows of the target")
     return whole
 
 

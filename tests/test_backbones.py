@@ -20,19 +20,19 @@ from safetensors.numpy import load_file, save_file
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.picture.command import main as picture
+from pipejax.apps.hub.push_command import main as push
+from pipejax.apps.picture.record_picture import main as picture
+from pipejax.apps.serving.engine import Engine, Request
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.checkpoint.__main__ import main as verify
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.convert.__main__ import main as convert
 from pipejax.convert.huggingface import read_hf, write_hf
-from pipejax.convert.push import main as push
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla
-from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.model import attention, embedding, layers, relative_bias, stack, t5
-from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from pipejax.training.run_directory import resolve_model
 from pipejax.training.step import Trainer
@@ -229,7 +229,7 @@ def test_a_run_imports_no_backbone_by_itself(page, tmp_path, monkeypatch, capsys
     found = pipejax.load(run, overrides=["model=linear:LinearConfig"])
     assert type(found.config.model).__name__ == "LinearConfig" and found.decode([[5, 6, 1]])
     with pytest.raises(UserError, match="UMT5Config; expected linear:LinearConfig, of which the"):
-        pipejax.load(run, overrides=["model=pipejax.model.umt5:UMT5Config"])
+        pipejax.load(run, overrides=["model=pipejax.backbones.umt5:UMT5Config"])
 
 
 class FlaxFeedForward(layers.FeedForward):
@@ -533,7 +533,7 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spelling", [["--set", "model=pipejax.model.umt5:{}"], ["--backbone", "pipejax.model.umt5:{}"]]
+    "spelling", [["--set", "model=pipejax.backbones.umt5:{}"], ["--backbone", "pipejax.backbones.umt5:{}"]]
 )
 def test_the_commands_bring_a_backbone_in(spelling, tmp_path, capsys):
     """In two spellings, of which the help shows the first."""

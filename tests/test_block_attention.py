@@ -14,10 +14,11 @@ from pipejax import grid
 from pipejax.config import Config, MeshConfig, TrainConfig
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA
-from pipejax.model import block_attention, dropout, interface, layers
+from pipejax.kernels import block_attention
+from pipejax.kernels.block_attention import attend_in_blocks
+from pipejax.model import backbone, dropout, layers
 from pipejax.model.attention import attend
-from pipejax.model.block_attention import attend_in_blocks
-from pipejax.model.interface import choose_blocks
+from pipejax.model.backbone import choose_blocks
 from pipejax.model.layers import buckets
 from pipejax.model.sharding import batch_sharding, make_mesh
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
@@ -323,7 +324,7 @@ class Foreign(T5Config):
 def test_what_keeps_its_arrays_is_said_once(
     config: T5Config, mesh: tuple[int, int, int], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    interface._warn.cache_clear()
+    backbone._warn.cache_clear()
     for _ in range(2):
         assert choose_blocks(config, GPU, batch_sharding(make_mesh(*mesh))) is None
     assert caplog.text.count(f"attention keeps arrays of queries by keys, which is slow: {line}") == 1

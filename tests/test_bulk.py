@@ -21,16 +21,18 @@ import pyarrow.parquet
 import pytest
 
 from pipejax import checkpoint
-from pipejax.apps import bulk, bulk_command, records, shards
-from pipejax.apps.shards import Output, Shards
+from pipejax.apps.bulk import bulk_command, shards
+from pipejax.apps.bulk import workers as bulk
+from pipejax.apps.bulk.blocks import Block, Reader, cut
+from pipejax.apps.bulk.shards import Output, Shards
 from pipejax.data import demo
-from pipejax.data.blocks import Block, Reader, cut
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines
 from pipejax.data.tables import FOUND, Dialect
 from pipejax.inference import loading
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
+from pipejax.offline import records
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.descendants import workers

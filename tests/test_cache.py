@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipejax.convert import converted
-from pipejax.inference import kernels
+from pipejax.kernels import cpu_kernel
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
@@ -149,15 +149,15 @@ def test_kernel_in_cache_of_root_is_loaded_without_compiling(
     compiler.write_text(f'#!/bin/sh\nfor last; do :; done\necho kernel > "$last"\necho x >> {runs}\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(kernels, "_load", lambda library, level: True)
-    level = kernels.LEVELS[-1:]
-    assert kernels._first_compiled([*level])
+    monkeypatch.setattr(cpu_kernel, "_load", lambda library, level: True)
+    level = cpu_kernel.LEVELS[-1:]
+    assert cpu_kernel._first_compiled([*level])
     owned_by(0, cache, monkeypatch)
     only_read(monkeypatch)
-    assert kernels._first_compiled([*level]) and runs.read_text() == "x\n"
+    assert cpu_kernel._first_compiled([*level]) and runs.read_text() == "x\n"
     (library,) = cache.glob("*.so")
     library.unlink()
-    assert kernels._first_compiled([*level]) is None and runs.read_text() == "x\n"
+    assert cpu_kernel._first_compiled([*level]) is None and runs.read_text() == "x\n"
     assert said[-1] == (
         f"decoding goes without its own kernel: {cache} has no kernel for this processor, and cannot get one"
     )

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from pipejax.apps.papers.data_sets import PUBLISHED
 from pipejax.config import DataConfig
 from pipejax.data import make_task
-from pipejax.data.papers import PUBLISHED
+from pipejax.inference.decoding_options import seed_of
 from pipejax.inference.generator import Generator
-from pipejax.inference.wishes import seed_of
 from support import oracle, tiny
 from support.scripted_engine import ScriptedEngine
 from support.served import chunks, connect, error, service, wait_until

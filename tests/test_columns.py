@@ -15,9 +15,7 @@ from tokenizers import Regex, normalizers
 
 import pipejax
 from pipejax import config as config_lib
-from pipejax.apps import evaluation, records
-from pipejax.apps.records import decode_file
-from pipejax.apps.serving.asked import apply_format
+from pipejax.apps.serving.requests import apply_format
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.config.row_names import read_columns, split_row
 from pipejax.convert import description
@@ -25,6 +23,8 @@ from pipejax.data import make_task
 from pipejax.data.__main__ import main as data_command
 from pipejax.inference import answers
 from pipejax.inference.generator import Generator
+from pipejax.offline import evaluation, records
+from pipejax.offline.records import decode_file
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support import oracle, schemas

@@ -138,7 +138,7 @@ def test_platforms(
 def test_memory_is_counted_in_the_systems_unit(monkeypatch: pytest.MonkeyPatch, system: str, factor: int) -> None:
     import resource
 
-    from pipejax.apps import evaluation
+    from pipejax.offline import evaluation
 
     usage = type("Usage", (), {"ru_maxrss": 5000})
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)

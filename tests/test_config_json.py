@@ -22,16 +22,17 @@ from transformers.models.t5gemma2.configuration_t5gemma2 import (
     T5Gemma2TextConfig,
 )
 
+from pipejax.backbones import t5gemma, t5gemma2, umt5
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DecodeConfig, TrainConfig, check
 from pipejax.convert.huggingface import read_hf, write_hf
 from pipejax.inference.generator import Generator
 from pipejax.methods.losses import cross_entropy
-from pipejax.model import t5_config, t5gemma, t5gemma2, umt5
+from pipejax.model import t5_config
 from pipejax.model.config_json import REFUSED, REQUIRED, Keys
 from pipejax.model.t5_config import T5Config
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from support.in_transformers import VISION
 

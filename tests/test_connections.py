@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipejax.apps.serving import command, connections
+from pipejax.apps.serving import connections, serve_command
 from pipejax.inference.generator import Generator
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -287,16 +287,16 @@ def test_connection_limit_follows_file_limit(
     raised = list[int]()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, 2000))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits[0]))
-    assert command.most_connections(given) == found
+    assert serve_command.most_connections(given) == found
     assert raised == ([1060] if limit == 400 else [])
 
 
 def test_connection_limit_above_file_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(UserError, match=r"--connections 900: found 1024 files .*; expected at least 1060"):
-        command.most_connections(900)
+        serve_command.most_connections(900)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert command.most_connections(None) == 4096 and command.most_connections(10**5) == 10**5
+    assert serve_command.most_connections(None) == 4096 and serve_command.most_connections(10**5) == 10**5
 
 
 # Bytes that are no request.
@@ -312,7 +312,7 @@ def test_json_log_has_only_json_lines(
     monkeypatch.setattr(cli._lines, "as_json", True)
     with (
         logged(),
-        cli.adopted("pipejax", *command.OTHERS),
+        cli.adopted("pipejax", *serve_command.OTHERS),
         running(service(engine, access_log=True), shown=False) as port,
     ):
         malformed = ask(port, b"nonsense\r\n\r\n")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipejax.apps.picture import curves
+from pipejax.apps.picture.picture_command import main
 from pipejax.system.errors import UserError
-from pipejax.training import curves
-from pipejax.training.picture_command import main
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,8 +16,7 @@ import pytest
 
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.picture import command as picture
-from pipejax.apps.records import as_line
+from pipejax.apps.picture import record_picture as picture
 from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import (
     TRUNCATIONS,
@@ -31,12 +30,14 @@ from pipejax.decoding import (
     with_drafts,
 )
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
-from pipejax.inference import answers, kernels
+from pipejax.inference import answers
 from pipejax.inference.backends import XLA, OwnKernel, call_costs
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
+from pipejax.kernels import cpu_kernel
 from pipejax.model.t5 import Memory
+from pipejax.offline.records import as_line
 from pipejax.system.errors import UserError
 from support import oracle, scripted, wavefront
 from support.batches import padded, rows_of, sources
@@ -265,7 +266,7 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     """Of three tokens at hand, each right in 30 or 12 of 100 cases; by hand, with (1 + right) / (reading + columns)."""
     weights = np.broadcast_to(np.zeros((), dtype), numbers)
     none = jnp.zeros((1, 1), jnp.int32)
-    narrow = next(level for level in kernels.LEVELS if level.name == "vnni")
+    narrow = next(level for level in cpu_kernel.LEVELS if level.name == "vnni")
     for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
         costs = call_costs(weights, backend)
         drafted = with_drafts(Sequential(20), Drafts(FromSource(), 3))

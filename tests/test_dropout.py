@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate
 from pipejax.data.encoding import encode_example
 from pipejax.model import dropout, layers, sharding, t5
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import UMT5Config
 from pipejax.training.step import Trainer, batch_loss, take_apart
 from support.oracle import random_params
 from support.tiny import DEEP, MODEL, STEP, change

@@ -10,14 +10,14 @@ import pyarrow.parquet
 import pytest
 
 from pipejax import config
-from pipejax.apps.serving.asked import parse_body
+from pipejax.apps.schemas import row_schema
 from pipejax.apps.serving.refusals import Refused
+from pipejax.apps.serving.requests import parse_body
 from pipejax.config import Config
 from pipejax.convert.tensor_files import read_json
 from pipejax.data.formats import read_records, rows_in
 from pipejax.data.lines import BadLines, read_array
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.inference import schema
 from pipejax.metrics.__main__ import read_documents
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
@@ -49,7 +49,7 @@ READERS: dict[str, tuple[Any, str, str]] = {
         "x.json",
     ),
     "a schema": (
-        lambda p, t: schema.read(str(written(p, t)), "x.json"),
+        lambda p, t: row_schema.read(str(written(p, t)), "x.json"),
         '{"properties": {"a": {"type": "string"}, "a": {"type": "null"}}}',
         "x.json",
     ),
@@ -84,7 +84,7 @@ def test_lines_with_duplicate_keys_are_bad_lines(tmp_path: Path) -> None:
 
 def test_python_schema_with_keys_of_equal_spelling_is_refused() -> None:
     with pytest.raises(UserError, match='schema: found the key "1" twice'):
-        schema.read({"properties": {1: {}, "1": {}}}, "schema")
+        row_schema.read({"properties": {1: {}, "1": {}}}, "schema")
 
 
 def test_duplicate_column_is_refused(tmp_path: Path) -> None:

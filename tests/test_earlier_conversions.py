@@ -13,16 +13,16 @@ import pytest
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import ARCHITECTURES as T5GEMMAS_2
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import ARCHITECTURES as UMT5S
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.checkpoint import run as run_module
 from pipejax.config import Config, DataConfig, TrainConfig
 from pipejax.convert import converted, from_hf, quantize
 from pipejax.convert.huggingface import write_hf
 from pipejax.model.t5_config import ARCHITECTURES, T5Config
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import ARCHITECTURES as T5GEMMAS_2
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import ARCHITECTURES as UMT5S
-from pipejax.model.umt5 import UMT5Config
 from pipejax.training import loop
 from support import tiny
 from support.in_transformers import varied

@@ -12,7 +12,7 @@ from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.methods import losses
 from pipejax.model import embedding
 from pipejax.model.embedding import look_up, sum_by_token
-from pipejax.training.plan import longest_batch
+from pipejax.training.memory import longest_batch
 from pipejax.training.step import Trainer
 
 TINY = T5Config(40, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, num_decoder_layers=1)

@@ -30,12 +30,12 @@ from pipejax.data.encoding import answered, encode_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Affixes
 from pipejax.decoding import TRUNCATIONS, Drafts, Pipelined, Sizes, ends_of, with_drafts
-from pipejax.decoding.contract import walk
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
-from pipejax.inference import small
+from pipejax.decoding.strategy_checks import walk
+from pipejax.inference import draft_model
+from pipejax.inference.decoding_options import of_batch
 from pipejax.inference.generator import Generator
 from pipejax.inference.streaming import RowEvent
-from pipejax.inference.wishes import of_batch
 from pipejax.methods import Ids, PipelinedMethod, prefix_ids, spell
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
@@ -490,10 +490,10 @@ def test_drafting_model_may_have_any_end_token_as_eos(eos: int, fits: bool, tmp_
     decode = DecodeConfig(draft="model", draft_checkpoint=str(tmp_path / "small"))
     config = Config(model=SEVERAL, decode=decode)
     if fits:
-        assert small.load(config) is not None
+        assert draft_model.load(config) is not None
         return
     with pytest.raises(UserError, match="found a T5 with eos_token_id = 6; expected 1, that of"):
-        small.load(config)
+        draft_model.load(config)
 
 
 # transformers' `generate` with rows.

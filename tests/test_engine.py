@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
+from pipejax.apps.schemas import row_schema as schema_lib
+from pipejax.apps.serving.engine import Closed, Engine, Event, Full, Request
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference import programs
-from pipejax.inference import schema as schema_lib
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
-from pipejax.inference.engine import Closed, Engine, Event, Full, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import Encodings, RunningBatch, Steps, Switch
 from pipejax.inference.sources import Source
@@ -245,7 +245,7 @@ def test_who_waits_hears_that_there_can_be_no_batch(generator, monkeypatch):
 
     engine = Engine(generator, places=2, queue=4)
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.inference.engine.RunningBatch", fails)
+        patch.setattr("pipejax.apps.serving.engine.RunningBatch", fails)
         with pytest.raises(MemoryError, match="no room"):
             list(engine.submit(request(0, [3, 1])).events())
     assert (engine.waiting, engine.running) == (0, 0)
@@ -513,7 +513,7 @@ class FakeBatch:
 @pytest.fixture
 def fake(generator, monkeypatch):
     """An engine whose batches compile nothing, but ask for it."""
-    monkeypatch.setattr("pipejax.inference.engine.RunningBatch", FakeBatch)
+    monkeypatch.setattr("pipejax.apps.serving.engine.RunningBatch", FakeBatch)
     monkeypatch.setattr(FakeBatch, "made", 0)
     engine = Engine(generator, places=2, queue=9)
     yield engine
@@ -570,10 +570,10 @@ def test_the_log_says_why_something_is_compiled(fake, new, causes, caplog):
     """Once for each cause, and not for what is compiled already."""
     record_in(fake.submit(plain(2)))
     with caplog.at_level("INFO", logger="pipejax"):
-        logging.getLogger("pipejax.inference.engine").addHandler(caplog.handler)
+        logging.getLogger("pipejax.apps.serving.engine").addHandler(caplog.handler)
         for _ in range(2):
             record_in(fake.submit(new))
-        logging.getLogger("pipejax.inference.engine").removeHandler(caplog.handler)
+        logging.getLogger("pipejax.apps.serving.engine").removeHandler(caplog.handler)
     said = [*dict.fromkeys(record.getMessage() for record in caplog.records)]
     assert said == [f"compiling because of {cause}: a request waits for it, others go on" for cause in causes]
 

@@ -15,7 +15,7 @@ from jax import export as jax_export
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.apps.export_command import main
+from pipejax.apps.export.export_command import main
 from pipejax.inference import programs
 from pipejax.system.errors import UserError
 from support import oracle, tiny

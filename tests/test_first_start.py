@@ -15,12 +15,12 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax.__main__ import main
-from pipejax.apps import bulk
+from pipejax.apps.bulk import workers
+from pipejax.apps.bulk.blocks import cut
+from pipejax.apps.serving.engine import Engine
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, TrainConfig
-from pipejax.data.blocks import cut
-from pipejax.inference import kernels
-from pipejax.inference.engine import Engine
-from pipejax.inference.kernels import Level
+from pipejax.kernels import cpu_kernel
+from pipejax.kernels.cpu_kernel import Level
 from pipejax.system import processor
 from pipejax.system.errors import UserError
 from support import oracle
@@ -61,7 +61,7 @@ def here(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def refuse() -> Level | None:
         raise Compiled
 
-    monkeypatch.setattr(kernels, "use", refuse)
+    monkeypatch.setattr(cpu_kernel, "use", refuse)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -127,7 +127,7 @@ def test_decoding_imports_no_more_than_it_needs(here: Path) -> None:
     """Nobody waits for libraries that train, save or read other tokenizers."""
     write(here / "in.jsonl", GOOD)
     code = f"import sys; from pipejax.__main__ import main; main(sys.argv[1:]); print({UNNEEDED} & set(sys.modules))"
-    environment = {**os.environ, kernels.VARIABLE: "off", "PYTHONPATH": str(Path(pipejax.__file__).parents[1])}
+    environment = {**os.environ, cpu_kernel.VARIABLE: "off", "PYTHONPATH": str(Path(pipejax.__file__).parents[1])}
     command = [sys.executable, "-c", code, *DECODE.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -138,10 +138,10 @@ def test_decoding_imports_no_more_than_it_needs(here: Path) -> None:
 def test_a_worker_reads_its_block_first(here: Path) -> None:
     write(here / "in.jsonl", BAD["blank"][0])
     (block,) = cut("in.jsonl", 1000)
-    work = bulk.BulkWork(checkpoint=str(here / "run"), output=str(here / "out"), root=str(here), run="x")
-    work = dataclasses.replace(work, settings=bulk.describe(work)["settings"])
+    work = workers.BulkWork(checkpoint=str(here / "run"), output=str(here / "out"), root=str(here), run="x")
+    work = dataclasses.replace(work, settings=workers.describe(work)["settings"])
     (here / "out" / "shards").mkdir(parents=True)
-    said = bulk.Worker(work)("000000.jsonl", block)
+    said = workers.Worker(work)("000000.jsonl", block)
     assert said["kind"] == "user" and said["error"].startswith("in.jsonl:7: ")
 
 
@@ -181,7 +181,7 @@ def test_a_failure_to_lay_out_is_no_end(here: Path, monkeypatch: pytest.MonkeyPa
     t5 = pipejax.load(here / "run")
     with pytest.raises(Compiled):
         t5.decode([GOOD])
-    monkeypatch.setattr(kernels, "use", lambda: None)
+    monkeypatch.setattr(cpu_kernel, "use", lambda: None)
     assert t5.decode([GOOD])[0]["steps"] > 0
 
 
@@ -193,19 +193,19 @@ def test_an_arm_compiles_with_neon_and_nothing_else(
     commands: list[list[str]] = []
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(processor, "features", lambda: frozenset({"fp", "asimd", "asimddp", "bf16", "i8mm", "sve"}))
-    monkeypatch.setattr(kernels, "_tried", {})
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
     monkeypatch.setenv("PIPEJAX_CACHE", str(tmp_path / "cache"))
 
     def build(level: Level, compiler: str, library: Path) -> str:
-        commands.append([level.name, *kernels._flags(level)])
+        commands.append([level.name, *cpu_kernel._flags(level)])
         library.touch()
         return ""
 
-    monkeypatch.setattr(kernels, "build", build)
-    monkeypatch.setattr(kernels, "_load", lambda library, level: True)
+    monkeypatch.setattr(cpu_kernel, "build", build)
+    monkeypatch.setattr(cpu_kernel, "_load", lambda library, level: True)
     for wanted in ("", "amx", "native"):
-        monkeypatch.setenv(kernels.VARIABLE, wanted)
-        found = kernels.use()
+        monkeypatch.setenv(cpu_kernel.VARIABLE, wanted)
+        found = cpu_kernel.use()
         assert found is not None and found.name == "native"
     (command,) = commands
     assert command[0] == "native" and ("-march=native" in command) == flag

@@ -11,10 +11,10 @@ import torch
 from flax.traverse_util import flatten_dict
 from safetensors.torch import load_file, save_file
 
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.convert import from_hf, read_hf
 from pipejax.convert.huggingface import write_hf
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 from support.in_transformers import varied

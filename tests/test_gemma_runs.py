@@ -15,14 +15,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps.serving.engine import Engine, Request
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.convert.huggingface import to_hf
-from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import UMT5Config
 from support import in_transformers
 from support.in_transformers import varied
 from support.tiny import FEW_WORDS, RUN, change, metrics, untimed

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
-from pipejax.inference import gpu
 from pipejax.inference.backends import XLA, Gpu, fastest
-from pipejax.inference.gpu import GpuDecoder
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Matrix
+from pipejax.kernels import gpu
+from pipejax.kernels.gpu import GpuDecoder
 from pipejax.model.t5 import MASKED, Memory
 from support import oracle
 from support.one_program import compiled

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from pipejax.apps.serving import app, command
+from pipejax.apps.serving import app, serve_command
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 from support import oracle, tiny
@@ -124,14 +124,14 @@ def test_host_header_is_checked_on_loopback_without_key(
         found.append(own.hosts)  # type: ignore[arg-type]
         listener.close()
 
-    monkeypatch.setenv(command.KEY, key) if key else monkeypatch.delenv(command.KEY, raising=False)
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setenv(serve_command.KEY, key) if key else monkeypatch.delenv(serve_command.KEY, raising=False)
+    monkeypatch.setattr(serve_command, "run", run)
     monkeypatch.setattr("pipejax.inference.loading.load", lambda *given, **more: generator)
-    assert command.main(["--checkpoint", "x", "--port", "0", "--warm-up", "0", *flags.split()]) == 0
+    assert serve_command.main(["--checkpoint", "x", "--port", "0", "--warm-up", "0", *flags.split()]) == 0
     assert found == [hosts]
 
 
 @pytest.mark.parametrize("name", ["https://a", "a:8000", "a/b", "a b", "", "[::1", "u@a"])
 def test_bad_names_of_hosts(name: str) -> None:
     with pytest.raises(UserError, match=r"--allow-host: found .*; expected a name or an address without a port"):
-        command.main(["--checkpoint", "x", f"--allow-host={name}"])
+        serve_command.main(["--checkpoint", "x", f"--allow-host={name}"])

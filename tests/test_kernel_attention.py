@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipejax.inference import kernels
+from pipejax.kernels import cpu_kernel
 from support import quantised
 
 SUPPORT = Path(__file__).parent / "support" / "vnni"
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library(kernel_cache: Path) -> ctypes.CDLL:
-    files = [*kernels.SOURCES, *sorted(SUPPORT.iterdir())]
+    files = [*cpu_kernel.SOURCES, *sorted(SUPPORT.iterdir())]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + FLAGS.encode()).hexdigest()[:16]
     library = kernel_cache / f"attention-{digest}.so"
     if not library.exists():
-        folders = [f"-I{SUPPORT}", f"-I{kernels.SOURCES[0].parent}"]
+        folders = [f"-I{SUPPORT}", f"-I{cpu_kernel.SOURCES[0].parent}"]
         made = library.with_suffix(".made")
         command = [
             "g++",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, gather, hide
-from pipejax.inference import kernels
+from pipejax.kernels import cpu_kernel
 from pipejax.model import t5
 from pipejax.system import compile_cache
 from support.kernel_models import HERE, WEIGHTS, laid_out, made
@@ -24,8 +24,8 @@ BY_TIME = [[(row, time) for row in range(ROWS)] for time in range(TIMES)]
 def level(request, kernel_cache, monkeypatch):
     """Each that this processor can run."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
-    monkeypatch.setenv(kernels.VARIABLE, request.param)
-    found = kernels.use()
+    monkeypatch.setenv(cpu_kernel.VARIABLE, request.param)
+    found = cpu_kernel.use()
     if not found:
         pytest.skip("no kernel here")
     return found

@@ -15,10 +15,10 @@ import pytest
 from pipejax.decoding import Pipelined, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.gathering import NOWHERE, Filled
-from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.backends import OwnKernel, fastest
-from pipejax.inference.kernels import fields
 from pipejax.inference.weights import narrow
+from pipejax.kernels import cpu_decoder, cpu_kernel
+from pipejax.kernels.cpu_kernel import fields
 from pipejax.model import t5
 from pipejax.model.quantization import quantize
 from pipejax.system import compile_cache
@@ -220,8 +220,8 @@ def test_a_source_that_is_not_finite_stays_so(level, weights):
 def test_each_level(name, kernel_cache, monkeypatch):
     """The other kernels that this processor can run, as a processor without the best one would."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
-    monkeypatch.setenv(kernels.VARIABLE, name)
-    other = kernels.use()
+    monkeypatch.setenv(cpu_kernel.VARIABLE, name)
+    other = cpu_kernel.use()
     if not other:
         pytest.skip("no kernel here")
     assert other.name in HERE[HERE.index(name) :]
@@ -250,7 +250,7 @@ int main() {
 def test_a_pool_without_room_stops_no_team(tmp_path):
     (tmp_path / "full.cc").write_text(FULL)
     program = [str(tmp_path / "full"), str(tmp_path / "full.cc")]
-    subprocess.run(["c++", "-std=c++17", "-pthread", f"-I{kernels.SOURCES[0].parent}", "-o", *program], check=True)
+    subprocess.run(["c++", "-std=c++17", "-pthread", f"-I{cpu_kernel.SOURCES[0].parent}", "-o", *program], check=True)
     subprocess.run(program[:1], check=True, timeout=10)
 
 
@@ -258,11 +258,11 @@ def test_a_pool_without_room_stops_no_team(tmp_path):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of an x86's compiler")
 def test_registers_of_four_numbers(kernel_cache, monkeypatch):
     """As on ARM, and on an x86 without AVX."""
-    plain = kernels.Level("plain", frozenset(), "-march=x86-64-v2", kernels.LEVELS[-1].reading)
+    plain = cpu_kernel.Level("plain", frozenset(), "-march=x86-64-v2", cpu_kernel.LEVELS[-1].reading)
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
-    monkeypatch.setattr(kernels, "LEVELS", (plain,))
-    monkeypatch.setattr(kernels, "_tried", {})
-    assert kernels.use() == plain
+    monkeypatch.setattr(cpu_kernel, "LEVELS", (plain,))
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
+    assert cpu_kernel.use() == plain
     for weights in WEIGHTS:
         check_calls(plain, "silu", weights, CALLS[2])
         check_encoder(plain, "silu", weights)
@@ -270,7 +270,7 @@ def test_registers_of_four_numbers(kernel_cache, monkeypatch):
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++ here")
 def test_clang_compiles_it(level, tmp_path):
-    assert not kernels.build(level, "clang++", tmp_path / "t5.so")
+    assert not cpu_kernel.build(level, "clang++", tmp_path / "t5.so")
 
 
 def answers(level, weights, columns, changed):
@@ -376,8 +376,8 @@ def test_a_matrix_in_panels(weights):
     """Outputs are filled up to whole panels."""
     rows = np.random.default_rng(0).standard_normal((50, 24)).astype(np.float32)
     table = {"embedding": jnp.asarray(rows)}
-    held, plain = kernel_decoder.matrix(table, weights=weights), narrow(table, weights, "float32")
-    same_bits(held, kernel_decoder.matrix({"kernel": jnp.asarray(rows.T)}, weights=weights))
+    held, plain = cpu_decoder.matrix(table, weights=weights), narrow(table, weights, "float32")
+    same_bits(held, cpu_decoder.matrix({"kernel": jnp.asarray(rows.T)}, weights=weights))
     assert held.rows.shape[0] == 4
     whole = in_rows(held.replace(scale=jnp.zeros(0)))
     np.testing.assert_array_equal(whole[:50], plain.rows.astype(jnp.float32))
@@ -418,49 +418,49 @@ def test_decodes_are_those_without_it(kernel, kernel_cache, monkeypatch, changes
 
 def test_it_is_compiled_once(kernel, kernel_cache, monkeypatch, said):
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
-    monkeypatch.setattr(kernels, "_tried", {})
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
     before = {file: file.stat().st_mtime_ns for file in kernel_cache.iterdir()}
-    assert before and kernels.use() == kernel and not said
+    assert before and cpu_kernel.use() == kernel and not said
     assert {file: file.stat().st_mtime_ns for file in kernel_cache.iterdir()} == before
 
 
 def test_a_shipped_kernel_needs_neither_compiler_nor_cache(kernel, kernel_cache, tmp_path, monkeypatch, said):
     compiled = max(kernel_cache.glob(f"t5-{kernel.name}-*.so"), key=lambda file: file.stat().st_atime_ns)
     level = kernel._replace(name="shipped")  # a name can be given once
-    monkeypatch.setattr(kernels, "LEVELS", (level,))
-    monkeypatch.setattr(kernels, "SHIPPED", tmp_path)
-    monkeypatch.setattr(kernels, "_tried", {})
+    monkeypatch.setattr(cpu_kernel, "LEVELS", (level,))
+    monkeypatch.setattr(cpu_kernel, "SHIPPED", tmp_path)
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
     monkeypatch.setenv("CXX", "/bin/false")  # the suite has no cache by itself
-    shutil.copyfile(compiled, kernels.shipped(level))
-    kernels.shipped(level).chmod(0o666)  # installers keep files as open as the package's code
-    assert kernels.use() == level and not said
+    shutil.copyfile(compiled, cpu_kernel.shipped(level))
+    cpu_kernel.shipped(level).chmod(0o666)  # installers keep files as open as the package's code
+    assert cpu_kernel.use() == level and not said
 
 
 def test_a_shipped_kernel_of_other_sources_or_systems_is_left_alone(tmp_path, monkeypatch, said):
-    level = kernels.LEVELS[-1]
-    monkeypatch.setattr(kernels, "LEVELS", (level,))
-    monkeypatch.setattr(kernels, "SHIPPED", tmp_path)
-    monkeypatch.setattr(kernels, "_registered", set())
+    level = cpu_kernel.LEVELS[-1]
+    monkeypatch.setattr(cpu_kernel, "LEVELS", (level,))
+    monkeypatch.setattr(cpu_kernel, "SHIPPED", tmp_path)
+    monkeypatch.setattr(cpu_kernel, "_registered", set())
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "/bin/false")
-    library = kernels.shipped(level)
+    library = cpu_kernel.shipped(level)
     library.write_text("for another system")
-    monkeypatch.setattr(kernels, "_tried", {})
-    assert not kernels.use()
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
+    assert not cpu_kernel.use()
     assert str(library) in said[0] and "cannot be used here" in said[0] and "without its own kernel" in said[-1]
     assert library.read_text() == "for another system"
     said.clear()
     source = tmp_path / "t5.cc"
     source.write_text("other sources")
-    monkeypatch.setattr(kernels, "SOURCES", [source])
-    monkeypatch.setattr(kernels, "_tried", {})
-    assert not kernels.use() and str(library) not in "\n".join(said)
+    monkeypatch.setattr(cpu_kernel, "SOURCES", [source])
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
+    assert not cpu_kernel.use() and str(library) not in "\n".join(said)
 
 
 def test_a_level_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, "sse9")
+    monkeypatch.setenv(cpu_kernel.VARIABLE, "sse9")
     with pytest.raises(UserError, match=r"PIPEJAX_NATIVE: found 'sse9'; expected off, amx, bf16, .*native"):
-        kernels.use()
+        cpu_kernel.use()
 
 
 def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
@@ -471,21 +471,21 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(kernels, "_load", lambda library, level: True)  # loading is not what this is about
-    monkeypatch.setattr(kernels, "_tried", {})
+    monkeypatch.setattr(cpu_kernel, "_load", lambda library, level: True)  # loading is not what this is about
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o700)
     monkeypatch.setenv(compile_cache.VARIABLE, str(directory))
     before = os.umask(0)
     try:
-        assert kernels._first_compiled([*kernels.LEVELS[-1:]])
+        assert cpu_kernel._first_compiled([*cpu_kernel.LEVELS[-1:]])
     finally:
         os.umask(before)
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
-    assert kernels._first_compiled([*kernels.LEVELS[-1:]]) and runs.read_text() == "x\n"  # it is taken as it is
+    assert cpu_kernel._first_compiled([*cpu_kernel.LEVELS[-1:]]) and runs.read_text() == "x\n"  # it is taken as it is
     library.chmod(0o777)
-    assert kernels._first_compiled([*kernels.LEVELS[-1:]]) and runs.read_text() == "x\nx\n"
+    assert cpu_kernel._first_compiled([*cpu_kernel.LEVELS[-1:]]) and runs.read_text() == "x\nx\n"
     (library,) = directory.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o700
 
@@ -493,7 +493,7 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "variables, says",
     [
-        ({kernels.VARIABLE: "off"}, ""),
+        ({cpu_kernel.VARIABLE: "off"}, ""),
         ({compile_cache.VARIABLE: "off"}, ""),
         ({"CXX": "/bin/false"}, "without its own kernel"),
         ({"CXX": "no-such-compiler"}, "without its own kernel"),
@@ -502,7 +502,7 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
 def test_without_it(tmp_path, monkeypatch, variables, says, said):
     for name, value in ({compile_cache.VARIABLE: str(tmp_path)} | variables).items():
         monkeypatch.setenv(name, value)
-    assert not kernels.use()
+    assert not cpu_kernel.use()
     assert says in "\n".join(said) and len(said) <= 2
     assert not list(tmp_path.glob("*.so"))
 
@@ -514,9 +514,9 @@ def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypat
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(kernels, "_tried", {})
-    monkeypatch.setattr(kernels, "_registered", set())
-    assert not kernels.use()
+    monkeypatch.setattr(cpu_kernel, "_tried", {})
+    monkeypatch.setattr(cpu_kernel, "_registered", set())
+    assert not cpu_kernel.use()
     assert "decoding goes without its own kernel" in said[-1] and "cannot be loaded" in said[-1]
     assert not list((tmp_path / "cache").glob("*.so"))
 

@@ -141,7 +141,7 @@ def test_other_failures_of_the_library(monkeypatch: pytest.MonkeyPatch, method: 
 def test_decode_of_a_command_ends_in_a_line(
     tmp_path: Path, tokenizer_files: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from pipejax.apps import command
+    from pipejax.offline import decode_command
 
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
     checkpoint.save_params(tmp_path / "run", tiny.RUN, params, tokenizer_source=tokenizer_files)
@@ -155,7 +155,7 @@ def test_decode_of_a_command_ends_in_a_line(
     (tmp_path / "in.jsonl").write_text(json.dumps({"source": SLOW}) + "\n")
     with pytest.raises(SystemExit) as ended:
         cli.run(
-            command.main,
+            decode_command.main,
             [
                 "--checkpoint",
                 str(tmp_path / "run"),
@@ -208,8 +208,8 @@ def test_names_in_refusals_of_requests_are_shortened(client: TestClient, body: d
 
 @pytest.mark.parametrize("kib", [100_000, 1_000_000, 2_097_151])
 def test_too_little_address_space_gives_one_line(kib: int) -> None:
-    command = f"ulimit -v {kib}; exec {shlex.quote(sys.executable)} -m pipejax decode --checkpoint x"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    decode_command = f"ulimit -v {kib}; exec {shlex.quote(sys.executable)} -m pipejax decode --checkpoint x"
+    done = subprocess.run(["sh", "-c", decode_command], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith(f"error: ulimit -v: found {kib} KiB of address space; expected")
 

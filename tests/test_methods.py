@@ -18,12 +18,12 @@ from starlette.testclient import TestClient
 import pipejax
 from pipejax import checkpoint, methods
 from pipejax import config as config_lib
-from pipejax.apps import bulk
-from pipejax.apps.command import main as decode
-from pipejax.apps.export import export
-from pipejax.apps.picture.command import main as picture
+from pipejax.apps.bulk import workers
+from pipejax.apps.export.programs_as_files import export
+from pipejax.apps.picture.record_picture import main as picture
 from pipejax.apps.serving import app
-from pipejax.apps.unfinished import settings_of
+from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.teach.lessons import lesson
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.convert import huggingface
@@ -33,18 +33,18 @@ from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined
-from pipejax.inference.engine import Engine, Request
+from pipejax.inference.draft_model import Small
+from pipejax.inference.draft_model import check as check_drafter
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
-from pipejax.inference.small import Small
-from pipejax.inference.small import check as check_drafter
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.methods import Method, Target
 from pipejax.model import t5
+from pipejax.offline.decode_command import main as decode
+from pipejax.offline.resume import settings_of
 from pipejax.system.errors import UserError
 from pipejax.training.step import Trainer, batch_loss
-from pipejax.training.teach import lesson
 from support import oracle
 from support.scripted_engine import ScriptedEngine
 from support.staggered import STOP, Staggered
@@ -355,7 +355,7 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
 
     # In bulk and as a program, by the run alone.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
-    found = bulk.caught(bulk.describe, bulk.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path)))
+    found = workers.caught(workers.describe, workers.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path)))
     assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
@@ -442,7 +442,7 @@ def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
     run: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # as a process of a cluster
-    described = bulk.describe(bulk.BulkWork(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
+    described = workers.describe(workers.BulkWork(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
     assert described["settings"]["method"]["rows"] == 2 and not described["doubts"]
     opened = pipejax.load(run, overrides=[BROUGHT])
     assert opened.config.method.rows == 2 and opened.default_strategy == "brought"

@@ -10,18 +10,18 @@ import pytest
 from jax import export as jax_export
 
 from pipejax import checkpoint
-from pipejax.apps.export import export
-from pipejax.apps.picture.command import main as draw
-from pipejax.apps.unfinished import settings_of
+from pipejax.apps.export.programs_as_files import export
+from pipejax.apps.picture.record_picture import main as draw
+from pipejax.apps.serving.engine import Engine, Request
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.inference.backends import XLA, OwnKernel
-from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.methods import prefix_ids
+from pipejax.offline.resume import settings_of
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
 from support import oracle

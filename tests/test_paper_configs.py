@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
+from pipejax.apps.papers.builders import prepare_data_set
+from pipejax.apps.papers.data_sets import PUBLISHED
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, load
-from pipejax.data.builders import prepare_data_set
-from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import import_transformers
 from pipejax.system.errors import UserError
 from pipejax.training import loop

@@ -11,8 +11,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pipejax.data import json_schema, patterns
-from pipejax.data.expressions import LAST, Automaton, Expressions, TooLarge
+from pipejax.apps.schemas import json_schema, patterns
+from pipejax.apps.schemas.expressions import LAST, Automaton, Expressions, TooLarge
 from pipejax.decoding.grammar import FAR, Table, TableTooLarge
 from pipejax.system.errors import UserError
 from support.schemas import FORMATS, PROPERTIES

@@ -15,14 +15,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from pipejax import checkpoint
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DataConfig, TrainConfig
 from pipejax.convert import adapters, from_hf, to_hf
 from pipejax.convert.huggingface import write_hf
 from pipejax.model import lora
 from pipejax.model.t5_config import T5Config
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from support import in_transformers
 from support.in_transformers import VISION, varied

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import pytest
 
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.model.sharding import make_mesh
 from pipejax.model.t5_config import ARCHITECTURES
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.system import targets
 from pipejax.system.errors import UserError
-from pipejax.training import plan, start
+from pipejax.training import memory, start
 from pipejax.training.step import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +52,8 @@ def shallow(config):
 )
 def test_the_estimate_is_near_what_the_compiler_sets_aside(source, mesh, train):
     chosen = config(source, mesh, **train)
-    trainer, terms = plan.plan(chosen)
-    compiled = plan.compiled_bytes(trainer, chosen)
+    trainer, terms = memory.plan(chosen)
+    compiled = memory.compiled_bytes(trainer, chosen)
     assert 0.75 * compiled < sum(terms.values()) < 1.35 * compiled
 
 
@@ -64,7 +64,7 @@ def test_attention_in_blocks_grows_with_the_length(remat):
 
     def terms(length, blocks):
         shapes = {"source": (8, length), "inputs": (2, length // 2)}
-        return plan.estimate(chosen, shapes, state=0, gradients=0, layers=0, blocks=blocks)
+        return memory.estimate(chosen, shapes, state=0, gradients=0, layers=0, blocks=blocks)
 
     for name, size in terms(4096, True).items():
         assert terms(8192, True)[name] <= 2 * size, name
@@ -81,8 +81,8 @@ def test_that_of_a_t5gemma_is_near_too(capsys):
     chosen = dataclasses.replace(
         config(512, {"data": 1}, remat="layers", dropout=0.0), model=T5GemmaConfig(side, side, 2048, 4, 4)
     )
-    trainer, terms = plan.plan(plan._resolve(chosen, None))
-    compiled = plan.compiled_bytes(trainer, chosen)
+    trainer, terms = memory.plan(memory._resolve(chosen, None))
+    compiled = memory.compiled_bytes(trainer, chosen)
     assert 0.75 * compiled < sum(terms.values()) < 1.5 * compiled
     assert "T5GemmaConfig: activations by the arithmetic of a T5" in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_that_of_a_t5gemma_is_near_too(capsys):
 @pytest.mark.slow
 def test_the_state_is_counted_exactly():
     chosen = shallow(config(64, {"data": 1, "fsdp": 2, "tensor": 2}))
-    _, terms = plan.plan(chosen)
+    _, terms = memory.plan(chosen)
     trainer = Trainer(chosen)
     state = trainer.fresh()
     device = trainer.mesh.devices.flat[0]
@@ -108,7 +108,7 @@ def _leaves(tree):
 @pytest.mark.slow
 def test_a_measured_step_is_a_step():
     chosen = shallow(config(32, {"data": 1}))
-    peak, seconds = plan.measured_bytes(Trainer(chosen), chosen, steps=1)
+    peak, seconds = memory.measured_bytes(Trainer(chosen), chosen, steps=1)
     assert peak is None and seconds > 0  # a CPU reports no peak
 
 
@@ -166,7 +166,9 @@ def known_needs(monkeypatch):
     """GiB of a step, instead of arithmetic."""
     needs = {"none": 30, "dots": 12, "layers": 9}
     monkeypatch.setattr("pipejax.training.step.Trainer", lambda config, devices=None: None)
-    monkeypatch.setattr(plan, "estimator", lambda trainer: lambda config: {"all": needs[config.train.remat] * plan.GIB})
+    monkeypatch.setattr(
+        memory, "estimator", lambda trainer: lambda config: {"all": needs[config.train.remat] * memory.GIB}
+    )
 
 
 def with_remat(chosen, remat):
@@ -188,7 +190,7 @@ def test_the_memory_decides_what_is_computed_again(gib, remat, why, monkeypatch,
     caplog.set_level("INFO")
     given = config(64, {"data": 1})
     assert given.train.remat == "auto"
-    assert plan.choose_remat(given, gib * plan.GIB) == with_remat(given, remat)
+    assert memory.choose_remat(given, gib * memory.GIB) == with_remat(given, remat)
     (line,) = caplog.messages
     assert line.startswith(f"train.remat: {remat} ") and why in line
 
@@ -196,11 +198,11 @@ def test_the_memory_decides_what_is_computed_again(gib, remat, why, monkeypatch,
 def test_without_known_memory_or_arithmetic_nothing_is_computed_again(monkeypatch, caplog):
     caplog.set_level("INFO")
     given = config(64, {"data": 1})
-    assert plan.choose_remat(given, None) == with_remat(given, "none")
+    assert memory.choose_remat(given, None) == with_remat(given, "none")
     foreign = dataclasses.replace(given, model=None)
-    assert plan.choose_remat(foreign, 2**40) == with_remat(foreign, "none")
+    assert memory.choose_remat(foreign, 2**40) == with_remat(foreign, "none")
     asked = with_remat(given, "dots")
-    assert plan.choose_remat(asked, 1) is asked and not caplog.messages
+    assert memory.choose_remat(asked, 1) is asked and not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_the_memory_of_devices_is_the_least(limits, least, monkeypatch):
     stats = [{} if limit is None else {"bytes_limit": limit} for limit in limits] or [None]
     devices = [SimpleNamespace(memory_stats=lambda own=own: own) for own in stats]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert plan.device_memory() == least
+    assert memory.device_memory() == least
 
 
 class Begun(BaseException):
@@ -239,7 +241,7 @@ def test_a_run_keeps_the_choice_that_it_began_with(monkeypatch):
     known_needs(monkeypatch)
     given = config(64, {"data": 1})
     assert begun_with(monkeypatch, given) == "none"  # a CPU
-    monkeypatch.setattr(start, "device_memory", lambda: 20 * plan.GIB)
+    monkeypatch.setattr(start, "device_memory", lambda: 20 * memory.GIB)
     assert begun_with(monkeypatch, given) == "dots"
     for before in ("none", "dots", "layers"):
         assert begun_with(monkeypatch, given, with_remat(given, before)) == before

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, grid, methods
-from pipejax.apps.markup import escape
-from pipejax.apps.probe import likelihoods, measuring, page, summary
+from pipejax.apps.probe import adaptation, likelihoods, measuring, page, summary
 from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows, padded
+from pipejax.apps.probe.probe_command import main
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo
 from pipejax.data.batches import collate
@@ -27,10 +28,8 @@ from pipejax.data.examples import Example
 from pipejax.data.shapes import choose_pairs
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import Ids
-from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
-from pipejax.training import adaptation
-from pipejax.training.probe_command import main
+from pipejax.system.markup import escape
 from pipejax.training.step import batch_loss
 from support import oracle
 from support.staggered import Staggered

@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from pipejax.backbones import t5gemma
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.decoding import GREEDILY, Pipelined, Wishes
 from pipejax.decoding.choice import first_argmax
-from pipejax.inference import backends, products
+from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Products
-from pipejax.inference.kernel_decoder import matrix
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.model import layers, t5, t5gemma
-from pipejax.model.interface import smallest_batch
+from pipejax.kernels import products
+from pipejax.kernels.cpu_decoder import matrix
+from pipejax.model import layers, t5
+from pipejax.model.backbone import smallest_batch
 from pipejax.model.quantization import quantize
 from pipejax.model.t5_config import T5Config
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import UMT5Config
 from support.in_transformers import varied
 from support.kernel_models import WEIGHTS, in_one_digit
 

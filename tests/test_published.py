@@ -12,13 +12,13 @@ from tensorflow_datasets.datasets.scientific_papers import scientific_papers_dat
 from tensorflow_datasets.summarization import cnn_dailymail as tfds_cnn_dailymail
 from tensorflow_datasets.summarization.wikihow import Wikihow
 
+from pipejax.apps.papers.builders import BUILDERS, prepare_data_set
+from pipejax.apps.papers.data_sets import PUBLISHED
 from pipejax.config import Config, DataConfig
 from pipejax.data import PAPERS, make_task
 from pipejax.data.__main__ import main
-from pipejax.data.builders import BUILDERS, prepare_data_set
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
-from pipejax.data.papers import PUBLISHED
 from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli

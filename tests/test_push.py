@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
-from pipejax.convert import huggingface, push
+from pipejax.apps.hub import push_command
+from pipejax.convert import huggingface
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -100,12 +101,12 @@ def run(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_without_yes_nothing_is_uploaded(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert push.main([str(run), "owner/name"]) == 0
+    assert push_command.main([str(run), "owner/name"]) == 0
     out, err = capsys.readouterr()
     assert "  model.safetensors\n" in out and "  custom_generate/generate.py\n" in out
     assert "owner/name: nothing was uploaded; --yes uploads these files" in err
     assert "owner/name: its README.md names no license; --license names one" in err
-    assert push.main([str(run), "owner/name", "--license", "mit"]) == 0
+    assert push_command.main([str(run), "owner/name", "--license", "mit"]) == 0
     assert "license" not in capsys.readouterr().err
     assert not hub.created and not hub.files
 
@@ -113,7 +114,7 @@ def test_without_yes_nothing_is_uploaded(hub: Hub, run: Path, capsys: pytest.Cap
 def test_what_is_uploaded_is_the_directory_of_to_hf(
     hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert push.main([str(run), "owner/name", "--yes", "--private"]) == 0
+    assert push_command.main([str(run), "owner/name", "--yes", "--private"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("/owner/name")
     [created] = hub.created
     assert created["name"] == "name" and created["organization"] == "owner"
@@ -130,7 +131,7 @@ def test_a_refusal_is_one_line(hub: Hub, run: Path) -> None:
     with pytest.raises(
         UserError, match=r"^owner/name: cannot be uploaded \(403, no right to do so: `hf auth login` .*\)$"
     ):
-        push.main([str(run), "owner/name", "--yes"])
+        push_command.main([str(run), "owner/name", "--yes"])
     for name in ("name", "owner/na me", "a/b/c"):
         with pytest.raises(UserError, match=rf"^{name}: found no .*; expected OWNER/NAME$"):
-            push.main([str(run), name])
+            push_command.main([str(run), name])

@@ -16,9 +16,9 @@ from pipejax import checkpoint
 from pipejax.checkpoint.__main__ import verify
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert
-from pipejax.inference import kernels
 from pipejax.inference.backends import OwnKernel, Xla
 from pipejax.inference.loading import load
+from pipejax.kernels import cpu_kernel
 from pipejax.model import lora, quantization, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop
@@ -79,7 +79,7 @@ def test_it_decodes_as_the_original_does_with_its_weights_rounded(weights, origi
 
 @pytest.mark.parametrize("weights", NARROW)
 @pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("make", [Xla, lambda weights: OwnKernel(weights, kernels.LEVELS[0])], ids=["XLA", "kernel"])
+@pytest.mark.parametrize("make", [Xla, lambda weights: OwnKernel(weights, cpu_kernel.LEVELS[0])], ids=["XLA", "kernel"])
 def test_what_is_computed_with_is_the_same_to_the_bit(weights, model, make):
     """Whole numbers and scales, for every backend."""
     params = jax.tree.map(jnp.asarray, random_params(model))

@@ -29,7 +29,7 @@ import pytest
 import decode
 import pipejax
 from pipejax import checkpoint
-from pipejax.apps import records, unfinished
+from pipejax.apps.teach import lessons
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.lines import BadLines
@@ -37,9 +37,9 @@ from pipejax.decoding import Decoded, Stretch
 from pipejax.inference import programs, sources
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
+from pipejax.offline import records, resume
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
-from pipejax.training import teach
 from support import oracle
 from support.tiny import MODEL
 
@@ -113,7 +113,7 @@ def decoded(checkpoints, tmp_path):
 @contextlib.contextmanager
 def interrupted_after(count):
     """As many records are written."""
-    write, left = unfinished.write_whole, [count]
+    write, left = resume.write_whole, [count]
 
     def cut(*given):
         left[0] -= 1
@@ -122,7 +122,7 @@ def interrupted_after(count):
         write(*given)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(unfinished, "write_whole", cut)
+        patch.setattr(resume, "write_whole", cut)
         yield
 
 
@@ -475,16 +475,16 @@ def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
     target = tmp_path / "out.jsonl"
     whole = target.read_bytes()
     assert not (tmp_path / "out.jsonl.unfinished").exists()
-    lines, unfinished, stop = whole.splitlines(keepends=True), tmp_path / "out.jsonl.unfinished", 3
+    lines, resume, stop = whole.splitlines(keepends=True), tmp_path / "out.jsonl.unfinished", 3
     flags = "--checkpoint", checkpoints / "pipelined", "--input", tmp_path / "in.jsonl", "--output", target
 
     for tail in (b"", lines[stop][:9]):
         with interrupted_after(stop):
             decode.main([str(flag) for flag in flags])
-        assert target.read_bytes() == b"".join(lines[:stop]) and unfinished.exists()
+        assert target.read_bytes() == b"".join(lines[:stop]) and resume.exists()
         target.write_bytes(target.read_bytes() + tail)
         _, err = run(*flags, "--resume")
-        assert target.read_bytes() == whole and not unfinished.exists()
+        assert target.read_bytes() == whole and not resume.exists()
         assert f"{len(SHORT) - stop} examples" in err
     (tmp_path / "new.jsonl").unlink(missing_ok=True)
     run(*flags[:-1], tmp_path / "new.jsonl", "--resume")  # nothing is there to go on with: from the start
@@ -501,18 +501,18 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     work()
     lines = target.read_bytes().splitlines(keepends=True)
     checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
-    settings = unfinished.settings_of(generator, "sequential", checked)
+    settings = resume.settings_of(generator, "sequential", checked)
     assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
     note.write_text(json.dumps(settings))
-    seen, sync_output = [], unfinished.sync_output
+    seen, sync_output = [], resume.sync_output
 
     def killed(place):
         seen.append(json.loads(note.read_text()))
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(unfinished, "writing", killed)
+        patch.setattr(resume, "writing", killed)
         work()
     assert seen == [settings]
 
@@ -520,7 +520,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
         seen.append(json.loads(note.read_text()))
         sync_output(path)
 
-    monkeypatch.setattr(unfinished, "sync_output", synced)
+    monkeypatch.setattr(resume, "sync_output", synced)
     work()
     assert seen[1:] == [settings] and not note.exists() and target.read_bytes() == b"".join(lines)
 
@@ -543,11 +543,11 @@ def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
     generator = load(checkpoints / "none")
     checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
     target.write_text(as_lines([{"id": "1"}]))
-    settings, ids = unfinished.settings_of(generator, "sequential", checked), [source.id for source in checked]
+    settings, ids = resume.settings_of(generator, "sequential", checked), [source.id for source in checked]
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(settings))
 
     def kept(settings):
-        output = unfinished.Unfinished(str(target), settings)
+        output = resume.Unfinished(str(target), settings)
         output.resume(ids)
         return output.records, output.size
 
@@ -645,12 +645,12 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
     checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)
     assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
-    assert teach.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
+    assert lessons.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
     (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
     table = str(tmp_path / "in.csv")
     for read in (
         lambda own: records._check_whole(own, table, "sequential", bad),
-        lambda own: teach.read_unlabelled(own, table),
+        lambda own: lessons.read_unlabelled(own, table),
     ):
         with pytest.raises(UserError, match=r"in\.csv:5: found a quote that encloses .* rows in lines 5 to 32"):
             read(generator)
@@ -889,12 +889,12 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
 def test_lines_are_added_and_their_note_stays(tmp_path):
     """A kill between a note that is taken away and one that is written would make a resume impossible."""
     target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
-    first = unfinished.Unfinished(str(target), {"input": "a"})
+    first = resume.Unfinished(str(target), {"input": "a"})
     first.write(b'{"id": 1}\n')
     first.close()
     before = note.stat().st_ino
     assert json.loads(note.read_text()) == {"input": "a"}
-    second = unfinished.Unfinished(str(target), {"input": "a"})
+    second = resume.Unfinished(str(target), {"input": "a"})
     second.resume([1, 2])
     second.write(b'{"id": 2}\n')
     second.close()
@@ -906,7 +906,7 @@ def test_lines_are_added_and_their_note_stays(tmp_path):
 def test_lines_of_other_work_have_no_note(tmp_path):
     target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
     target.write_text('{"id": 7}\n')
-    output = unfinished.Unfinished(str(target))
+    output = resume.Unfinished(str(target))
     output.write(b'{"id": 1}\n')
     output.close()
     assert target.read_bytes() == b'{"id": 1}\n' and not note.exists()

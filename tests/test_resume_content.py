@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
+from pipejax.apps.teach import lessons
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
 from pipejax.data import demo
 from pipejax.data.examples import fingerprint
 from pipejax.model import dropout
 from pipejax.system.errors import UserError
-from pipejax.training import teach
 from pipejax.training.loop import Examples, fit
 from pipejax.training.run_directory import PLACES, check_places, check_resume
 from support import oracle
@@ -252,7 +252,7 @@ def test_rows_are_taught_by_the_best_step(
 
         def taught(best: bool = best, workdir: Path = workdir, more: list[str] = more) -> None:
             source = str(tmp_path / "in.jsonl")
-            assert teach.teach(str(run_with_best), source, workdir, best=best, held_out=6, overrides=more) == 0
+            assert lessons.teach(str(run_with_best), source, workdir, best=best, held_out=6, overrides=more) == 0
 
         told = begun(tmp_path, caplog, taught)
         name = "best step 3" if best else "step 0"
@@ -262,7 +262,7 @@ def test_rows_are_taught_by_the_best_step(
         taught()  # the same again has nothing to do
     assert answers[0] != answers[1]
     with pytest.raises(UserError, match=r"labels: --checkpoint: found another one than before"):
-        teach.teach(str(run_with_best), str(tmp_path / "in.jsonl"), tmp_path / "True", held_out=6, overrides=more)
+        lessons.teach(str(run_with_best), str(tmp_path / "in.jsonl"), tmp_path / "True", held_out=6, overrides=more)
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from pipejax.apps.schemas.expressions import Expressions, TooLarge
+from pipejax.apps.schemas.row_schema import QUICK, WHOLE, Uncompiled
+from pipejax.apps.serving.engine import Full
 from pipejax.apps.serving.turns import Share, Turns
-from pipejax.data.expressions import Expressions, TooLarge
-from pipejax.inference.engine import Full
 from pipejax.inference.generator import Generator
-from pipejax.inference.schema import QUICK, WHOLE, Uncompiled
 from pipejax.system.errors import UserError
 from support import schemas
 from support.scripted_engine import ScriptedEngine

@@ -18,21 +18,21 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from pipejax.apps.command import main
+from pipejax.apps.schemas import json_schema
+from pipejax.apps.schemas import row_schema as schema_lib
+from pipejax.apps.schemas.row_schema import WHOLE, Schema, Uncompiled
+from pipejax.apps.schemas.token_bytes import token_bytes
 from pipejax.apps.serving import app
-from pipejax.data import json_schema
+from pipejax.apps.serving.engine import Engine, Request
 from pipejax.data.examples import Example
-from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Sampling, grammar
-from pipejax.inference import schema as schema_lib
 from pipejax.inference.backends import XLA, OwnKernel
 from pipejax.inference.compiler import LAST
-from pipejax.inference.engine import Engine, Request
 from pipejax.inference.loading import load
 from pipejax.inference.running_batch import Steps
-from pipejax.inference.schema import WHOLE, Schema, Uncompiled
 from pipejax.inference.streaming import RowEvent
+from pipejax.offline.decode_command import main
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.fields import named
@@ -658,10 +658,10 @@ def test_names_of_strangers_cannot_write_lines_of_the_log(capsys: Any, monkeypat
 
 
 def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pipejax.inference.schema.STATES", 500)
+    monkeypatch.setattr("pipejax.apps.schemas.row_schema.STATES", 500)
     with pytest.raises(UserError, match=r"^schema: found a schema of more than 500 states; expected shorter"):
         made.decode(["a"], schema=of(a={"type": "string", "pattern": "^(a|b)*a(a|b){12}$"}))
-    monkeypatch.setattr("pipejax.inference.schema.ENTRIES", 500)
+    monkeypatch.setattr("pipejax.apps.schemas.row_schema.ENTRIES", 500)
     with pytest.raises(UserError, match=r"^schema: found a schema of more than 500 entries in its table; exp"):
         made.decode(["a"], schema=schema("code", "date"))
     with pytest.raises(
@@ -899,7 +899,7 @@ def test_the_command(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) ->
 
 
 def test_another_schema_is_other_work(made: Any) -> None:
-    from pipejax.apps.unfinished import first_difference, flattened, settings_of
+    from pipejax.offline.resume import first_difference, flattened, settings_of
 
     def settings(*names: str) -> Any:
         own = made.under(schema(*names)) if names else made

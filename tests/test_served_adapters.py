@@ -15,12 +15,12 @@ from starlette.testclient import TestClient
 import pipejax
 from pipejax import checkpoint
 from pipejax.apps.serving import app
-from pipejax.apps.serving.command import read_adapters
+from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.serve_command import read_adapters
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import to_hf
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference import adapters as inference_adapters
-from pipejax.inference.engine import Engine, Request
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.sources import Source

@@ -21,19 +21,19 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipejax import checkpoint
-from pipejax.apps.serving import app, asked, command
+from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.apps.schemas.row_schema import Uncompiled
+from pipejax.apps.serving import app, requests, serve_command
+from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.example import example_of
-from pipejax.apps.serving.written import Writing
+from pipejax.apps.serving.row_text import Writing
 from pipejax.config import DataConfig
 from pipejax.data import make_task
 from pipejax.data.encoding import encode_source
-from pipejax.data.papers import PUBLISHED
 from pipejax.data.tokenizer import Growing
-from pipejax.inference.engine import Engine
+from pipejax.inference.decoding_options import seed_of
 from pipejax.inference.generator import Generator
-from pipejax.inference.schema import Uncompiled
 from pipejax.inference.sources import Source
-from pipejax.inference.wishes import seed_of
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from support import oracle, tiny
@@ -622,10 +622,10 @@ MISSPELT += ["app.example", "https://app.example:port", "null", "https://bücher
 @pytest.mark.parametrize("text", [*SPELT, *MISSPELT])
 def test_an_origin_is_spelt_as_browsers_spell_it(text: str) -> None:
     if text in SPELT:
-        assert command.origin(text) == text
+        assert serve_command.origin(text) == text
         return
     with pytest.raises(argparse.ArgumentTypeError, match=rf"^found '.*'; expected .* such as {SITE}, or \*$"):
-        command.origin(text)
+        serve_command.origin(text)
 
 
 def test_another_model(client: TestClient) -> None:
@@ -667,20 +667,20 @@ def test_the_file_of_keys(tmp_path: Any, text: Any, keys: Any) -> None:
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     if keys:
-        assert command.read_keys(str(path)) == keys
+        assert serve_command.read_keys(str(path)) == keys
         return
     with pytest.raises(UserError, match=r"^--api-key-file .*keys: (found no key|cannot be read)"):
-        command.read_keys(str(path))
+        serve_command.read_keys(str(path))
 
 
 def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(command.KEY, raising=False)
-    assert command.read_keys(None) == []
-    monkeypatch.setenv(command.KEY, "secret")
-    assert command.read_keys(None) == ["secret"]
-    monkeypatch.setenv(command.KEY, " ")
+    monkeypatch.delenv(serve_command.KEY, raising=False)
+    assert serve_command.read_keys(None) == []
+    monkeypatch.setenv(serve_command.KEY, "secret")
+    assert serve_command.read_keys(None) == ["secret"]
+    monkeypatch.setenv(serve_command.KEY, " ")
     with pytest.raises(UserError, match="PIPEJAX_API_KEY: found no key"):
-        command.read_keys(None)
+        serve_command.read_keys(None)
 
 
 @pytest.mark.parametrize(
@@ -700,15 +700,15 @@ def test_byte_order_mark_is_not_part_of_key(tmp_path: Path, content: bytes, keys
     file = tmp_path / "keys"
     file.write_bytes(content)
     if keys is not None:
-        assert command.read_keys(str(file)) == keys
+        assert serve_command.read_keys(str(file)) == keys
         return
     with pytest.raises(UserError, match=r"keys: (cannot be read|found no key|line 1: found an invisible character)"):
-        command.read_keys(str(file))
+        serve_command.read_keys(str(file))
 
 
 def test_byte_order_mark_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(command.KEY, "\ufeffsecret")
-    assert command.read_keys(None) == ["secret"]
+    monkeypatch.setenv(serve_command.KEY, "\ufeffsecret")
+    assert serve_command.read_keys(None) == ["secret"]
 
 
 # Load and faults.
@@ -809,10 +809,10 @@ def test_metrics(client: TestClient) -> None:
 @pytest.fixture(scope="module")
 def port(generator: Generator) -> Iterator[int]:
     """Of a server whose sockets are real."""
-    own, listener = service(ScriptedEngine(generator), "key"), command.listen("127.0.0.1", 0)
+    own, listener = service(ScriptedEngine(generator), "key"), serve_command.listen("127.0.0.1", 0)
     found: int = listener.getsockname()[1]
     listener.listen()  # so that who comes before it has started waits
-    thread = threading.Thread(target=command.run, args=(own, listener))
+    thread = threading.Thread(target=serve_command.run, args=(own, listener))
     thread.start()
     yield found
     own.draining = True
@@ -857,7 +857,7 @@ def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes, caplog: py
 
 def test_what_is_written_is_sent_at_once() -> None:
     """Of a listener that does not name TCP asyncio leaves Nagle's algorithm on: an answer then takes 40 ms more."""
-    with command.listen("127.0.0.1", 0) as listener:
+    with serve_command.listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 
@@ -912,8 +912,8 @@ eval(require("fs").readFileSync(0, "utf8"));
 def test_the_page_shows_that_the_server_compiles(client: TestClient, states: list[Any], counts: list[Any]) -> None:
     script = client.get("/").text.partition("<script>")[2].partition("</script>")[0]
     given = [state and {"status": state, "programs": {"prepared": 3, "planned": 9}} for state in states]
-    command = ["node", "-e", PAGE, "page", json.dumps(given)]
-    found = json.loads(subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout)
+    serve_command = ["node", "-e", PAGE, "page", json.dumps(given)]
+    found = json.loads(subprocess.run(serve_command, input=script, capture_output=True, text=True, check=True).stdout)
     assert len(found) == len(counts)
     assert all(count in text if count else text is None for text, count in zip(found, counts, strict=True))
 
@@ -925,7 +925,7 @@ def test_a_server_for_all_pages_without_a_key(
 ) -> None:
     own = service(engine)
     own.origins, own.draining = flags, True
-    command.run(own, command.listen("127.0.0.1", 0))
+    serve_command.run(own, serve_command.listen("127.0.0.1", 0))
     assert capsys.readouterr().err.count("warning: --allow-origin * and no API key") == said
 
 
@@ -942,10 +942,10 @@ def test_a_start_compiles_for_all_prompts_unless_told_less(
         listener.close()
 
     monkeypatch.setattr(Engine, "warm_up", lambda engine, length, *, schemas: lengths.append((length, schemas)))
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(serve_command, "run", run)
     for more in ("", "--warm-up 16 --timeout 20", "--warm-up 500 --keep-alive 9 --no-schemas", "--warm-up 0 --drain 0"):
         flags = ["--checkpoint", str(tmp_path / "run"), "--port", "0", "--set=data.max_source=80", *more.split()]
-        assert command.main(flags) == 0
+        assert serve_command.main(flags) == 0
     assert lengths == [(80, True), (16, True), (80, False)]
     assert kept == [(75, 300), (75, 20), (9, 300), (75, 0)]
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiling")]
@@ -1070,10 +1070,10 @@ def test_the_states_that_probes_ask_for(client: TestClient, engine: ScriptedEngi
 
 @pytest.mark.usefixtures("lines_on_stderr")
 def test_who_is_not_answered_in_time_at_the_end_is_told_so(engine: ScriptedEngine, capsys: Any) -> None:
-    own, listener = service(engine), command.listen("127.0.0.1", 0)
+    own, listener = service(engine), serve_command.listen("127.0.0.1", 0)
     listener.listen()
     engine.go_on.clear()
-    thread = threading.Thread(target=command.run, args=(own, listener), kwargs={"drain": 0.3})
+    thread = threading.Thread(target=serve_command.run, args=(own, listener), kwargs={"drain": 0.3})
     thread.start()
     body = json.dumps({"prompt": TEXT}).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -1100,7 +1100,7 @@ def test_idle_connections_outlive_those_of_proxies(engine: ScriptedEngine, monke
     for more in given:
         own = service(engine)
         own.draining = True
-        command.run(own, command.listen("127.0.0.1", 0), **more)
+        serve_command.run(own, serve_command.listen("127.0.0.1", 0), **more)
     assert seconds == [75, 3] and seconds[0] > 60
 
 
@@ -1154,9 +1154,9 @@ def test_a_bound_under_a_schema_is_echoed_too(
     client: TestClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There it bounds each row, and the answer as a whole elsewhere: the response says what the client asked."""
-    monkeypatch.setattr(asked, "apply_format", lambda given, generator, strategy, apply: generator)
+    monkeypatch.setattr(requests, "apply_format", lambda given, generator, strategy, apply: generator)
     for each, whole in ((3, None), (None, 9)):
-        monkeypatch.setattr(asked, "bound_rows", lambda *given, each=each: each)
+        monkeypatch.setattr(requests, "bound_rows", lambda *given, each=each: each)
         schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
         body = {"input": TEXT, "max_output_tokens": 9, "text": {"format": schema}}
         found = client.post("/v1/responses", json=body).json()
@@ -1207,7 +1207,7 @@ def test_models_say_the_step_of_their_checkpoint(generator: Generator) -> None:
 @pytest.mark.usefixtures("lines_on_stderr")
 def test_a_start_that_is_told_to_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, command.told_to_end():
+    with pytest.raises(SystemExit) as ended, serve_command.told_to_end():
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
     assert capsys.readouterr().err == "stopped by SIGTERM before the server had started\n"

@@ -17,8 +17,7 @@ from tokenizers import processors
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.export import export
-from pipejax.apps.unfinished import first_difference, flattened, settings_of
+from pipejax.apps.export.programs_as_files import export
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import description, huggingface
 from pipejax.data.encoding import encode_example, encode_source
@@ -28,6 +27,7 @@ from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
+from pipejax.offline.resume import first_difference, flattened, settings_of
 from pipejax.training import start
 from pipejax.training.loop import fit
 from support import oracle, tiny

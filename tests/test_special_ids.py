@@ -13,7 +13,7 @@ import transformers
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.apps.export import export
+from pipejax.apps.export.programs_as_files import export
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import huggingface
 from pipejax.data import demo

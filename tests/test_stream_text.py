@@ -14,9 +14,9 @@ import transformers
 from starlette.testclient import TestClient
 from tokenizers import decoders, models
 
-from pipejax.apps.serving.written import Writing
+from pipejax.apps.schemas.token_bytes import token_bytes
+from pipejax.apps.serving.row_text import Writing
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.data.token_bytes import token_bytes
 from pipejax.data.tokenizer import Growing, Tokenizer
 from pipejax.inference.generator import Generator
 from support import oracle, tiny

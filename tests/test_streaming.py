@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pipejax import methods
-from pipejax.apps.records import decode_file
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.streaming import RowEvent, Screen
+from pipejax.offline.records import decode_file
 from pipejax.system.errors import UserError
 from support import oracle
 from support.tiny import MORE_WORDS

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 
 import pipejax
 from pipejax import checkpoint, testing
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DataConfig
 from pipejax.convert import description
 from pipejax.convert.huggingface import from_hf, to_hf, write_hf
@@ -26,8 +28,6 @@ from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.t5_config import architecture
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.umt5 import UMT5Config
 from pipejax.system.errors import UserError
 from support import in_transformers, schemas
 from support.in_transformers import (

@@ -13,10 +13,10 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from pipejax import checkpoint, testing
+from pipejax.backbones.t5gemma import GemmaStack
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
 from pipejax.model.t5_config import architecture
-from pipejax.model.t5gemma import GemmaStack
-from pipejax.model.t5gemma2 import T5Gemma2Config
 from pipejax.system.errors import UserError
 from support import in_transformers, schemas
 from support.in_transformers import (

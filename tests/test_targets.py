@@ -13,10 +13,9 @@ import jax
 import pytest
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.inference import gpu
-from pipejax.model import block_attention
+from pipejax.kernels import block_attention, gpu
 from pipejax.system import targets
-from pipejax.training import plan
+from pipejax.training import memory
 from pipejax.training.step import Trainer
 
 KINDS = {"h100": "NVIDIA H100 80GB HBM3", "rtx4090": "NVIDIA GeForce RTX 4090"}
@@ -56,7 +55,7 @@ def test_a_training_step_is_compiled(name: str, remat: str) -> None:
         mesh=MeshConfig(data=1),
     )
     trainer = Trainer(config, targets.find_target(name, "--target").devices(1))
-    step = trainer.lower(plan.longest_batch(config)).compile()
+    step = trainer.lower(memory.longest_batch(config)).compile()
     assert trainer.blocks and KERNEL in (step.as_text() or "") and step.memory_analysis().temp_size_in_bytes > 0
 
 

@@ -12,14 +12,15 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps import unfinished
+from pipejax.apps.teach import lessons, teach_command
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import pack_size
 from pipejax.data.examples import Example
 from pipejax.inference.sources import Source
+from pipejax.offline import resume
 from pipejax.system.errors import UserError
-from pipejax.training import loop, teach, teach_command
+from pipejax.training import loop
 from support import oracle
 from support.tiny import MODEL, change, metrics
 
@@ -56,7 +57,7 @@ def given(tmp_path_factory, tokenizer_files):
 
 def run(given, workdir, *overrides, held_out=6):
     source = str(given / "sources.jsonl")
-    return teach.teach(str(given / "teacher"), source, workdir, held_out=held_out, overrides=[*SETTINGS, *overrides])
+    return lessons.teach(str(given / "teacher"), source, workdir, held_out=held_out, overrides=[*SETTINGS, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def taught(given, tmp_path_factory, compiled_once):
 def contents(workdir):
     """What does not depend on the clock."""
     answers, found = (
-        (workdir / "labels" / teach.ANSWERS).read_bytes(),
+        (workdir / "labels" / lessons.ANSWERS).read_bytes(),
         json.loads((workdir / "agreement.json").read_text()),
     )
     return answers, found, [line.get("params_fp") for line in metrics(workdir) if line["event"] != "train"]
@@ -83,7 +84,7 @@ def test_labels_are_what_decode_writes(given, taught):
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     expected = t5.decode(sources, strategy="sequential")
-    answers = [json.loads(line) for line in (taught / "labels" / teach.ANSWERS).read_text().splitlines()]
+    answers = [json.loads(line) for line in (taught / "labels" / lessons.ANSWERS).read_text().splitlines()]
     assert answers == expected
     counts = json.loads((taught / "agreement.json").read_text())["labels"]
     ended = [record for record in expected if not record["truncated"]]
@@ -99,7 +100,7 @@ def test_beams_are_the_checkpoints(given, tmp_path):
     assert run(given, tmp_path / "run", "decode.beams=2") == 0
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    answers = [json.loads(line) for line in (tmp_path / "run/labels" / teach.ANSWERS).read_text().splitlines()]
+    answers = [json.loads(line) for line in (tmp_path / "run/labels" / lessons.ANSWERS).read_text().splitlines()]
     assert answers == t5.decode(sources, strategy="sequential")
     assert pipejax.load(tmp_path / "run").config.decode.beams == 1
 
@@ -116,10 +117,10 @@ def test_labels_are_not_drawn_whatever_the_checkpoint_does(given, tmp_path, toke
         opened.append(generator.config.decode)
         raise UserError("enough")
 
-    monkeypatch.setattr(teach, "read_unlabelled", stop)
+    monkeypatch.setattr(lessons, "read_unlabelled", stop)
     caplog.set_level("INFO")
     with pytest.raises(UserError, match="enough"):
-        teach.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
+        lessons.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
     assert opened == [TEACHER.decode]
     assert "whose answers are written with temperature 0" in caplog.text
 
@@ -135,9 +136,9 @@ def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
         examined.extend(made.held_out)
         return measure(run, made)
 
-    measure = teach.measure_agreement
+    measure = lessons.measure_agreement
     monkeypatch.setattr(loop, "TrainingBatches", watched)
-    monkeypatch.setattr(teach, "measure_agreement", examine)
+    monkeypatch.setattr(lessons, "measure_agreement", examine)
     assert run(given, tmp_path / "run") == 0
     ids, texts = ({getattr(e, key) for e in examined} for key in ("id", "source"))
     assert examined and trained
@@ -147,23 +148,23 @@ def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_texts_share_their_lot(seed):
     sources = [Source(i, f"text {i % 20}") for i in range(60)]
-    chosen = teach.choose_held_out(sources, 4, seed)
+    chosen = lessons.choose_held_out(sources, 4, seed)
     assert len(chosen) == 12 and {i % 20 for i in chosen} == {i % 20 for i in range(60) if i in chosen}
     assert len({i % 20 for i in chosen}) == 4
-    assert chosen == teach.choose_held_out(sources, 4, seed) != teach.choose_held_out(sources, 4, seed + 1)
+    assert chosen == lessons.choose_held_out(sources, 4, seed) != lessons.choose_held_out(sources, 4, seed + 1)
 
 
 def test_texts_that_read_alike_share_their_lot():
     for seed in range(20):
         sources = [Source(i, text) for i, text in enumerate(["a b", "a  b ", "c", "\uff43\n", "d", "e"])]
-        chosen = teach.choose_held_out(sources, 2, seed)
+        chosen = lessons.choose_held_out(sources, 2, seed)
         assert (0 in chosen) == (1 in chosen) and (2 in chosen) == (3 in chosen)
         assert len({sources[i].content.strip() for i in chosen} - {"a  b", "\uff43"}) == 2
 
 
 @pytest.mark.parametrize("count, expected", [(2, 1), (25, 2), (9000, 512)])
 def test_a_tenth_is_held_out(count, expected):
-    assert len(teach.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
+    assert len(lessons.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
 
 
 def test_answers_are_parted():
@@ -171,7 +172,7 @@ def test_answers_are_parted():
     made = [{"text": text, "truncated": None, "steps": i} for i, text in enumerate(texts)]
     made[3]["truncated"] = "max_length"
     sources = [Source(i, f"text {i}") for i in range(6)]
-    found = teach.part(sources, made, frozenset({3, 4}), Config())
+    found = lessons.part(sources, made, frozenset({3, 4}), Config())
     assert [(e.source, e.targets) for e in found.train] == [
         ("text 0", ("a b", "c")),
         ("text 1", ()),
@@ -187,7 +188,7 @@ def test_answers_are_parted():
 def test_a_blank_separator_parts_into_sentences():
     made = [{"text": "It rained. Nobody came.", "truncated": None, "steps": 9}] * 2
     config = change(Config(), data={"separator": " "})
-    found = teach.part([Source(0, "a"), Source(1, "b")], made, frozenset({1}), config)
+    found = lessons.part([Source(0, "a"), Source(1, "b")], made, frozenset({1}), config)
     assert found.train[0].targets == ("It rained.", "Nobody came.") == found.held_out[0].targets
 
 
@@ -209,16 +210,16 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
         data={"task": "demo", "train": "train.jsonl", "tokenizer": "somewhere"},
         mesh={"data": 1},
     )
-    config = teach.lesson(saved, "/runs/teacher", ["train.weight_decay=0.5"])
+    config = lessons.lesson(saved, "/runs/teacher", ["train.weight_decay=0.5"])
     assert (config.train.steps, config.train.warmup_steps, config.train.weight_decay) == (175, 13, 0.5)
     assert (config.train.batch_size, config.train.accumulate, config.train.learning_rate) == (64, 8, 4e-3)
     assert (config.train.objective, config.train.init_from) == ("pipelined", "/runs/teacher")
     assert config.data == change(saved, data={"train": "", "tokenizer": ""}).data
-    converted = teach.lesson(TEACHER, "/checkpoints/t5", [])
+    converted = lessons.lesson(TEACHER, "/checkpoints/t5", [])
     assert (converted.train.steps, converted.data.task, converted.model) == (500, "jsonl", MODEL)
     assert converted.train.schedule == "constant"
     adafactor = change(saved, train={"optimizer": "adafactor"})
-    assert teach.lesson(adafactor, "/runs/teacher", []).train.learning_rate == 2e-3
+    assert lessons.lesson(adafactor, "/runs/teacher", []).train.learning_rate == 2e-3
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
@@ -226,7 +227,7 @@ def test_a_checkpoint_of_any_config_can_be_taught_from(file):
     """The parts of a batch are as large, and as packed, as those that the checkpoint was trained with."""
     overrides = ["train.objective=sequential", "mesh.data=1", "mesh.fsdp=1"]
     saved = dataclasses.replace(config_lib.load(file, overrides), model=MODEL)
-    config = teach.lesson(saved, "/runs/teacher", [])
+    config = lessons.lesson(saved, "/runs/teacher", [])
     before, after = saved.train, config.train
     assert after.batch_size // after.accumulate == before.batch_size // before.accumulate
     assert pack_size(after) == pack_size(before)
@@ -248,8 +249,8 @@ def test_what_would_end_the_training_is_refused_before_anything_is_labelled(give
 
 def test_agreement_is_that_of_the_run_with_the_checkpoint(given, taught):
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    answers = [json.loads(line) for line in (taught / "labels" / teach.ANSWERS).read_text().splitlines()]
-    chosen = teach.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
+    answers = [json.loads(line) for line in (taught / "labels" / lessons.ANSWERS).read_text().splitlines()]
+    chosen = lessons.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
     pairs = [(sources[i]["source"], answers[i]) for i in chosen if not answers[i]["truncated"]]
     t5 = pipejax.load(taught)
     assert t5.default_strategy == "pipelined"
@@ -287,21 +288,21 @@ def killed_at(monkeypatch, where, name, count):
 @pytest.mark.parametrize(
     "where, name, count",
     [
-        (unfinished, "write_whole", 1),
-        (unfinished, "write_whole", 11),
-        (unfinished.Unfinished, "end", 1),
-        (teach, "part", 1),
-        (teach, "fit", 1),
+        (resume, "write_whole", 1),
+        (resume, "write_whole", 11),
+        (resume.Unfinished, "end", 1),
+        (lessons, "part", 1),
+        (lessons, "fit", 1),
         (loop.Run, "make_step", 4),
-        (teach, "measure_agreement", 1),
+        (lessons, "measure_agreement", 1),
     ],
 )
 def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch, where, name, count):
     with monkeypatch.context() as patch, pytest.raises(_Killed):
         killed_at(patch, where, name, count)
         run(given, tmp_path / "run")
-    before = tmp_path / "run" / "labels" / teach.ANSWERS
-    whole = (taught / "labels" / teach.ANSWERS).read_bytes()
+    before = tmp_path / "run" / "labels" / lessons.ANSWERS
+    whole = (taught / "labels" / lessons.ANSWERS).read_bytes()
     kept = before.read_bytes() if before.exists() else b""
     assert whole.startswith(kept) and (len(kept) == len(whole)) == (name != "write_whole")
     assert run(given, tmp_path / "run") == 0
@@ -310,7 +311,7 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
 
 def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "run")
-    monkeypatch.setattr(teach, "decode_file", None)  # a call would fail
+    monkeypatch.setattr(lessons, "decode_file", None)  # a call would fail
     assert run(given, tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(taught)
     assert run(given, tmp_path / "run", "train.steps=6") == 0
@@ -355,7 +356,7 @@ def test_refused_settings(given, tmp_path, overrides, message):
 def test_refused_sources(given, tmp_path, content, message):
     (tmp_path / "in.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
-        teach.teach(str(given / "teacher"), str(tmp_path / "in.jsonl"), tmp_path / "run")
+        lessons.teach(str(given / "teacher"), str(tmp_path / "in.jsonl"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -370,11 +371,11 @@ def test_refused_places(given, taught, tmp_path, tokenizer_files):
     with pytest.raises(UserError, match="found a run without labels/"):
         run(given, tmp_path / "trained")
     with pytest.raises(UserError, match="taught: found a checkpoint that writes rows already"):
-        teach.teach(str(taught), str(given / "sources.jsonl"), tmp_path / "run")
+        lessons.teach(str(taught), str(given / "sources.jsonl"), tmp_path / "run")
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(tmp_path / "bare", TEACHER, params)
     with pytest.raises(UserError, match="bare: found no tokenizer in it"):
-        teach.teach(str(tmp_path / "bare"), str(given / "sources.jsonl"), tmp_path / "run")
+        lessons.teach(str(tmp_path / "bare"), str(given / "sources.jsonl"), tmp_path / "run")
     with pytest.raises(UserError, match=r"^--input -: found standard input"):
         teach_command.main(["--checkpoint", "x", "--input", "-", "--workdir", "y"])
     with pytest.raises(UserError, match=r"^--input absent\.jsonl: no such file"):
@@ -392,17 +393,17 @@ def test_another_labelling_needs_another_directory(given, taught, tmp_path):
     lines = (given / "sources.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "fewer.jsonl").write_text("".join(lines[1:]))
     with pytest.raises(UserError, match=r"--input: found another one than before; expected no change"):
-        teach.teach(str(given / "teacher"), str(tmp_path / "fewer.jsonl"), taught, held_out=6, overrides=SETTINGS)
+        lessons.teach(str(given / "teacher"), str(tmp_path / "fewer.jsonl"), taught, held_out=6, overrides=SETTINGS)
     params = oracle.random_params(MODEL, np.random.default_rng(SEED + 1))
     checkpoint.save_params(tmp_path / "teacher", TEACHER, params, tokenizer_source=given / "teacher" / "tokenizer")
     with pytest.raises(UserError, match=r"--checkpoint: found another one than before; "):
-        teach.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), taught, held_out=6, overrides=SETTINGS)
+        lessons.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), taught, held_out=6, overrides=SETTINGS)
     assert contents(taught) == before
 
 
 def test_answers_that_are_not_those_are_refused(given, taught, tmp_path):
     shutil.copytree(taught, tmp_path / "run")
-    answers = tmp_path / "run" / "labels" / teach.ANSWERS
+    answers = tmp_path / "run" / "labels" / lessons.ANSWERS
     lines = answers.read_text().splitlines(keepends=True)
     answers.write_text("".join([*lines[:5], *lines[6:], lines[5]]))
     with pytest.raises(UserError, match=r"answers\.jsonl:6: found no answer to the source 's5'"):
@@ -424,8 +425,8 @@ def test_agreement_is_measured_by_the_exact_rule(tmp_path, monkeypatch):
         scores = dict.fromkeys(("examples", "em_precision", "em_recall", "em_f1", "pm_f1", "truncated"), 1.0)
         return scores | {"steps": 2.0}, [{"rows": rows} for rows in answers]
 
-    monkeypatch.setattr(teach, "load", lambda run: generator)
-    monkeypatch.setattr(teach, "evaluate", evaluate)
-    found = teach.measure_agreement(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
+    monkeypatch.setattr(lessons, "load", lambda run: generator)
+    monkeypatch.setattr(lessons, "evaluate", evaluate)
+    found = lessons.measure_agreement(tmp_path, SimpleNamespace(held_out=examples, steps=[4], counts={}))
     assert asked == ["exact"] and found["equal_answers"] == pytest.approx(200 / 3)
     assert json.loads((tmp_path / "agreement.json").read_text()) == found

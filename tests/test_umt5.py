@@ -18,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 import pipejax
 from pipejax import checkpoint, testing
 from pipejax import config as config_lib
-from pipejax.apps.export import export
+from pipejax.apps.export.programs_as_files import export
+from pipejax.backbones import umt5
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DecodeConfig, T5Config
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
 from pipejax.decoding import Pipelined, Wishes
@@ -27,9 +29,7 @@ from pipejax.inference.backends import Backend, OwnKernel, Xla, portable
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.model import umt5
-from pipejax.model.interface import BACKBONES
-from pipejax.model.umt5 import UMT5Config
+from pipejax.model.backbone import BACKBONES
 from support import in_transformers, oracle, schemas
 from support.in_transformers import (
     check_algorithm_1,
@@ -171,7 +171,7 @@ def test_umt5_goes_there_and_back(theirs, tmp_path):
     """Its model_type is enough to know the class; its tensors are those that came in."""
     from_hf(theirs, tmp_path / "run")
     described = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
-    assert described["class"] == "pipejax.model.umt5:UMT5Config"
+    assert described["class"] == "pipejax.backbones.umt5:UMT5Config"
     assert checkpoint.open_run(tmp_path / "run").config.model == TINY
     to_hf(tmp_path / "run", tmp_path / "back")
     there, back = (load_file(place / "model.safetensors") for place in (theirs, tmp_path / "back"))
@@ -181,7 +181,7 @@ def test_umt5_goes_there_and_back(theirs, tmp_path):
 
 def test_a_run_of_a_shipped_backbone_opens_where_it_was_never_imported(monkeypatch):
     text = config_lib.to_json(Config(model=TINY))
-    monkeypatch.delitem(config_lib.files.sys.modules, "pipejax.model.umt5")
+    monkeypatch.delitem(config_lib.files.sys.modules, "pipejax.backbones.umt5")
     assert type(config_lib.from_json(text, where="here").model).__qualname__ == "UMT5Config"
     assert {*BACKBONES} == {
         kind for name in BACKBONES.values() for kind in config_lib.find_class(name, "model").model_types

@@ -11,19 +11,19 @@ import pytest
 
 from pipejax import methods
 from pipejax.apps.picture import record as picture
-from pipejax.apps.serving.written import Writing
-from pipejax.apps.unfinished import settings_of
+from pipejax.apps.serving.engine import Engine, Event, Request
+from pipejax.apps.serving.row_text import Writing
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafts, Pipelined, Sampling, Trace, with_drafts
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.inference import streaming
 from pipejax.inference.answers import count, record_of
-from pipejax.inference.engine import Engine, Event, Request
+from pipejax.inference.decoding_options import seed_of
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
-from pipejax.inference.wishes import seed_of
+from pipejax.offline.resume import settings_of
 from pipejax.system.errors import UserError
 from support import oracle
 from support.batches import padded, rows_of, sources

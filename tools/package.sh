@@ -53,7 +53,7 @@ if [ "$(uname -sm)" = "Linux x86_64" ] && command -v "${CXX:-c++}" >/dev/null; t
     (
         unset CXX
         export PATH="$folder/venv/bin" PIPEJAX_CACHE=off
-        python -c 'from pipejax.inference import kernels; print("shipped:", kernels.use().name)'
+        python -c 'from pipejax.kernels import cpu_kernel; print("shipped:", cpu_kernel.use().name)'
         decode shipped
     )
     for strategy in pipelined sequential; do

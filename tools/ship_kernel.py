@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipejax.inference import kernels
+from pipejax.kernels import cpu_kernel
 
 
 def run(*arguments: str | Path) -> str:
@@ -39,15 +39,15 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         run("wheel", "unpack", "--dest", scratch, pure)
         (content,) = Path(scratch).iterdir()
-        here = Path(kernels.__file__).parent
-        target = content / "pipejax/inference/kernels"
-        for source in kernels.SOURCES:
+        here = Path(cpu_kernel.__file__).parent
+        target = content / "pipejax/kernels/cpu_kernel"
+        for source in cpu_kernel.SOURCES:
             if (target / source.name).read_bytes() != source.read_bytes():
                 sys.exit(f"{source}: differs from what {pure} has; expected that wheel to be installed")
-        for level in kernels.LEVELS[:-1]:  # the last is for the machine that compiles
-            library = target / kernels.shipped(level).relative_to(here)
+        for level in cpu_kernel.LEVELS[:-1]:  # the last is for the machine that compiles
+            library = target / cpu_kernel.shipped(level).relative_to(here)
             library.parent.mkdir(exist_ok=True)
-            if failed := kernels.build(level, f"{os.environ.get('CXX', 'c++')} -s", library):
+            if failed := cpu_kernel.build(level, f"{os.environ.get('CXX', 'c++')} -s", library):
                 sys.exit(f"{level.name}: {failed}")
             library.chmod(0o755)
         made = pack(content, "linux_x86_64", Path(scratch))

@@ -19,7 +19,7 @@ from lab.benchmarks.forced import Fixed
 from lab.benchmarks.peers.ct2 import CTranslate2
 from lab.benchmarks.peers.hugging_face import HuggingFace
 from lab.benchmarks.peers.process import torch_device
-from pipejax.apps.serving import command
+from pipejax.apps.serving import serve_command
 from pipejax.config import GridConfig
 from pipejax.grid import sequential_steps
 from pipejax.inference.generator import Generator
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     rows = rows_of(flags.answer)
     if flags.name == "pipejax":
         force(Generator, rows, GridConfig(delay=1, time_max=flags.time_max, sub_max=flags.sub_max))
-        return command.main(["--checkpoint", flags.directory, "--port", "0", *more])
+        return serve_command.main(["--checkpoint", flags.directory, "--port", "0", *more])
     kind, _, together = flags.name.partition("-batch")
     answers = of_peer(kind, Path(flags.directory), sequential_steps(rows), threads=flags.threads)
     serve(flags.name, answers, BATCH if together else 1)
@@ -107,7 +107,7 @@ def serve(name: str, answers: Answers, size: int) -> None:
         return {"tokens": future.result()}
 
     app.add_api_route("/v1/completions", complete, methods=["POST"])
-    listener = command.listen("127.0.0.1", 0)
+    listener = serve_command.listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
 
     async def run() -> None:

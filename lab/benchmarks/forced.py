@@ -16,7 +16,7 @@ from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready
 from pipejax.inference.weights import Weights
-from pipejax.model.interface import Module
+from pipejax.model.backbone import Module
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 

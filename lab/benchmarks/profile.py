@@ -26,7 +26,7 @@ from lab.benchmarks.systems import SIZES, build, machine, names_of, random_param
 from pipejax.config import Config, T5Config
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.system import cli, compile_cache
-from pipejax.training.plan import plan, stepper
+from pipejax.training.memory import plan, stepper
 
 GAP = 10e-6  # seconds from which on a gap between kernels is one of the host's
 MOST = 12  # kernels that are named

@@ -40,7 +40,7 @@ from pipejax.model.t5 import T5
 from pipejax.system import cli, targets
 from pipejax.system.errors import UserError
 from pipejax.training import step
-from pipejax.training.plan import longest_batch
+from pipejax.training.memory import longest_batch
 
 DTYPES = ("float32", "bfloat16")
 MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large

@@ -28,7 +28,7 @@ from pipejax.config import Config, MeshConfig
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, compile_cache
 from pipejax.training import costs
-from pipejax.training.plan import (
+from pipejax.training.memory import (
     GIB,
     choose_remat,
     compiled_bytes,

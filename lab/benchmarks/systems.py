@@ -31,7 +31,7 @@ from pipejax.convert.huggingface import write_hf
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Ready
-from pipejax.model.interface import Backbone, Module
+from pipejax.model.backbone import Backbone, Module
 from pipejax.model.t5_config import ARCHITECTURES, T5Config, architecture
 from pipejax.system import cli
 from pipejax.system.errors import UserError

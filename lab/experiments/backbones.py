@@ -14,14 +14,14 @@ from pathlib import Path
 
 from lab.benchmarks.systems import names_of
 from lab.demo import CONFIG
-from pipejax.apps.evaluation import evaluate
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma2 import T5Gemma2Config
+from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import STRATEGIES, load
 from pipejax.data import make_task
 from pipejax.inference.loading import load as open_run
-from pipejax.model.interface import Backbone
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
-from pipejax.model.t5gemma2 import T5Gemma2Config
-from pipejax.model.umt5 import UMT5Config
+from pipejax.model.backbone import Backbone
+from pipejax.offline.evaluation import evaluate
 from pipejax.system import cli
 from pipejax.training.loop import fit
 

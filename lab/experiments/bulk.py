@@ -24,9 +24,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from pipejax.apps import bulk
-from pipejax.apps.shards import Output
-from pipejax.data.blocks import Block
+from pipejax.apps.bulk import workers as bulk
+from pipejax.apps.bulk.blocks import Block
+from pipejax.apps.bulk.shards import Output
 from pipejax.system import cli
 from support.descendants import descendants, workers
 
@@ -184,7 +184,7 @@ def alive(process: int) -> bool:
 
 def speed(folder: Path, flags: Any) -> dict[str, Any]:
     """Records a second of two actors and of two bare processes, in turn."""
-    from pipejax.apps import ray_pool
+    from pipejax.apps.bulk import ray_pool
 
     rates: dict[str, list[float]] = {"two actors": [], "two processes": []}
     files = sorted(str(path) for path in folder.glob("part*.jsonl"))

@@ -15,11 +15,11 @@ from typing import Any
 
 from lab.experiments import probe_data, probes
 from lab.experiments.probe_data import KINDS, Kind
+from pipejax.apps.probe import probe_command
 from pipejax.apps.probe.summary import is_told
 from pipejax.data import demo
 from pipejax.system import cli
 from pipejax.system.errors import UserError
-from pipejax.training import probe_command
 from pipejax.training.loop import fit
 
 TRAINED = Path(__file__).parents[2] / "docs/probes.json"

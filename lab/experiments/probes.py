@@ -18,12 +18,12 @@ from typing import Any
 from lab.experiments import probe_data
 from lab.experiments.probe_data import KINDS, Kind, marks, whole
 from pipejax import config as config_lib
-from pipejax.apps.evaluation import evaluate
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.loading import load as open_run
+from pipejax.offline.evaluation import evaluate
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import write_text

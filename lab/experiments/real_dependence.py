@@ -22,14 +22,13 @@ from lab.experiments import real_data
 from lab.experiments.probes import DELAYS, write_examples
 from lab.experiments.tables.bounds import read
 from pipejax import config as config_lib
-from pipejax.apps.probe import measuring
+from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.apps.probe import measuring, probe_command
 from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter, fit_shapes
 from pipejax.apps.probe.summary import is_told, mean
 from pipejax.config import Config
-from pipejax.data.papers import PUBLISHED
 from pipejax.system import cli
 from pipejax.system.files import write_text
-from pipejax.training import probe_command
 from pipejax.training.loop import fit
 
 ROOT = Path(__file__).parents[2]

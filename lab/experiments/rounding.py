@@ -17,12 +17,12 @@ from typing import Any
 from lab.benchmarks.systems import machine, save, use_threads
 from pipejax import config as config_lib
 from pipejax import metrics
-from pipejax.apps.evaluation import evaluate
 from pipejax.data import OWN_FILES, TASKS, make_task
 from pipejax.data.examples import Example
 from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
+from pipejax.offline.evaluation import evaluate
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress

@@ -11,8 +11,8 @@ from lab.faults import refusals
 from lab.faults.disks import snapshot
 from lab.faults.refusals import Kind
 from lab.faults.runs import Commands
-from pipejax.data.manual import Manual
-from pipejax.data.papers import PUBLISHED
+from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.apps.papers.manual import Manual
 from pipejax.system.errors import UserError
 
 LINE = '{"id": "%d", "title": "honey", "abstract": "maps", "keyword": "honey"}\n'

@@ -365,25 +365,34 @@ KINDS: tuple[Kind, ...] = (
     _flags("decoding a model of another grid", "decode", ("--set=grid.delay=-1",), "grid.delay: found -1"),
     _flags(
         "--limit of none",
-        "pipejax.apps.evaluation",
+        "pipejax.offline.evaluation",
         ("--checkpoint={here}/run", "--limit=0"),
         "--limit",
         "found 0",
     ),
     _flags(
         "a split without a file",
-        "pipejax.apps.evaluation",
+        "pipejax.offline.evaluation",
         ("--checkpoint={here}/run",),
         "data.test: found no file",
     ),
     _flags(
-        "memory of less than nothing", "pipejax.training.plan", ("--config={here}/config.py", "--memory=-1"), "--memory"
+        "memory of less than nothing",
+        "pipejax.training.memory",
+        ("--config={here}/config.py", "--memory=-1"),
+        "--memory",
     ),
     _flags(
-        "devices for nobody", "pipejax.training.plan", ("--config={here}/config.py", f"--devices={10**30}"), "--devices"
+        "devices for nobody",
+        "pipejax.training.memory",
+        ("--config={here}/config.py", f"--devices={10**30}"),
+        "--devices",
     ),
     _flags(
-        "an unknown size", "pipejax.training.plan", ("--config={here}/config.py", "--model=huge"), "model: found 'huge'"
+        "an unknown size",
+        "pipejax.training.memory",
+        ("--config={here}/config.py", "--model=huge"),
+        "model: found 'huge'",
     ),
     _flags("an unknown command", "pipejax.convert.__main__", ("nonsense", "a", "b"), "'nonsense'"),
     _flags("no place to write to", "pipejax.convert.__main__", ("to-hf", "{here}/run"), "OUT"),
@@ -401,19 +410,19 @@ KINDS: tuple[Kind, ...] = (
     _flags("no predictions", "pipejax.metrics.__main__", ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
     _flags(
         "a picture of no record",
-        "pipejax.training.picture_command",
+        "pipejax.apps.picture.picture_command",
         ("{here}/in.jsonl", "--output={here}/x.svg"),
         "row_ids",
     ),
     _flags(
         "a picture of another kind",
-        "pipejax.training.picture_command",
+        "pipejax.apps.picture.picture_command",
         ("{here}/in.jsonl", "--output={here}/x.png"),
         ".svg",
     ),
     _flags(
         "a delay for nobody",
-        "pipejax.training.picture_command",
+        "pipejax.apps.picture.picture_command",
         (f"--delay={10**30}", "x", "--output={here}/x.svg"),
         "--delay",
     ),

@@ -338,7 +338,7 @@ FLAGS: Table = (
     ("a strategy misspelt", ("decode", *DECODE, "--strategy=seqential"), ("did you mean sequential",), REFUSED, ()),
     (
         "a split misspelt",
-        ("pipejax.apps.evaluation", "--checkpoint={here}/run", "--split=tset"),
+        ("pipejax.offline.evaluation", "--checkpoint={here}/run", "--split=tset"),
         ("did you mean test",),
         REFUSED,
         (),

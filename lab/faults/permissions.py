@@ -9,7 +9,7 @@ from lab.faults.runs import Commands
 
 DENIED = "denied"  # a directory of each trial; what lies in it is that of the good run
 CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.checkpoint.__main__"
-METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.training.picture_command", "pipejax.data.__main__"
+METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.apps.picture.picture_command", "pipejax.data.__main__"
 PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cannot be reached
     ("train.py --config", "train", ("--config={place}", "--workdir={{here}}/new")),
     ("train.py --workdir", "train", ("--config={{here}}/config.py", "--workdir={place}")),
@@ -20,15 +20,15 @@ PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cann
     ("decode.py --checkpoint", "decode", ("--checkpoint={place}", *DECODE[1:])),
     ("decode.py --input", "decode", (DECODE[0], "--input={place}", DECODE[2])),
     ("decode.py --output", "decode", (*DECODE[:2], "--output={place}")),
-    ("evaluate --checkpoint", "pipejax.apps.evaluation", ("--checkpoint={place}",)),
-    ("evaluate --json", "pipejax.apps.evaluation", ("--checkpoint={{here}}/run", "--json={place}")),
-    ("evaluate --predictions", "pipejax.apps.evaluation", ("--checkpoint={{here}}/run", "--predictions={place}")),
+    ("evaluate --checkpoint", "pipejax.offline.evaluation", ("--checkpoint={place}",)),
+    ("evaluate --json", "pipejax.offline.evaluation", ("--checkpoint={{here}}/run", "--json={place}")),
+    ("evaluate --predictions", "pipejax.offline.evaluation", ("--checkpoint={{here}}/run", "--predictions={place}")),
     ("from-hf SRC", CONVERT, ("from-hf", "{place}", "{{here}}/converted")),
     ("from-hf OUT", CONVERT, ("from-hf", "{{here}}/hf", "{place}")),
     ("to-hf CHECKPOINT", CONVERT, ("to-hf", "{place}", "{{here}}/converted")),
     ("to-hf OUT", CONVERT, ("to-hf", "{{here}}/run", "{place}")),
     ("verify DIR", VERIFY, ("verify", "{place}")),
-    ("plan --config", "pipejax.training.plan", ("--config={place}",)),
+    ("plan --config", "pipejax.training.memory", ("--config={place}",)),
     ("metrics FILE", METRICS, ("spans", "{place}")),
     ("picture RECORDS", PICTURE, ("{place}", "--output={{here}}/x.svg")),
     ("prepare --manual-dir", DATA, ("prepare", "msqa", "--manual-dir={place}", "--data-dir={{here}}/data")),

@@ -23,7 +23,7 @@ from pipejax.decoding.times import NEVER
 from pipejax.inference.step_decoder import Cache
 from pipejax.inference.weights import Matrix
 from pipejax.model import lora
-from pipejax.model.interface import Module
+from pipejax.model.backbone import Module
 from pipejax.model.t5 import Memory
 from pipejax.system import Tree
 

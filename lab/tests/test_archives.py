@@ -5,8 +5,9 @@ import zipfile
 import pytest
 
 from lab.faults import archives
-from pipejax.data import lines, manual, tables
-from pipejax.data.papers import PUBLISHED
+from pipejax.apps.papers import manual
+from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.data import lines, tables
 from pipejax.system.errors import UserError
 
 SMALL = [kind for kind in archives.KINDS if "6 GiB" not in kind.name]

@@ -11,7 +11,7 @@ from lab.benchmarks.hlo import Program, elements, size
 from lab.benchmarks.programs import cases, report, troubles
 from lab.benchmarks.systems import SIZES
 from pipejax.system.targets import TARGETS, GpuTarget
-from pipejax.training.plan import longest_batch
+from pipejax.training.memory import longest_batch
 
 # A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.
 BY_HAND = """\

@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from lab.benchmarks.peers.process import ENVIRONMENTS
-from pipejax.model.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from support.in_transformers import varied
 
 PYTHON = ENVIRONMENTS / "gemma" / "bin" / "python"

@@ -16,7 +16,7 @@ from pipejax.config.files import (
     override,
     to_json,
 )
-from pipejax.config.schema import (
+from pipejax.config.sections import (
     DRAFTS,
     GRID,
     METRICS,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.config.row_names import names_of, quoted
-from pipejax.config.schema import Config, check
-from pipejax.model.interface import BACKBONES, Backbone
+from pipejax.config.sections import Config, check
+from pipejax.model.backbone import BACKBONES, Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line

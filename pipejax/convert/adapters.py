@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from pipejax.convert.tensor_files import ADAPTER, check_finite, open_tensors, read_json
 from pipejax.model import lora
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system import Tree, strict_json
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError

@@ -23,7 +23,7 @@ from pipejax.data import OWN_FILES, PAPERS, make_task
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
 from pipejax.methods import InTorch, prefix_ids, separator_ids, tells_rows_apart
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import digest_of, look

@@ -13,7 +13,7 @@ from typing import Any
 from pipejax import methods
 from pipejax.config import Config, DecodeConfig, check
 from pipejax.convert.tensor_files import read_json
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 

@@ -1,7 +1,7 @@
 """Converts checkpoints of Hugging Face to ours and back, without torch.
 
 Both ways are strict: a tensor that is unused or missing, or whose shape contradicts config.json, is an error. The
-backbone knows the names and shapes of its tensors and the keys of its config.json (`pipejax.model.interface`).
+backbone knows the names and shapes of its tensors and the keys of its config.json (`pipejax.model.backbone`).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.model.interface import BACKBONES, Backbone
+from pipejax.model.backbone import BACKBONES, Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line

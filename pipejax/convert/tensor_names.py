@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from pipejax.convert.tensor_files import Stored
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 

@@ -20,8 +20,8 @@ def make_task(config: DataConfig, row_names: Sequence[str] = ()) -> Task:
     if config.task in ("demo", "demo_long"):
         return DemoTask(long=config.task == "demo_long")
     if config.task in PAPERS:
-        from pipejax.data.papers import PUBLISHED
-        from pipejax.data.published import PublishedTask
+        from pipejax.apps.papers.data_sets import PUBLISHED
+        from pipejax.apps.papers.published import PublishedTask
 
         return PublishedTask(PUBLISHED[config.task], config)
     raise UserError(

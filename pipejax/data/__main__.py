@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
     if flags.command == "stats":
         return _stats(flags)
-    from pipejax.data import builders  # imported late: TFDS takes seconds
-    from pipejax.data.papers import PUBLISHED
+    from pipejax.apps.papers import builders
+    from pipejax.apps.papers.data_sets import PUBLISHED
 
     print(builders.prepare_data_set(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _stats(flags: argparse.Namespace) -> int:
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
     if flags.task in PAPERS:
-        from pipejax.data.papers import PUBLISHED
+        from pipejax.apps.papers.data_sets import PUBLISHED
 
         published = PUBLISHED[flags.task]
         data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)

@@ -20,7 +20,7 @@ from pipejax.data.examples import Example
 from pipejax.data.shapes import Pair, Shapes, choose_pairs, deal, pad, round_up
 from pipejax.data.streams import Shuffled, Stream
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra

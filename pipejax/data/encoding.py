@@ -14,7 +14,7 @@ from pipejax.config import Config, DataConfig
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer, source_affixes
 from pipejax.methods import Ids
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)

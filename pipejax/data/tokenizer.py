@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipejax.data import hub, tokenizer_file
 from pipejax.data.tokenizer_file import TokenizerFile
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, described_error, first_line
 from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in

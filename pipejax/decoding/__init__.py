@@ -4,7 +4,7 @@ import dataclasses
 from typing import cast
 
 from pipejax.config import DecodeConfig
-from pipejax.decoding import contract, drafters
+from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
 from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, Sampling, Wishes
 from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode, grow, refill, run
@@ -12,7 +12,9 @@ from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.grammar import Grammar, Table
-from pipejax.decoding.interface import (
+from pipejax.decoding.grid_strategy import GridStrategy, Pipelined, Sequential
+from pipejax.decoding.rows import OnGrid, Rows, RowState
+from pipejax.decoding.strategy import (
     TRUNCATIONS,
     Decoded,
     Model,
@@ -23,8 +25,6 @@ from pipejax.decoding.interface import (
     Strategy,
     ends_of,
 )
-from pipejax.decoding.pipelined import GridStrategy, Pipelined, Sequential
-from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.trace import Asked, Trace, list_calls
 from pipejax.system.errors import UserError
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.interface import TRUNCATIONS, Array, Decoded, Plain, SourceIds, ends_of, is_end
+from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, Plain, SourceIds, ends_of, is_end
 from pipejax.grid import Numbers
 
 

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding import choice, contract
+from pipejax.decoding import choice, strategy_checks
 from pipejax.decoding.choice import GREEDILY, Wishes
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, count_slots, gather, hide
-from pipejax.decoding.interface import Array, Cache, Decoded, Model, Refillable, SourceIds, Stepper
+from pipejax.decoding.strategy import Array, Cache, Decoded, Model, Refillable, SourceIds, Stepper
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -132,10 +132,10 @@ def begin(
     """
     done = strategy.done(state)
     batch = (jnp.shape(done) or (1,))[0]
-    contract.expect(strategy, "done", done, "bool", (batch,))
+    strategy_checks.expect(strategy, "done", done, "bool", (batch,))
     none = jnp.zeros((batch, 0), jnp.int32)
     state, query = strategy.query(state)
-    contract.check_query(strategy, query, batch)
+    strategy_checks.check_query(strategy, query, batch)
     return Carry(
         state=state,
         query=query,
@@ -178,7 +178,7 @@ def decode(
     several = len(sizes.queries) > 1
     carry = jax.lax.while_loop(loop.goes_on, loop.sweep if several else partial(loop.turn, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
-    contract.check_result(strategy, decoded, len(carry.query.live))
+    strategy_checks.check_result(strategy, decoded, len(carry.query.live))
     over, left = strategy.done(carry.state).all(), carry.steps_left
     return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
 
@@ -246,18 +246,18 @@ class _Loop:
             assert states is not None, "`begin` had the same wishes"
             states = choice.follow(states, chosen, asked, wishes.grammar)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
-        contract.check_state(strategy, carry.state, state)
+        strategy_checks.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
         more = live.sum(axis=1) if kept is None else count_slots(live, kept)
         if kept is not None:
-            contract.expect(strategy, "kept", kept, "bool", live.shape)
+            strategy_checks.expect(strategy, "kept", kept, "bool", live.shape)
             filled = hide(live & ~kept, live, filled, carry.used)
         if wishes.scores:
             assert log_probs is not None and logits is not None, "`begin` had the same wishes"
             found = choice.score(logits, chosen, wishes)[number_of]
             log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
-        contract.check_query(strategy, query, len(live))
+        strategy_checks.check_query(strategy, query, len(live))
         return Carry(
             state=state,
             query=query,
@@ -280,7 +280,7 @@ class _Loop:
             chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes, carry.states)
         if strategy.choose is not None and (wishes.need_logits or wishes.forced is not None):
             shape = asked.tokens.shape
-            contract.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
+            strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
         return choice.force_tokens(chosen, asked, wishes), logits, cache
 
 

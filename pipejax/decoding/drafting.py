@@ -28,10 +28,10 @@ import jax.numpy as jnp
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERIES
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
-from pipejax.decoding.drafters.interface import Borrower, Drafter, Written
+from pipejax.decoding.drafters.drafter import Borrower, Drafter, Written
 from pipejax.decoding.gathering import Query, count_slots
-from pipejax.decoding.interface import Array, Model, SourceIds, ends_of, is_end
 from pipejax.decoding.rows import OnGrid, Rows, RowState
+from pipejax.decoding.strategy import Array, Model, SourceIds, ends_of, is_end
 from pipejax.decoding.times import NEVER, count_before, over_earlier_rows
 from pipejax.system import Tree
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding.interface import is_end
+from pipejax.decoding.strategy import is_end
 
 Array = jax.Array
 FAR = 1 << 20  # the distance to an end that cannot be reached

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax import grid
-from pipejax.decoding.interface import Array, Plain, Strategy
+from pipejax.decoding.strategy import Array, Plain, Strategy
 from pipejax.decoding.times import NEVER, over_earlier_rows
 from pipejax.system import Tree
 

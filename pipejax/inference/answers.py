@@ -10,7 +10,7 @@ from pipejax.config import Config
 from pipejax.config.row_names import columns_of, split_row
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded
-from pipejax.inference import wishes
+from pipejax.inference import decoding_options
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.methods import Method, tells_rows_apart
@@ -70,7 +70,7 @@ def record_of(
     rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
     exist, told = len(rows), found.log_probs is not None or found.trace is not None
     if told:
-        exist = method.exist(exist, wishes.given(source, method).most)
+        exist = method.exist(exist, decoding_options.given(source, method).most)
     kept = [(i, rows[i][0][: rows[i][1]].tolist()) for i in method.order([n for _, n in rows])]
     unique = config.decode.unique_rows
     repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]

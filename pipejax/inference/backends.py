@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pipejax.backbones import umt5
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
-from pipejax.inference import kernel_decoder, kernels, products
-from pipejax.inference.kernel_decoder import KernelDecoder
-from pipejax.inference.kernels import Reading
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
-from pipejax.model import lora, quantization, umt5
-from pipejax.model.interface import Backbone, Module
+from pipejax.kernels import cpu_decoder, cpu_kernel, products
+from pipejax.kernels.cpu_decoder import KernelDecoder
+from pipejax.kernels.cpu_kernel import Reading
+from pipejax.model import lora, quantization
+from pipejax.model.backbone import Backbone, Module
 from pipejax.model.parameters import check_read
 from pipejax.model.t5 import Memory, is_stock, is_unchanged
 from pipejax.model.t5_config import T5Config
@@ -153,12 +154,12 @@ class LayerDecoder:
 class Products(Backend):
     """Computes with the layers of any backbone in float32 on a CPU; products of steps use pipejax's kernel."""
 
-    level: kernels.Level = kernels.LEVELS[-1]
+    level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
         """See `Backend`. Arrays that encoder and decoder share are stored once, except matrices that both multiply."""
         held = Backend.prepare(self, model, params, compute=compute).encoding
-        one, length = jnp.zeros((1, kernels.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
+        one, length = jnp.zeros((1, cpu_kernel.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
         memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
         single = products.take_apart(
             partial(_step, model, memory), held, compute=compute, weights=self.weights, rough=_cap(model) is not None
@@ -195,7 +196,7 @@ class ProductDecoder(LayerDecoder):
     """A `LayerDecoder` whose products are computed by pipejax's kernel."""
 
     matrices: dict[str, products.Panels]
-    level: kernels.Level
+    level: cpu_kernel.Level
 
     def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""
@@ -271,7 +272,7 @@ class Gpu(Xla):
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
-        from pipejax.inference.gpu import GpuDecoder  # imported here, as importing Pallas takes time
+        from pipejax.kernels.gpu import GpuDecoder  # imported here, as importing Pallas takes time
 
         return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
 
@@ -280,22 +281,22 @@ class Gpu(Xla):
 class OwnKernel(Xla):
     """pipejax's kernel for CPUs, for the stock T5 and UMT5, with float32 activations."""
 
-    level: kernels.Level = kernels.LEVELS[-1]
+    level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
     skips_fillers: ClassVar[bool] = True
     can_listen: ClassVar[bool] = True
 
     def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
-        return kernel_decoder.encoder_layer(layer, weights=self.weights)
+        return cpu_decoder.encoder_layer(layer, weights=self.weights)
 
     def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
-        matrix = partial(kernel_decoder.matrix, weights=self.weights)
+        matrix = partial(cpu_decoder.matrix, weights=self.weights)
         memory = join(*(matrix(layer["cross_attention"][name]) for name in ("key", "value")))
         return memory, lay_out_layer(layer, matrix)
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        laid = lay_out(model.config, params, partial(kernel_decoder.matrix, weights=self.weights))
+        laid = lay_out(model.config, params, partial(cpu_decoder.matrix, weights=self.weights))
         own = params["encoder"]
-        encoder = kernel_decoder.KernelEncoder(
+        encoder = cpu_decoder.KernelEncoder(
             embedding=narrow(params["shared"], self.weights, jnp.float32),
             bias=bias_tables(own),
             norm=own["norm"]["scale"],
@@ -310,13 +311,13 @@ class OwnKernel(Xla):
     def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
         """See `Backend`."""
         slots = memory_length(source.shape[1])
-        return kernel_decoder.encode(
+        return cpu_decoder.encode(
             model.config, encoder, source, length, slots=slots, weights=self.weights, level=self.level
         )
 
     def widen(self, memory: Memory, slots: int) -> Memory:
         """See `Backend`."""
-        return kernel_decoder.widen(memory, slots)
+        return cpu_decoder.widen(memory, slots)
 
     def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
         """See `Backend`."""
@@ -329,7 +330,7 @@ class OwnKernel(Xla):
 
     def listen(self, count: Array, switch: Array) -> Array:
         """See `Backend`."""
-        return kernel_decoder.listen(count, switch, level=self.level)
+        return cpu_decoder.listen(count, switch, level=self.level)
 
 
 XLA = Xla()
@@ -352,7 +353,7 @@ def portable(model: Module, weights: str = "auto") -> Backend:
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    changed = "which was changed, " if kind in ("pipejax.model.t5.T5", "pipejax.model.umt5.UMT5") else ""
+    changed = "which was changed, " if kind in ("pipejax.model.t5.T5", "pipejax.backbones.umt5.UMT5") else ""
     logger.info(
         f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone"
     )
@@ -369,13 +370,13 @@ def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights
 def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Backend:
     """The fastest backend on this machine for a compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     found = portable(backbone.module(dtype=dtype), weights)
-    level = kernels.use() if dtype == jnp.float32 else None
+    level = cpu_kernel.use() if dtype == jnp.float32 else None
     if type(found) is not Xla or not isinstance(backbone, T5Config):
         return Products(weights, level) if level and is_unchanged() else found
-    if level and kernel_decoder.fits(backbone):
+    if level and cpu_decoder.fits(backbone):
         return OwnKernel(weights, level)
     if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
-        from pipejax.inference import gpu
+        from pipejax.kernels import gpu
 
         return Gpu(weights) if gpu.use() else found
     return found

@@ -12,17 +12,17 @@ from typing import Any
 import jax
 
 from pipejax import methods
+from pipejax.apps.schemas import row_schema as schema_lib
 from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, Drafter, Strategy, Wishes, ends_of
-from pipejax.inference import programs, small, sources, streaming, wishes
-from pipejax.inference import schema as schema_lib
+from pipejax.inference import decoding_options, draft_model, programs, sources, streaming
 from pipejax.inference import settings as settings_lib
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.opened import Opened, dtype_of
+from pipejax.inference.lazy_programs import Opened, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.running_batch import RunningBatch
@@ -198,9 +198,9 @@ class Generator:
         if batch is None:
             batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
-        rows = wishes.rows_of(source, method, self.tokenizer, self.ids.ends)
-        batch.give(wishes.forced_of(rows, made), source.schema)
-        ids, sampling = self.ids_of(source), wishes.sampling_of(source, config)
+        rows = decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
+        batch.give(decoding_options.forced_of(rows, made), source.schema)
+        ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
             for event in streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted):
@@ -303,7 +303,7 @@ class Generator:
         """Yields each source `decode.samples` times; raises a UserError if the method does not support its fields."""
         method = self.method(strategy)
         for source in given:
-            wishes.rows_of(source, method, self.tokenizer, self.ids.ends)
+            decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
             if len(source.prefixes) > 1 or source.max_rows is not None:
                 found = "max_rows" if source.max_rows is not None else "several row_prefixes"
                 method.require("rows", f"source {source.id}: found {found}")
@@ -370,7 +370,7 @@ class Generator:
         return record_of(source, method, found, place, start=made.start, config=config, tokenizer=tokenizer)
 
     def _wishes(self, batch: Sequence[Source], ids: list[Sequence[int]], method: Method, made: Strategy) -> Wishes:
-        return wishes.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
+        return decoding_options.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
 
     def batch_size_for(self, wanted: int) -> int:
         """The batch size on a device, if `wanted` is requested: at most `programs.CPU_BATCH` on a CPU."""
@@ -403,7 +403,7 @@ class Generator:
             if line not in self._told:
                 self._told.add(line)
                 logger.warning(line)
-        small.check(self._opened.small, made, method)
+        draft_model.check(self._opened.small, made, method)
         return made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:

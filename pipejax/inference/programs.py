@@ -22,7 +22,7 @@ from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
 from pipejax.model import lora
-from pipejax.model.interface import Backbone, Module, choose_blocks
+from pipejax.model.backbone import Backbone, Module, choose_blocks
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 from pipejax.system import Tree

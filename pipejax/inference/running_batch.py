@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
+from pipejax.apps.schemas.row_schema import Schema
 from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import (
     MOST_LIKELY,
@@ -41,7 +42,6 @@ from pipejax.decoding import (
 )
 from pipejax.inference.compiler import Needs
 from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule
-from pipejax.inference.schema import Schema
 from pipejax.model import lora
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory

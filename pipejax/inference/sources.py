@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipejax.apps.schemas.row_schema import Schema
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, TASKS, make_task, own_files
 from pipejax.data.lines import id_of, is_blank, kind, text_of
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.inference.schema import Schema
 from pipejax.methods import prefix_ids
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system.errors import UserError
 
 

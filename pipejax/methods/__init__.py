@@ -7,8 +7,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
-from pipejax.methods.contract import check_target, strategy_of, unread
-from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
+from pipejax.methods.method import ABILITIES, Given, Ids, InTorch, Method, Target
+from pipejax.methods.method_checks import check_target, strategy_of, unread
 from pipejax.methods.pipelined import NamedRows, PipelinedMethod
 from pipejax.methods.sequential import Beams, SequentialMethod, joined_change, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell

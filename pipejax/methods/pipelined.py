@@ -8,7 +8,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import Config, GridConfig
-from pipejax.methods.interface import ABILITIES, Given, Ids, InTorch, Method, Target
+from pipejax.methods.method import ABILITIES, Given, Ids, InTorch, Method, Target
 from pipejax.methods.spelling import Spells, prefix_ids, spell
 from pipejax.system.errors import UserError
 
@@ -87,7 +87,7 @@ class PipelinedMethod(Method):
 
     def strategy(self, ids: Ids) -> "Strategy":
         """Algorithm 1."""
-        from pipejax.decoding.pipelined import Pipelined
+        from pipejax.decoding.grid_strategy import Pipelined
 
         return Pipelined(
             delay=self.grid.delay,

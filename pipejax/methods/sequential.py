@@ -11,7 +11,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import GRID, Config
-from pipejax.methods.interface import Ids, Method, Target
+from pipejax.methods.method import Ids, Method, Target
 from pipejax.methods.spelling import Spells, spell
 from pipejax.system.errors import UserError
 
@@ -92,7 +92,7 @@ class SequentialMethod(Method):
 
     def strategy(self, ids: Ids) -> "Strategy":
         """Greedy decoding."""
-        from pipejax.decoding.pipelined import Sequential
+        from pipejax.decoding.grid_strategy import Sequential
 
         return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
 

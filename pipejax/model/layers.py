@@ -252,7 +252,7 @@ class Attention(nn.Module):
         attend_to: Any = attend
         if isinstance(bias, Seen):
             # Imported here: on a CPU nobody waits for Pallas.
-            from pipejax.model.block_attention import attend_in_blocks
+            from pipejax.kernels.block_attention import attend_in_blocks
 
             attend_to = attend_in_blocks
         found = attend_to(queries, keys, values, bias, seed, self.dropout, over_sources=self.over_sources)

@@ -8,7 +8,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from pipejax.model import lora, quantization
-from pipejax.model.interface import VECTORS, Backbone, Module, smallest_batch
+from pipejax.model.backbone import VECTORS, Backbone, Module, smallest_batch
 from pipejax.model.sharding import param_shardings, path_of, put_tree
 from pipejax.system import Tree
 from pipejax.system.errors import UserError

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pipejax.model.interface import VECTORS
+from pipejax.model.backbone import VECTORS
 from pipejax.system import Tree
 
 

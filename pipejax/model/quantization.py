@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from pipejax.model.interface import VECTORS
+from pipejax.model.backbone import VECTORS
 from pipejax.model.precision import cast_params
 from pipejax.system import Tree
 from pipejax.system.errors import UserError

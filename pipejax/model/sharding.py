@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 

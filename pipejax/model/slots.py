@@ -45,7 +45,7 @@ class Distances:
 
 @flax.struct.dataclass
 class Seen:
-    """In the place of an additive bias: `pipejax.model.block_attention` makes it where it needs it."""
+    """In the place of an additive bias: `pipejax.kernels.block_attention` makes it where it needs it."""
 
     queries: Slots
     keys: Slots

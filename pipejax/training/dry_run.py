@@ -18,7 +18,7 @@ from pipejax.data.encoding import answered
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import environment
 from pipejax.training.loop import Examples, Run, check_objective
-from pipejax.training.plan import GIB, estimator
+from pipejax.training.memory import GIB, estimator
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.start import as_begun, start_run
 from pipejax.training.stop import Stop

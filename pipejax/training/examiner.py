@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from pipejax.apps.evaluation import evaluate
 from pipejax.checkpoint import Best
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
@@ -22,6 +21,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import texts
 from pipejax.inference.generator import Generator
 from pipejax.metrics import HEADLINES
+from pipejax.offline.evaluation import evaluate
 from pipejax.system import Tree, distributed
 from pipejax.system.progress import Progress
 from pipejax.training.monitoring import few

@@ -17,7 +17,7 @@ from pipejax.methods import Method
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 from pipejax.system.fields import shown_value
-from pipejax.training.command import require_libraries
+from pipejax.training.train_command import require_libraries
 
 
 def train_run(

@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.config import TrainConfig
 from pipejax.model import lora
-from pipejax.model.interface import VECTORS
+from pipejax.model.backbone import VECTORS
 from pipejax.model.sharding import path_of
 from pipejax.system import Tree
 from pipejax.system.extras import extra

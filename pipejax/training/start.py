@@ -17,7 +17,7 @@ from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.model import dropout
 from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
-from pipejax.training.plan import choose_remat, device_memory
+from pipejax.training.memory import choose_remat, device_memory
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, choose_end, resolve_model
 from pipejax.training.step import Trainer, TrainState
 

@@ -23,8 +23,8 @@ from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import lora, sharding
+from pipejax.model.backbone import Module, choose_blocks
 from pipejax.model.dropout import STREAM, numbered
-from pipejax.model.interface import Module, choose_blocks
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots

@@ -24,7 +24,7 @@ from pipejax.decoding import TRUNCATIONS, Pipelined, Sizes
 from pipejax.inference.backends import Backend
 from pipejax.inference.generator import Generator
 from pipejax.model import layers
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from support import oracle, schemas
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.inference import kernel_decoder, kernels
 from pipejax.inference.backends import OwnKernel
 from pipejax.inference.weights import Matrix
+from pipejax.kernels import cpu_decoder, cpu_kernel
 from pipejax.model import t5
 from pipejax.system import processor
 from support import oracle, quantised
 from support.tiny import IN_BLOCKS
 
-HERE = [level.name for level in kernels.LEVELS if level.needs <= processor.features()]
+HERE = [level.name for level in cpu_kernel.LEVELS if level.needs <= processor.features()]
 WEIGHTS = ("auto", "bfloat16", "int8")
 SHAPES = {  # what fills tiles and what does not, tied and not, an odd number of panels
     "small": {},
@@ -63,19 +63,19 @@ def laid_out(memory, weights):
     In int8 each key has a scale, and so has each output of the values; numbers past a source may be any. Other keys
     are divided by what queries are multiplied with, another power of two for each channel.
     """
-    dtype = kernel_decoder.memory_dtype(weights)
+    dtype = cpu_decoder.memory_dtype(weights)
     whole = dtype == jnp.int8  # as NumPy's are rounded, which are not balanced
 
     def held(x):
         x = x.swapaxes(2, 3)
         if dtype != jnp.int8:
-            return Matrix(kernels.panels(x.astype(dtype)), jnp.zeros((*x.shape[:2], 0), jnp.float32))
+            return Matrix(cpu_kernel.panels(x.astype(dtype)), jnp.zeros((*x.shape[:2], 0), jnp.float32))
         scale = jnp.nan_to_num(jnp.abs(x)).max(axis=3) / 127
-        return Matrix(kernels.panels(jnp.nan_to_num(jnp.round(x / scale[..., None])).astype(dtype)), scale)
+        return Matrix(cpu_kernel.panels(jnp.nan_to_num(jnp.round(x / scale[..., None])).astype(dtype)), scale)
 
     def balanced(x):
         balance = jnp.broadcast_to(2.0 ** (0 if whole else jnp.arange(x.shape[2]) % 5 - 2), x.shape[:3])
-        return kernel_decoder.Keys(**vars(held(x / balance[..., None])), balance=balance)
+        return cpu_decoder.Keys(**vars(held(x / balance[..., None])), balance=balance)
 
     return t5.Memory(tuple(map(balanced, memory.keys)), tuple(map(held, memory.values)), memory.mask)
 

@@ -11,7 +11,7 @@ from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Drafting, decode_batch, encode_batch, schedule
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.model.t5 import T5
 
 

@@ -18,7 +18,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.data.tokenizer_file import TokenizerFile
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.generator import Generator
-from pipejax.model.interface import Backbone
+from pipejax.model.backbone import Backbone
 from support import oracle
 from support.tiny import IN_BLOCKS
 

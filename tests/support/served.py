@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from starlette.testclient import TestClient
 
-from pipejax.apps.serving import app, command
+from pipejax.apps.serving import app, serve_command
 from support.scripted_engine import ScriptedEngine
 
 
@@ -50,10 +50,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
 @contextlib.contextmanager
 def running(own: app.Service, **settings: Any) -> Iterator[int]:
     """A context with a server on real sockets; yields its port."""
-    listener = command.listen("127.0.0.1", 0)
+    listener = serve_command.listen("127.0.0.1", 0)
     port: int = listener.getsockname()[1]
     listener.listen()  # a client that comes before the server has started waits
-    thread = threading.Thread(target=command.run, args=(own, listener), kwargs=settings)
+    thread = threading.Thread(target=serve_command.run, args=(own, listener), kwargs=settings)
     thread.start()
     try:
         yield port

@@ -5,7 +5,7 @@ from typing import Any
 
 from lab.experiments.tables import paper
 from lab.experiments.tables.cells import Cell, Scores, Way
-from pipejax.data.papers import PUBLISHED
+from pipejax.apps.papers.data_sets import PUBLISHED
 from pipejax.metrics import HEADLINES
 
 NONE = "–"  # not measured, or not in the paper

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipejax.apps.markup import count, escape
-from pipejax.apps.picture.grid import LEFT, RIGHT, Grid, column_of, open_svg, time_axis, top_of
+from pipejax.apps.picture.grid_svg import LEFT, RIGHT, Grid, column_of, open_svg, time_axis, top_of
 from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten
+from pipejax.system.markup import count, escape
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
 MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read

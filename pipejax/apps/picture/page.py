@@ -9,11 +9,11 @@ import math
 import string
 from collections.abc import Sequence
 
-from pipejax.apps.markup import FONT, escape
 from pipejax.apps.picture import calls as by_call
 from pipejax.apps.picture.calls import FILL, MARKS, RowCall
-from pipejax.apps.picture.grid import Grid, facts, pitch_of, svg, top_of, width_of
+from pipejax.apps.picture.grid_svg import Grid, facts, pitch_of, svg, top_of, width_of
 from pipejax.apps.picture.text import INK, mark, text_width
+from pipejax.system.markup import FONT, escape
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
 WIDEST = 1500  # pixels of the page

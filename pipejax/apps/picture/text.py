@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from pipejax.apps.markup import escape
+from pipejax.system.markup import escape
 
 INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
 

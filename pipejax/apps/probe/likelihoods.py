@@ -18,7 +18,7 @@ from pipejax import grid
 from pipejax.config import GRID
 from pipejax.data.encoding import Encoded
 from pipejax.data.shapes import Shapes, choose_pairs, pad
-from pipejax.model.interface import Module
+from pipejax.model.backbone import Module
 from pipejax.model.precision import precision
 from pipejax.system import Tree
 

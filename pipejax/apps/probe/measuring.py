@@ -15,7 +15,6 @@ from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.apps.probe.likelihoods import HIDDEN, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows
 from pipejax.apps.probe.summary import DELAYS, NAMES, ROWS, Summary, chance_of, summary
-from pipejax.apps.unfinished import Settings, Unfinished
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, make_task
@@ -26,6 +25,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.loading import override
 from pipejax.methods import Ids, Method
 from pipejax.model.precision import compute_dtype
+from pipejax.offline.resume import Settings, Unfinished
 from pipejax.system import Tree, compile_cache, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress

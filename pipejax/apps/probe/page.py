@@ -7,9 +7,9 @@ import importlib.resources
 import string
 from collections.abc import Mapping, Sequence
 
-from pipejax.apps.markup import FONT, count, escape
 from pipejax.apps.probe.measuring import Found
 from pipejax.apps.probe.summary import Cost, is_told
+from pipejax.system.markup import FONT, count, escape
 
 TITLE = "How much rows depend on one another"
 # Pixels: between rows of the graph; of a node; of bars and what stands beside them. All fit a page of 500.

@@ -7,13 +7,13 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable
 
-from pipejax.apps.serving.asked import ClientRequest
 from pipejax.apps.serving.counters import Counters
+from pipejax.apps.serving.engine import Answer, Closed, Engine, Event, Found, Full, Request
 from pipejax.apps.serving.refusals import Refused
-from pipejax.apps.serving.written import ObjectWriting, Piece, Writing
-from pipejax.inference import wishes
+from pipejax.apps.serving.requests import ClientRequest
+from pipejax.apps.serving.row_text import ObjectWriting, Piece, Writing
+from pipejax.inference import decoding_options
 from pipejax.inference.answers import Record
-from pipejax.inference.engine import Answer, Closed, Engine, Event, Found, Full, Request
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError, out_of_memory
 
@@ -57,7 +57,7 @@ class Completion:
                 request = Request(
                     source,
                     asked.strategy,
-                    dataclasses.replace(asked.sampling, seed=wishes.seed_of(source, asked.sampling.seed)),
+                    dataclasses.replace(asked.sampling, seed=decoding_options.seed_of(source, asked.sampling.seed)),
                     max_tokens=asked.max_tokens,
                     row_tokens=asked.row_tokens,
                     log_probs=self._scored,

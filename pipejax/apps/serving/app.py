@@ -19,18 +19,18 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pipejax import methods
-from pipejax.apps.serving import asked
+from pipejax.apps.schemas.row_schema import QUICK, WHOLE, Effort, Uncompiled
+from pipejax.apps.serving import requests
 from pipejax.apps.serving.answering import Completion, told
-from pipejax.apps.serving.asked import ClientRequest, Form
 from pipejax.apps.serving.connections import FRAMING
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
+from pipejax.apps.serving.engine import Closed, Engine
 from pipejax.apps.serving.example import example_of
-from pipejax.apps.serving.objects import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.refusals import Refused
+from pipejax.apps.serving.requests import ClientRequest, Form
+from pipejax.apps.serving.responses import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.turns import Share, Turns
-from pipejax.inference.engine import Closed, Engine
 from pipejax.inference.generator import Generator
-from pipejax.inference.schema import QUICK, WHOLE, Effort, Uncompiled
 from pipejax.inference.sources import template_of
 from pipejax.system.extras import extra
 from pipejax.system.fields import shown_value
@@ -68,9 +68,9 @@ class Limits:
 
 # Of each route the fields of what is asked, and the objects of the answers.
 POSTS: dict[str, tuple[Form, type[Completions] | type[Responses]]] = {
-    "/v1/completions": (asked.COMPLETIONS, Completions),
-    "/v1/chat/completions": (asked.CHAT, Chats),
-    "/v1/responses": (asked.RESPONSES, Responses),
+    "/v1/completions": (requests.COMPLETIONS, Completions),
+    "/v1/chat/completions": (requests.CHAT, Chats),
+    "/v1/responses": (requests.RESPONSES, Responses),
 }
 
 
@@ -153,7 +153,7 @@ class Service:
     async def _read(self, body: bytes, form: Form, client: Hashable) -> ClientRequest:
         """Reads a request. A new schema is compiled in another thread, and in a second one if it takes long."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
-        given = await run(self._readers, asked.parse_body, body)
+        given = await run(self._readers, requests.parse_body, body)
 
         def read(effort: Effort | None) -> ClientRequest:
             pause = Share(SHARES[effort]) if effort else None
@@ -162,7 +162,7 @@ class Service:
                 return generator.under(schema, strategy, effort=effort, pause=pause)
 
             apply_schema = apply if limits.schemas else None
-            return asked.read_request(given, form, self.models, most=limits.answers, apply=apply_schema)
+            return requests.read_request(given, form, self.models, most=limits.answers, apply=apply_schema)
 
         with contextlib.suppress(Uncompiled):
             return await run(self._readers, read, None)
@@ -182,7 +182,7 @@ class Service:
         if name is None:
             return _json({"object": "list", "data": [self._shown(each) for each in self.models]})
         if name not in self.models:
-            raise asked.unknown_model(name, self.models)
+            raise requests.unknown_model(name, self.models)
         return _json(self._shown(name))
 
     def _shown(self, name: str) -> dict[str, object]:

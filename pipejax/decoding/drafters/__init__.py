@@ -1,8 +1,8 @@
 """Drafters, which guess the next tokens of rows without the large model. One module for each."""
 
-from pipejax.decoding.drafters.interface import Draft, Drafter, Written
+from pipejax.decoding.drafters.drafter import Draft, Drafter, Written
 from pipejax.decoding.drafters.jacobi import Jacobi
-from pipejax.decoding.drafters.model import FromModel
+from pipejax.decoding.drafters.model_drafter import FromModel
 from pipejax.decoding.drafters.source import FromSource
 
 __all__ = ["Draft", "Drafter", "FromModel", "FromSource", "Jacobi", "Written", "make"]

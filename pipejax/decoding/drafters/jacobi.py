@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pipejax.decoding.drafters.interface import Draft, Written
-from pipejax.decoding.interface import SourceIds
+from pipejax.decoding.drafters.drafter import Draft, Written
+from pipejax.decoding.strategy import SourceIds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pipejax.decoding.drafters.interface import Draft, Written
-from pipejax.decoding.interface import Array, SourceIds
+from pipejax.decoding.drafters.drafter import Draft, Written
+from pipejax.decoding.strategy import Array, SourceIds
 
 LONGEST = 3  # the most tokens of a row that are looked up
 

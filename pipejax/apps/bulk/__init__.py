@@ -1,0 +1,1 @@
+"""Decodes many files by several processes: `pipejax bulk`."""

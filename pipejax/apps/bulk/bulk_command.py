@@ -1,0 +1,53 @@
+"""Decodes many files of sources by several processes, on one machine or on a cluster; goes on where it was killed.
+
+    pipejax bulk --checkpoint runs/demo --input 'articles/*.jsonl' --output decoded [--workers 2] [--set ...]
+
+Input files are JSON lines or CSV, which may be packed, or Parquet, as `pipejax decode` reads them. Each block of
+lines becomes a file below OUTPUT/shards: the records that `pipejax decode` would write for them. The same command
+again decodes what is not written yet. OUTPUT/manifest.json says what is there. Needs the library Ray, which the extra
+pipejax[ray] installs.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipejax.system import cli
+from pipejax.system.files import absolute
+
+
+def main(argv: Sequence[str]) -> int:
+    from pipejax.config import STRATEGIES
+
+    parser = cli.Parser(prog="pipejax bulk", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument(
+        "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines, CSV (packed, too) or Parquet"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one to go on with")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_number(
+        "--workers", "processes that decode; default: one for each GPU or TPU, else one for each machine", most=2**16
+    )
+    parser.add_number("--block", "lines of a shard; default: 1000", most=2**31, default=1000)
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
+    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster; default: $RAY_ADDRESS, else none")
+    parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
+    flags = parser.parse_args(argv)
+
+    from pipejax.apps.bulk import ray_pool, workers
+    from pipejax.apps.bulk.shards import Output
+
+    files, output = workers.match_files(flags.input), Output(Path(flags.output))
+    work = workers.BulkWork(
+        checkpoint=str(absolute(flags.checkpoint)),
+        output=str(absolute(flags.output)),
+        root=os.getcwd(),
+        best=flags.best,
+        overrides=tuple(flags.overrides),
+        strategy=flags.strategy,
+        skip_bad=flags.skip_bad,
+    )
+    with ray_pool.start(flags.address, flags.workers) as pool:
+        workers.decode_files(work, files, output, pool, block=flags.block)
+    return 0

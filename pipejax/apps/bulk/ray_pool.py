@@ -1,0 +1,108 @@
+"""Processes of Ray that decode blocks: a pool of actors of Ray Data, here or on a cluster."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipejax.apps.bulk.blocks import Block
+from pipejax.apps.bulk.workers import BulkWork, Said, Worker, caught, describe
+from pipejax.system import strict_json
+from pipejax.system.errors import UserError, first_line
+from pipejax.system.extras import extra
+
+DEVICES = ("GPU", "TPU")  # as Ray calls them
+TASKS = 2000  # a task has a block or a few: Ray spends some milliseconds on each
+STORE = 100 * 2**20  # bytes of Ray's object store, in which nothing large ever is
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS": "0"}
+
+
+@contextlib.contextmanager
+def start(address: str | None = None, workers: int | None = None) -> "Iterator[RayPool]":
+    """A pool of so many actors, on the cluster at `address` or on this machine; None: one for each device.
+
+    Without a GPU or TPU that is one for each machine. What goes wrong with Ray itself ends in one line.
+    """
+    os.environ |= {name: os.environ.get(name, value) for name, value in QUIET.items()}
+    with extra("ray", "bulk"):
+        import ray
+        import ray.data
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.CRITICAL)  # its log files keep all
+    address = address or os.environ.get("RAY_ADDRESS")
+    cores = max(os.cpu_count() or 1, workers or 1)
+    here = {"num_cpus": cores, "object_store_memory": STORE, "include_dashboard": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL} | ({} if address else here)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # Ray prints at length who died
+        try:
+            with _silent():
+                ray.init(address or "local", **options)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's own says 1
+            yield RayPool(ray, workers)
+        except ConnectionError as error:
+            raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
+        except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
+            said = first_line(error)
+            raise UserError(f"Ray gave up ({said}); what is written stays, and the same command goes on") from error
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """A block in which nothing reaches standard error: Ray's C++ says there that it was told to be quiet."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+class RayPool:
+    """A `bulk.Pool` of Ray's actors; one that is killed is started anew, and its blocks are given out again."""
+
+    def __init__(self, ray: Any, workers: int | None) -> None:
+        self.ray, have = ray, ray.cluster_resources()
+        device = next((name for name in DEVICES if have.get(name)), None)
+        machines = sum(bool(node["Alive"]) for node in ray.nodes())
+        most = int(have[device] if device else have["CPU"])
+        self.workers = workers or (most if device else machines)
+        if self.workers > most:
+            raise UserError(
+                f"--workers: found {self.workers}; expected at most {most}, the {device or 'CPU'}s there are"
+            )
+        self.needs: dict[str, Any] = {"num_cpus": 1}
+        if device:
+            self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
+
+    def ask(self, work: BulkWork) -> Said:
+        said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
+        return said
+
+    def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
+        data = self.ray.data
+        data.DataContext.get_current().enable_progress_bars = False
+        rows = [{"block": json.dumps(block)} for block in blocks]
+        said = data.from_items(rows, override_num_blocks=min(len(rows), TASKS)).map_batches(
+            _Actor,
+            fn_constructor_args=(work,),
+            batch_size=1,
+            compute=data.ActorPoolStrategy(size=min(self.workers, len(rows))),
+            **self.needs,
+        )
+        for row in said.iter_rows():
+            yield strict_json.loads(row["said"])
+
+
+class _Actor(Worker):
+    def __call__(self, batch: Any) -> dict[str, list[str]]:  # type: ignore[override]
+        name, block = strict_json.loads(batch["block"][0])
+        return {"said": [json.dumps(super().__call__(name, Block(*block)))]}

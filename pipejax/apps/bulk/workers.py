@@ -1,0 +1,235 @@
+"""Decodes many files in blocks of lines, by several processes: what each does, and what the one that leads does."""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import logging
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipejax import methods
+from pipejax.apps.bulk.blocks import EXPECTED, Block, Reader, cut
+from pipejax.apps.bulk.shards import Input, Output, Plan, Shard, Shards, name_shards
+from pipejax.data.lines import BadLines
+from pipejax.data.tables import KEYS, Dialect
+from pipejax.inference.generator import Generator
+from pipejax.inference.loading import load
+from pipejax.inference.report import Report
+from pipejax.inference.sources import check_fields, fields_of
+from pipejax.offline import records
+from pipejax.offline.resume import settings_of
+from pipejax.system import strict_json
+from pipejax.system.cli import REFUSALS
+from pipejax.system.errors import UserError, first_line, out_of_memory
+from pipejax.system.files import digest_of
+from pipejax.system.progress import Progress
+
+Said = dict[str, Any]  # JSON that a worker answers with: settings, counts, or a "problem"
+logger = logging.getLogger(__name__)
+
+BLOCK = 1000  # lines of a shard
+
+
+@dataclasses.dataclass(frozen=True)
+class BulkWork:
+    """The settings that a process is told once. Paths are absolute, but those of blocks are relative to `root`."""
+
+    checkpoint: str
+    output: str
+    root: str
+    best: bool = False
+    overrides: tuple[str, ...] = ()
+    strategy: str | None = None  # None: as the checkpoint was trained
+    skip_bad: bool = False  # lines that are no sources
+    settings: Mapping[str, Any] | None = None  # those that the records depend on; None: not known yet
+    run: str = ""  # as `Shards` wants it
+
+
+class Pool(Protocol):
+    """Processes that decode."""
+
+    def ask(self, work: BulkWork) -> Said:
+        """The result of `describe` in one of them."""
+
+    def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
+        """The result of `Worker` for each block, each once, in any order."""
+
+
+def caught(call: Callable[..., Said], *arguments: object) -> Said:
+    """The result of the call, or {"error", "kind"}: an error is to become one line in another process."""
+    try:
+        return call(*arguments)
+    except UserError as error:
+        return {"error": str(error), "kind": "user"}
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in REFUSALS:
+            return {"error": f"{error.filename or 'output'}: {error.strerror}", "kind": "user"}
+        if out_of_memory(error):
+            return {"error": first_line(error), "kind": "memory"}
+        return {"error": traceback.format_exc(), "kind": "mistake"}
+
+
+def checked(said: Said) -> Said:
+    if "error" not in said:
+        return said
+    kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
+    raise kinds[said["kind"]](said["error"])
+
+
+def describe(work: BulkWork) -> Said:
+    """The "settings" that the records depend on, "doubts" whether they mean much, and the template's "fields"."""
+    generator = _open(work)
+    config = generator.config
+    doubts = methods.doubts(work.strategy or generator.default_strategy, config, generator.trained or config)
+    return {"settings": _settings(work, generator), "doubts": doubts, "fields": fields_of(config)}
+
+
+def _open(work: BulkWork) -> Generator:
+    with contextlib.chdir(work.root):  # a method's class is looked for where the command was given
+        return load(work.checkpoint, best=work.best, overrides=work.overrides)
+
+
+def _settings(work: BulkWork, generator: Generator) -> Said:
+    """As they are read back from JSON; digests of whole files stand for the input."""
+    settings = settings_of(generator, work.strategy or generator.default_strategy, [])
+    more = {**dict(zip(KEYS, Dialect.of(generator.config.data), strict=True)), "--skip-bad": work.skip_bad}
+    return {key: strict_json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
+
+
+class Worker:
+    """Decodes block after block in a process of its own; the checkpoint is loaded for the first."""
+
+    def __init__(self, work: BulkWork) -> None:
+        self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
+        self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
+        self.generator: Generator | None = None
+
+    def __call__(self, name: str, block: Block) -> Said:
+        """Writes a shard and says what it holds, or an error, which stops the work; {}: it was stopped before."""
+        if self.shards.stopped:
+            return {}
+        said = caught(self._shard, name, block)
+        if "error" in said:
+            with contextlib.suppress(OSError):  # of a full disk
+                self.shards.stop()
+        return said
+
+    def _shard(self, name: str, block: Block) -> Shard:
+        if found := self.shards.look(name):  # of a process that died before it could say so
+            return found
+        self.shards.begin(name)
+        if self.generator is None:
+            generator = _open(self.work)
+            if (settings := _settings(self.work, generator)) != self.work.settings:
+                raise UserError(f"a worker: found the settings {settings}; expected {self.work.settings}, as at first")
+            self.generator = generator
+        strategy, size = self.work.strategy or self.generator.default_strategy, self.generator.config.decode.batch_size
+        bad = BadLines(block.path, skip=self.work.skip_bad, most=block.lines, tell=False)
+        sources = list(records.read_sources(self.generator, self.reader.read(block, bad), strategy, bad))
+        decoded = self.generator.stream(sources, strategy=strategy, batch_size=size, report=Report())
+        return self.shards.write(name, "".join(map(records.as_line, decoded)), bad.messages)
+
+
+def match_files(patterns: Sequence[str]) -> list[str]:
+    found = dict[str, None]()
+    for pattern in patterns:
+        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if not paths:
+            raise UserError(f"--input {pattern}: found no file; expected {EXPECTED}")
+        for path in paths:
+            if not records.check_input(path).is_file():
+                raise UserError(f"--input {path}: found no regular file; expected {EXPECTED}")
+            found[path] = None
+    return list(found)
+
+
+def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
+    """Decodes the files into shards, but for those shards that are there; ends with a complete manifest."""
+    described = checked(pool.ask(work))
+    work = dataclasses.replace(work, settings=described["settings"], run=output.run)
+    for doubt in described["doubts"]:
+        logger.warning(doubt)
+    inputs, blocks = _cut_inputs(files, block, described)
+    wanted = name_shards(blocks)
+    if not wanted:
+        raise UserError(f"{files[0]}: found no lines; expected at least one source")
+    plan: Plan = {"settings": described["settings"], "block": block, "inputs": inputs}
+    with output:
+        known = output.take_up(plan)
+        done = output.written(wanted, known)
+        if done:
+            logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written already")
+        begun, before = time.monotonic(), sum(shard["records"] for shard in done.values())
+        try:
+            problem = _decode_lacking(work, wanted, done, pool)
+        finally:
+            for name in wanted.keys() - done.keys():  # what workers have written and not said yet
+                if shard := output.shards.look(name):
+                    done[name] = shard
+            output.note(plan, [done[name] for name in wanted if name in done], complete=len(done) == len(wanted))
+            if len(done) < len(wanted):
+                logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command goes on")
+        checked(problem)
+        if len(done) < len(wanted):
+            raise UserError(
+                f"{output.path}: stopped by a worker that died before it said why; the same command goes on"
+            )
+        total = sum(shard["records"] for shard in done.values())
+        _say_skipped(output, {name: done[name] for name in wanted}, wanted)
+        rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
+        logger.info(f"{output.path}: {total} records in {len(done)} shards{rate}")
+
+
+def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str, Block]) -> None:
+    """Says which lines were left out; raises a UserError if nothing else was in a file."""
+    bad, kept, left = BadLines(str(output.path), skip=True), Counter[str](), dict[str, str]()
+    for name, shard in done.items():
+        kept[wanted[name].path] += shard["records"]
+        for error in shard.get("skipped", ()):
+            bad(UserError(error))
+            left.setdefault(wanted[name].path, error)
+    bad.end(kept.total())
+    for path, error in left.items():
+        if not kept[path]:
+            raise UserError(f"{path}: found bad lines and no good one; first {error}")
+
+
+def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
+    """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
+    inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*(described["settings"][key] for key in KEYS))
+    reader = Reader(Path(), dialect)
+    with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
+        for path in files:
+            blocks.append(cut(path, block, dialect=dialect))
+            ignored = BadLines(path, skip=True, tell=False)  # a worker comes to them
+            placed = chain.from_iterable(reader.read(part, ignored) for part in blocks[-1])
+            check_fields(described["fields"], (value for _, value in placed), path)
+            lines = sum(part.lines for part in blocks[-1])
+            size = Path(path).stat().st_size
+            inputs.append({"path": path, "lines": lines, "bytes": size, "sha256": digest_of(Path(path))})
+            progress.add(1)
+    return inputs, blocks
+
+
+def _decode_lacking(work: BulkWork, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
+    """Adds the shards that are lacking to `done`; returns the first error, or {}."""
+    problem: Said = {}
+    lacking = [(name, part) for name, part in wanted.items() if name not in done]
+    total, start = (sum(wanted[name].lines for name in some) for some in (wanted, done))
+    with contextlib.closing(Progress("decoding", total, unit="line", start=start)) as progress:
+        for said in pool.map(work, lacking) if lacking else ():
+            if "error" in said:
+                if not problem:
+                    progress.line("stopping: the blocks in work are decoded first")
+                problem = problem or said
+            elif said:
+                name = Path(said["shard"]).name
+                done[name] = said
+                progress.add(wanted[name].lines)
+    return problem

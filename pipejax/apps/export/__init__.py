@@ -1,0 +1,1 @@
+"""Exports decoding as files that JAX alone runs: `pipejax export`."""

@@ -1,0 +1,222 @@
+"""Writes a checkpoint's decoding as files that JAX alone runs: programs, and the weights.
+
+Each strategy has a program a platform: the encoder and the whole decoding loop, in XLA's products. The weights are its
+arguments and lie beside it, once for all programs. As constants they would be in each of them, and a program of
+T5-Large would not fit into the 2 GB that a FlatBuffers file holds.
+
+Shapes: B batch, L source length.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export as jax_export
+
+from pipejax import checkpoint, methods
+from pipejax import config as config_lib
+from pipejax.checkpoint import Restored
+from pipejax.checkpoint.fingerprint import digest
+from pipejax.config import Config
+from pipejax.data.tokenizer import Tokenizer, source_affixes
+from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
+from pipejax.inference import programs
+from pipejax.inference.backends import Backend, Ready, call_costs, portable
+from pipejax.inference.decoding_options import forced_of, rows_of
+from pipejax.inference.loading import override
+from pipejax.inference.sources import Source, template_of
+from pipejax.methods import Ids
+from pipejax.model.backbone import Module
+from pipejax.model.precision import compute_dtype, precision
+from pipejax.model.sharding import path_of
+from pipejax.system import Tree
+from pipejax.system.errors import UserError
+from pipejax.system.extras import extra
+from pipejax.system.files import absolute, new_directory
+
+logger = logging.getLogger(__name__)
+Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights of the arrays of a file
+
+KEYS = ("grid", "decode", "method")  # sections that `--set` may change
+# What a program follows of `decode`; the other keys must have their defaults.
+FOLLOWED = (*("max_length", "beams", "length_penalty", "draft", "draft_tokens"), *("batch_size", "dtype", "weights"))
+WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
+COMPATIBILITY = {  # of the JAX that loads a program, compared with the one that exported it
+    "newer_at_most": "6 months",
+    "older_at_most": "3 weeks",
+    "said_in": "https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees",
+}
+
+
+def export(
+    directory: str | Path,
+    out: str | Path,
+    *,
+    platforms: Sequence[str],
+    strategies: Sequence[str] = (),
+    batch: int | None = None,
+    length: int | None = None,
+    best: bool = False,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Writes the programs, their weights, a description and the tokenizer's files: completely or not at all.
+
+    `batch`: B; None: `decode.batch_size`. `length`: L; None: `data.max_source`.
+    """
+    for assignment in overrides:
+        key, _, value = map(str.strip, assignment.partition("="))
+        if key.partition(".")[0] not in KEYS and not config_lib.brings_backbone(key, value):
+            raise UserError(f"--set {assignment}: cannot change in an export; expected a key of {' or '.join(KEYS)}")
+    out = absolute(out)
+    checkpoint.require_free(out)
+    with extra("export", "export"):
+        import flatbuffers  # noqa: F401  JAX writes its programs with it
+    restored = checkpoint.open_run(directory, best=best)
+    config = override(restored.config, overrides, where="--set")
+    if config.decode.draft == "model":
+        raise UserError("decode.draft: found model; expected another drafter: an export holds one T5")
+    for field in dataclasses.fields(config.decode):
+        found = getattr(config.decode, field.name)
+        if field.name not in FOLLOWED and found != field.default:
+            raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
+    batch, length = batch or config.decode.batch_size, length or config.data.max_source
+    used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
+    for name, method in used.items():
+        method.require("export")
+        for line in methods.doubts(name, config, restored.config):
+            logger.warning(line)
+    made = {f"{name}-{platform}.jax": (name, platform) for name in used for platform in platforms}
+    model, backend, ready = _prepare(config, restored.items["params"], platforms)
+    ids, costs = Ids.of(model.config), call_costs(ready.decoding)
+    plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
+    chosen = {file: plain[name].suit(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
+    tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
+    rows = {name: rows_of(Source("any", ""), method, spells, ids.ends) for name, method in used.items()}
+    forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
+    stored, unpacked = _store(ready)
+    weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
+    arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)
+    with new_directory(out) as partial_out:
+        described = {}
+        for file, (name, platform) in made.items():
+            logger.info(f"tracing the {name} program for {platform}")
+            program = jax.jit(partial(_decode, model, backend, chosen[file], platform, unpacked, forced[file]))
+            with precision(model.dtype):
+                exported = jax_export.export(program, platforms=[platform])(*arguments)
+            (partial_out / file).write_bytes(exported.serialize())
+            outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
+            described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
+        # NumPy's files know no bfloat16: they get the same bits in another dtype.
+        bits = {name: x.view(np.uint16) if x.dtype == jax.numpy.bfloat16 else x for name, x in stored.items()}
+        np.savez(partial_out / WEIGHTS, allow_pickle=False, **bits)
+        facts = _description(config, restored, model, batch, length, spells) | {"programs": described}
+        (partial_out / DESCRIPTION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        if tokenizer:
+            shutil.copytree(tokenizer, partial_out / "tokenizer")
+    for file in (*made, WEIGHTS):
+        print(f"{out / file}: {(out / file).stat().st_size / 1e6:.1f} MB")
+
+
+def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
+    assert config.model is not None
+    wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
+    if wanted == "auto":  # as where it runs, not as where it is exported
+        wanted = "float32" if "cpu" in platforms else "bfloat16"
+    model = config.model.module(dtype=compute_dtype(wanted))
+
+    def compute(function: Callable[..., Tree], tree: Tree, **static: object) -> Tree:
+        return jax.jit(function, static_argnames=tuple(static))(tree, **static)
+
+    backend = portable(model, config.decode.weights)
+    return model, backend, backend.prepare(model, params, compute=compute)
+
+
+def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Unpacked]:
+    """The arrays by name, each once (tables are shared), and what makes the weights of a list of them again."""
+    stored: dict[str, np.ndarray] = {}
+    known: dict[tuple[object, ...], int] = {}
+    places = []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(ready)
+    for keys, leaf in leaves:
+        array = np.asarray(leaf)
+        what = array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest()
+        if what not in known:
+            known[what] = len(stored)
+            stored[path_of(keys)] = array
+        places.append(known[what])
+
+    def unpacked(arrays: Sequence[jax.Array]) -> Ready:
+        found: Ready = jax.tree.unflatten(structure, [arrays[place] for place in places])
+        return found
+
+    return stored, unpacked
+
+
+def _decode(
+    model: Module,
+    backend: Backend,
+    strategy: Strategy,
+    platform: str,
+    unpacked: Unpacked,
+    forced: np.ndarray | None,
+    weights: Sequence[jax.Array],
+    source: jax.Array,
+    length: jax.Array,
+) -> dict[str, jax.Array]:
+    """A program, whose arguments are the last three, with source i32 [B, L], length i32 [B]; the others are static."""
+    ready = unpacked(weights)
+    memory = programs.encode_batch(model, ready.encoding, source, length, backend=backend)
+    sizes = programs.schedule(strategy, len(source), platform)
+    read = None
+    if strategy.reads_source:
+        read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
+
+    wishes = Wishes(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
+
+    def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
+        """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""
+        given = ready.decoding, memory, carry, read, wishes
+        found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0], backend=backend)
+        if not slots[1:]:
+            return found.decoded
+        result: Decoded = jax.lax.cond(found.over, lambda: found.decoded, lambda: stretches(slots[1:], found.carry))
+        return result
+
+    decoded = stretches(sizes.slots, None)
+    return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
+
+
+def _description(
+    config: Config, restored: Restored, model: Module, batch: int, length: int, tokenizer: Tokenizer | None
+) -> dict[str, object]:
+    architecture, template = model.config, template_of(config)
+    affixes = source_affixes(tokenizer, architecture, config.data.special_tokens)
+    return {
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "loadable_by_a_jax": COMPATIBILITY,
+        "checkpoint": {"name": config.name, "step": restored.step, "params_fp": digest(restored.arrays["params"])},
+        "weights": WEIGHTS,
+        "dtype": str(model.dtype),
+        "inputs": {"source": f"int32[{batch},{length}]", "length": f"int32[{batch}]"},
+        "truncated": TRUNCATIONS,
+        "bos": architecture.decoder_start_token_id,
+        "eos": architecture.eos_token_id,
+        "source": {"prefix": affixes.prefix, "suffix": affixes.suffix},
+        "ends": architecture.end_token_ids,
+        "template": template.text,
+        "fields": [*dict.fromkeys(template.fields)],
+        "separator": config.data.separator,
+        "grid": dataclasses.asdict(config.grid),
+        "decode": dataclasses.asdict(config.decode),
+        **({} if config.method is None else {"method": config_lib.described(config.method)}),
+        "architecture": dataclasses.asdict(architecture),
+    }

@@ -1,0 +1,154 @@
+"""Draws losses, scores and learning rates of runs, from their logs, as a self-contained HTML page.
+
+curves.html, a `string.Template`, has the layout and the colours.
+"""
+
+import importlib.resources
+import math
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipejax.metrics import HEADLINES
+from pipejax.system.markup import FONT, count, escape
+from pipejax.training.compare import COLUMNS, log_of, summary
+from pipejax.training.run_log import Line
+
+Points = list[tuple[int, float]]  # steps and values
+COLOURS = 8  # of runs; further runs repeat them
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 260, 64, 16, 12, 30  # pixels of a chart, and of its margins
+MOST = 800  # the most points of a curve, about one for each pixel; more points are averaged
+
+
+class Curve(NamedTuple):
+    """One quantity of one run."""
+
+    run: int
+    name: str
+    points: Points
+    dashed: bool = False
+
+
+def page(*runs: str | Path) -> str:
+    """The page of curves of these runs, as HTML.
+
+    Raises:
+      UserError: a run has no log that can be read.
+    """
+    return html([str(run) for run in runs], [log_of(str(run)) for run in runs])
+
+
+def html(runs: Sequence[str], logs: Sequence[Sequence[Line]]) -> str:
+    """One page for these runs and the lines of their logs."""
+    sections = []
+    for heading, curves in charts(logs).items():
+        if any(curve.points for curve in curves):
+            sections.append(f"<section><h2>{escape(heading)}</h2>{chart(curves, runs)}</section>")
+        else:
+            sections.append(f'<section><h2>{escape(heading)}</h2><p class="quiet">not in these logs</p></section>')
+    legend = "".join(
+        f'<span class="run"><svg width="26" height="10"><path class="c{i % COLOURS}" d="M0 5H26"/></svg>'
+        f"{escape(run)}</span>"
+        for i, run in enumerate(runs)
+    )
+    template = importlib.resources.files("pipejax.apps.picture").joinpath("curves.html").read_text(encoding="utf-8")
+    rows = [summary(run, log) for run, log in zip(runs, logs, strict=True)]
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(row.get(name, '-'))}</td>" for name in COLUMNS) + "</tr>" for row in rows
+    )
+    return string.Template(template).substitute(
+        title=escape(f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {count(len(runs), 'run')}"),
+        font=FONT,
+        legend=legend,
+        charts="".join(sections),
+        table=f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+    )
+
+
+def charts(logs: Sequence[Sequence[Line]]) -> dict[str, list[Curve]]:
+    """The curves of each chart, by its heading. Scores by different metrics are in different charts."""
+    found: dict[str, list[Curve]] = {"Loss (dashed: of the dev split)": []}
+    for run, log in enumerate(logs):
+        found["Loss (dashed: of the dev split)"] += [
+            Curve(run, "loss", points(log, "train", "loss")),
+            Curve(run, "dev loss", points(log, "evaluation", "dev_loss"), dashed=True),
+        ]
+    for run, log in enumerate(logs):
+        for metric in dict.fromkeys(line["metric"] for line in log if line.get("metric") in HEADLINES):
+            of_metric = [line for line in log if line.get("metric") == metric]
+            name = HEADLINES[metric]
+            found.setdefault(f"Score: {name}", []).append(Curve(run, name, points(of_metric, "evaluation", name)))
+    found["Learning rate"] = [
+        Curve(run, "learning rate", points(log, "train", "learning_rate")) for run, log in enumerate(logs)
+    ]
+    return found
+
+
+def points(log: Sequence[Line], event: str, key: str) -> Points:
+    """The finite values of a key, in the order of steps; of a step that was logged twice, the last value."""
+    found: dict[int, float] = {}
+    for line in log:
+        value = line.get(key)
+        if line["event"] == event and isinstance(value, int | float) and math.isfinite(value):
+            found[line["step"]] = float(value)
+    return sorted(found.items())
+
+
+def thinned(some: Points) -> Points:
+    """At most MOST points: the means of equal runs of neighbours."""
+    size = math.ceil(len(some) / MOST)
+    parts = [some[i : i + size] for i in range(0, len(some), size)] if size > 1 else [[point] for point in some]
+    return [(round(sum(x for x, _ in part) / len(part)), sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten from low to high: at most `most` + 1, and at least 2."""
+    rough = (high - low) / most or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def chart(curves: Sequence[Curve], runs: Sequence[str]) -> str:
+    """The curves over steps, as SVG; a curve of one point is a dot."""
+    values = [y for curve in curves for _, y in curve.points]
+    last = max(x for curve in curves for x, _ in curve.points)
+    low, high = min(values), max(values)
+    if low > 0 and low < 0.6 * high:
+        low = 0.0
+    if low == high:
+        low, high = low - abs(low or 1) / 2, high + abs(high or 1) / 2
+    marks = ticks(low, high)
+    if marks[-1] < high:  # the topmost line is above all curves
+        marks.append(marks[-1] + marks[1] - marks[0])
+        high = marks[-1]
+
+    def x_of(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(last, 1)
+
+    def y_of(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="12">']
+    for value in marks:
+        y = y_of(value)
+        parts.append(f'<path class="line" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text class="quiet" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
+    for step in ticks(0, last, 8):
+        if step == int(step):
+            place = f'x="{x_of(step):.1f}" y="{HEIGHT - 8}"'
+            parts.append(f'<text class="quiet" {place} text-anchor="middle">{int(step):,}</text>')
+    for curve in curves:
+        shown = [(x_of(x), y_of(y)) for x, y in thinned(curve.points)]
+        if not shown:
+            continue
+        final = curve.points[-1]
+        tip = f"<title>{escape(runs[curve.run])}: {curve.name} {final[1]:.6g} at step {final[0]:,}</title>"
+        kind = f'class="c{curve.run % COLOURS}{" dashed" * curve.dashed}"'
+        line = "L".join(f"{x:.1f} {y:.1f}" for x, y in shown)
+        parts.append(f'<path {kind} d="M{line}">{tip}</path>')
+        if curve.dashed or len(shown) == 1:
+            parts += [f'<circle {kind} cx="{x:.1f}" cy="{y:.1f}" r="3">{tip}</circle>' for x, y in shown]
+    return "".join([*parts, "</svg>"])

@@ -1,0 +1,137 @@
+"""The flags of `pipejax picture`, and the picture of a record."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipejax import config, methods
+from pipejax.apps.picture import record
+from pipejax.apps.picture.calls import RowCall
+from pipejax.apps.picture.grid_svg import fill, svg
+from pipejax.apps.picture.page import html
+from pipejax.config import GRID, Config, GridConfig
+from pipejax.data.lines import Object
+from pipejax.inference.sources import of_record
+from pipejax.system.cli import Parser, note
+from pipejax.system.errors import UserError
+from pipejax.system.files import writing
+
+
+def make_parser() -> Parser:
+    """The parser of the command."""
+    what = "Draws one record of what `pipejax decode` wrote, or the curves of runs."
+    parser = Parser(prog="pipejax picture", description=what)
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="RECORDS.jsonl | RUN",
+        help="what `pipejax decode --output` wrote; or directories of runs, one or several",
+    )
+    parser.add_argument("--id", help="of the record to draw; default: the first")
+    parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
+    parser.add_number(
+        "--delay",
+        "grid.delay of the decode (default: the checkpoint's; without one the least that the record's steps fit)",
+        least=0,
+        most=GRID,
+    )
+    parser.add_number("--sub-max", "grid.sub_max of the decode (default: the checkpoint's)", most=GRID)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="that decoded it: knows the grid, the template of sources, and the tokens of words made of several",
+    )
+    parser.add_argument("--input", metavar="FILE", help="the decoded file, to show the source (html)")
+    parser.add_overrides()
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draws one record of what `pipejax decode` wrote."""
+    return draw(make_parser().parse_args(argv))
+
+
+def draw(flags: argparse.Namespace) -> int:
+    """Draws the picture of one record and writes the page."""
+    if len(flags.inputs) > 1:
+        raise UserError(f"{flags.inputs[1]}: found a second file; expected one file of records, or directories of runs")
+    config.backbone(flags.overrides)
+    output = Path(flags.output)
+    if output.suffix not in (".html", ".svg"):
+        raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
+    place, found = record.find_record(flags.inputs[0], flags.id)
+    settings, can_draw = None, [*methods.able(Config(), "draw")]
+    if flags.checkpoint:
+        from pipejax.data.tokenizer import Tokenizer  # takes a second
+
+        settings = config.load(Path(flags.checkpoint) / "config.json", imports=False)
+        if settings.method is not None:
+            methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
+            can_draw = [*methods.able(Config(method=settings.method), "draw")]
+        if (Path(flags.checkpoint) / "tokenizer").is_dir():
+            found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
+    if (name := found.get("method")) is not None and name not in can_draw:  # former records do not say it
+        raise UserError(f"{place}: method: found {name!r}; expected {' or '.join(can_draw)}, whose rows can be drawn")
+    known = settings.grid if settings is not None else None
+    rows, texts = record.tokens(found, place)
+    delay, said = _delay(found, rows, place, given=flags.delay, grid=known)
+    steps = record.steps(found, rows, delay, place)
+    calls = record.calls(found, delay, place)
+    sub_max = flags.sub_max or (known.sub_max if known is not None else None)
+    empty_row, doubt = _empty_row(found, rows, calls, is_due=len(rows) * delay < steps, sub_max=sub_max)
+    if known is not None and known.stop == "literal":
+        doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")
+    truncated = record.end_of(found, place)[1]
+    names = record.names(found, texts, settings)
+    grid = fill(rows, delay=delay, truncated=truncated, steps=steps, empty_row=empty_row, names=names)
+    name = str(found.get("id", place))
+    if output.suffix == ".svg":
+        drawn = svg(grid)
+    else:
+        source, unknown = _source(flags.input, name, settings) if flags.input else (found.get("source"), [])
+        doubt += unknown
+        source = source if isinstance(source, str) else ""
+        drawn = html(grid, calls=calls, texts=texts, source=source, title=f"Record {name}")
+    with writing(output):
+        output.write_text(drawn, encoding="utf-8")
+    note("; ".join([f"{output}: record {name}, drawn at Δt = {delay}", *said, *doubt]))
+    return 0
+
+
+def _delay(
+    found: Object, rows: list[list[str]], place: str, *, given: int | None, grid: GridConfig | None
+) -> tuple[int, list[str]]:
+    """The time-steps between the starts of two rows, and what is to be said of how they are known."""
+    if given is not None:
+        return given, []
+    fit = record.delays(found, rows, place)
+    if grid is not None and (grid.delay in fit or grid.stop == "literal"):
+        return grid.delay, []
+    likely = [delay for delay in fit if delay] or fit  # with 0 rows have names, which is rare
+    said = [f"its steps do not fit the checkpoint's {grid.delay}"] if grid is not None and fit else []
+    if len(fit) > 1 and rows:
+        others = [str(delay) for delay in fit if delay != likely[0]]
+        shown = ", ".join(others[:3]) + (", ..." if others[3:] else "")
+        said.append(f"its steps also fit {shown}: --delay or --checkpoint says which")
+    return (likely or [grid.delay if grid else 1])[0], said
+
+
+def _source(path: str, name: str, settings: Config | None) -> tuple[object, list[str]]:
+    place, given = record.find_record(path, name)
+    if settings is not None:
+        return of_record(given, place, name, settings).content, []
+    known = "source" in given or "source_ids" in given
+    return given.get("source"), [] if known else [f"{place} has no source: --checkpoint fills in its template"]
+
+
+def _empty_row(
+    found: Object, rows: list[list[str]], calls: list[list[RowCall]] | None, *, is_due: bool, sub_max: int | None
+) -> tuple[bool, list[str]]:
+    """Whether an empty row began, if there was time for it, and what is to be said where nobody knows."""
+    if calls is not None:  # a record does not say it, but a trace does
+        return any(one.written and one.row == len(rows) for call in calls for one in call), []
+    if found.get("truncated") != "time_max" or not is_due:
+        return True, []
+    if sub_max is None or sub_max < len(rows):
+        return True, ["whether the empty row was there, --sub-max or --checkpoint says"]
+    return len(rows) < sub_max, []

@@ -1,0 +1,393 @@
+"""Flat JSON schemas: each property of an object as the texts that a row may be, and the value that such a text means.
+
+A row is the text of its value, without quotes, and may begin with a space. The items of a list are parted by commas.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from pipejax.apps.schemas import patterns
+from pipejax.apps.schemas.expressions import Expressions, TooLarge
+from pipejax.data.lines import Object
+from pipejax.system import strict_json
+from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.fields import named, shown_value
+
+SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+TYPES = ("string", "integer", "number", "boolean", "null", "array")
+OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, and their values
+    "properties": (Mapping, "an object of schemas, each of a row"),
+    "required": (list, "a list of names of properties"),
+    "additionalProperties": (bool | Mapping, "true, false or a schema"),
+    **dict.fromkeys(("$defs", "definitions"), (Mapping, "an object of schemas")),
+    **dict.fromkeys(("$schema", "$id"), (str, "a text")),
+}
+CONTROLS = ((0x0, 0x1F), (0x7F, 0x7F))
+DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
+LARGEST = 10**DIGITS - 1
+HUGE = 1e300  # bounds are less
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+REFERENCES = 32  # one after the other, at the most
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # of an item, in a JSON pointer
+NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double, whatever its digits
+_DAY = r"(0[1-9]|1\d|2[0-8])"
+_LEAP = r"([12]\d(0[48]|[2468][048]|[13579][26])|(12|16|20|24|28)00)"
+_DATE = rf"([12]\d{{3}}-((0[13578]|1[02])-({_DAY}|29|30|31)|(0[469]|11)-({_DAY}|29|30)|02-{_DAY})|{_LEAP}-02-29)"
+_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "email": r"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,18}$",
+    "uuid": r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
+}
+
+
+class Texts(NamedTuple):
+    expression: int
+    read: Callable[[str], object]  # the value that one of them means
+    literals: tuple[str, ...] = ()  # those that the schema spells out
+
+
+def read_properties(schema: object, made: Expressions, where: str, *, longest: int, most: int) -> dict[str, Texts]:
+    """The texts of each property of an object, by name and in the schema's order; at most so long, and so many."""
+    reader = _SchemaReader(made, longest, schema)
+    found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
+    if "type" not in found:
+        raise UserError(f'{where}: found no type; expected "type": "object"')
+    if found["type"] != "object":
+        raise _schema_refusal(f"{where}: type", found["type"], '"object"')
+    for key, (kind, expected) in OF_OBJECTS.items():
+        if key in found and not isinstance(found[key], kind):
+            raise _schema_refusal(f"{where}: {key}", found[key], expected)
+    properties, required = found.get("properties"), found.get("required", [])
+    if properties is None:
+        raise UserError(f"{where}: found no properties; expected {OF_OBJECTS['properties'][1]}")
+    if not properties:
+        raise _schema_refusal(f"{where}: properties", properties, "at least one, since each is a row")
+    if len(properties) > most:
+        raise UserError(f"{where}: properties: found {len(properties)}; expected at most {most}, the rows of an answer")
+    if others := [name for name in required if not isinstance(name, str)]:
+        raise _schema_refusal(f"{where}: required", others[0], "texts, the names of properties")
+    if absent := [name for name in required if name not in properties]:
+        raise _schema_refusal(f"{where}: required", absent[0], "names that are in properties")
+    if any(not name.strip() for name in properties):
+        raise _schema_refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
+    if long := [name for name in properties if len(name) > longest]:
+        raise _schema_refusal(
+            f"{where}: properties", long[0], f"names of at most {longest} characters, with which rows begin"
+        )
+    rows = dict[str, Texts]()
+    for name, one in properties.items():
+        try:
+            rows[name] = reader.row(one, f"{where}: properties.{named(name)}")
+        except TooLarge as error:
+            raise TooLarge(str(error), f"properties.{named(name)}") from error
+    return rows
+
+
+def equal(one: object, other: object) -> bool:
+    """Whether two values are equal in JSON Schema: 1 equals 1.0, and true equals no number."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    return one == other
+
+
+class _SchemaReader:
+    def __init__(self, made: Expressions, longest: int, root: object) -> None:
+        self._made, self._longest, self._root = made, longest, root
+        self._free = made.characters(patterns.inverse(CONTROLS))
+        self._any = made.characters(patterns.inverse(()))
+
+    def row(self, given: object, where: str) -> Texts:
+        schema = self.follow(given, where)
+        is_list = schema.get("type") in ("array", ["array"])
+        found = self._list(schema, where) if is_list else self._single(schema, where, "beside null")
+        own = self._made.not_first(found.expression, " ")
+        spaced = self._made.join(self._made.either(self._made.empty, self._made.text(" ")), own)
+        return found._replace(expression=spaced, read=lambda text: found.read(text.removeprefix(" ")))
+
+    def follow(self, given: object, where: str) -> Object:
+        """The schema with the one that it refers to in it, by `$ref` or as the only one of `allOf`."""
+        followed = set[str]()
+        for _ in range(REFERENCES + 1):
+            if not isinstance(given, Mapping):
+                raise _schema_refusal(where, given, "a schema, which is an object")
+            key = "$ref" if "$ref" in given else "allOf"
+            if key not in given:
+                return given
+            target, rest = given[key], {name: value for name, value in given.items() if name != key}
+            if key == "allOf":
+                if not isinstance(target, list):
+                    raise _schema_refusal(f"{where}: allOf", target, "a list of one schema")
+                if len(target) != 1:
+                    raise UserError(f"{where}: allOf: found {len(target)} schemas; expected one, which a row follows")
+                other = target[0]
+            else:
+                other = self._target(target, where)
+                if target in followed:
+                    raise _schema_refusal(f"{where}: $ref", target, "one that does not lead back to itself")
+                followed.add(target)
+            if not isinstance(other, Mapping):
+                raise _schema_refusal(f"{where}: {key}", other, "a schema there, which is an object")
+            both = {*rest} & {*other} - {*SAY_NOTHING}
+            if twice := [name for name in other if name in both and not equal(other[name], rest[name])]:
+                raise _schema_refusal(
+                    f"{where}: {named(twice[0])}", rest[twice[0]], f"{shown_value(other[twice[0]])}, as in {key}"
+                )
+            given = {**other, **rest}
+        raise _schema_refusal(f"{where}: $ref", target, f"a chain of at most {REFERENCES} references")
+
+    def _target(self, reference: object, where: str) -> object:
+        """The part of the whole schema that a reference names: the JSON pointer of a fragment."""
+        example = '"#/$defs/Color"'
+        if not isinstance(reference, str):
+            raise _schema_refusal(f"{where}: $ref", reference, f"a text such as {example}")
+        place, _, pointer = reference.partition("#")
+        first, *names = unquote(pointer).split("/")
+        if place:
+            raise _schema_refusal(
+                f"{where}: $ref", reference, f"a place in this schema, such as {example}: no other document is read"
+            )
+        if first:
+            raise _schema_refusal(
+                f"{where}: $ref", reference, f"a JSON pointer such as {example}: anchors are not read"
+            )
+        found = self._root
+        for depth, name in enumerate(name.replace("~1", "/").replace("~0", "~") for name in names):
+            if isinstance(found, Mapping) and name in found:
+                found = found[name]
+                continue
+            if isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
+                found = found[int(name)]
+                continue
+            if isinstance(found, Mapping):
+                lacks = f"has no {named(name)}"
+            elif isinstance(found, list):
+                lacks = f"is a list of {len(found)}, without {named(name)}"
+            else:
+                lacks = "is neither an object nor a list"
+            above = named("/".join(("#", *names[:depth])))
+            raise _schema_refusal(f"{where}: $ref", reference, f"a place in this schema, where {above} {lacks}")
+        return found
+
+    def _single(self, given: object, where: str, within: str, depth: int = 0) -> Texts:
+        """The texts of one value; `within`: the place that forbids a list, for messages; `depth`: enclosing unions."""
+        schema = self.follow(given, where)
+        if "anyOf" in schema:
+            if depth == REFERENCES:
+                raise UserError(
+                    f"{where}: anyOf: found {depth} nested unions; expected one that does not refer to itself"
+                )
+            return self._or_null(self._single(self._beside_null(schema, where), where, within, depth + 1))
+        kind, nullable = _part_from_null(schema, where)
+        if "type" in schema:
+            _check_type(kind, schema["type"], where, within)
+        if "enum" in schema or "const" in schema:
+            return self._literals(schema, where, kind, nullable)
+        if kind in ("null", "boolean"):
+            _known(schema, where)
+            found = self._spelled([None] if kind == "null" else [True, False])
+        elif kind == "integer":
+            found = Texts(self._integer(schema, where), strict_json.loads)
+        elif kind == "number":
+            found = Texts(self._number(schema, where), strict_json.loads)
+        elif kind == "string":
+            found = Texts(self._string(schema, where), str)
+        else:
+            raise UserError(f"{where}: found no type; expected one of {', '.join(TYPES)}, or enum or const")
+        return self._or_null(found) if nullable else found
+
+    def _or_null(self, found: Texts) -> Texts:
+        expression = self._made.either(found.expression, self._made.text("null"))
+        return found._replace(expression=expression, read=lambda text: None if text == "null" else found.read(text))
+
+    def _beside_null(self, schema: Object, where: str) -> Object:
+        """The schema of two that is not that of null; as pydantic writes unions."""
+        several = schema["anyOf"]
+        if others := [key for key in schema if key not in ("anyOf", *SAY_NOTHING)]:
+            raise _schema_refusal(where, others[0], "nothing beside anyOf")
+        if not isinstance(several, list):
+            raise _schema_refusal(f"{where}: anyOf", several, "a list of a schema and null")
+        if len(several) != 2:
+            raise UserError(f"{where}: anyOf: found {len(several)} schemas; expected two, of which one is null")
+        members = [self.follow(one, where) for one in several]
+        null, other = sorted(members, key=lambda one: one.get("type") != "null")
+        if null.get("type") != "null":
+            raise _schema_refusal(f"{where}: anyOf", several, "null as one of both, since a row follows one schema")
+        if other.get("type") == "null":
+            raise _schema_refusal(f"{where}: anyOf", several, "another schema beside null")
+        _known(null, f"{where}: anyOf")
+        return other
+
+    def _spelled(self, values: Sequence[object]) -> Texts:
+        texts = {_text_of(value): value for value in reversed(values)}
+        expression = self._made.either(*(self._made.text(text) for text in texts))
+        return Texts(expression, texts.__getitem__, (*reversed(texts),))
+
+    def _literals(self, schema: Object, where: str, kind: object, nullable: bool) -> Texts:
+        _known(schema, where, "enum", "const")
+        key = "enum" if "enum" in schema else "const"
+        values = schema["enum"] if key == "enum" else [schema["const"]]
+        if not isinstance(values, list):
+            raise _schema_refusal(f"{where}: enum", values, "a list of values")
+        if not values:
+            raise _schema_refusal(f"{where}: enum", values, "at least one value")
+        if "const" in schema and "enum" in schema:
+            raise _schema_refusal(f"{where}: const", schema["const"], "none beside enum")
+        for value in values:
+            if isinstance(value, list | Mapping):
+                raise _schema_refusal(f"{where}: {key}", value, "texts, numbers, true, false or null, as rows can be")
+            is_null = value is None and (nullable or kind is None)
+            if not is_null and not _is_of(value, kind):
+                raise _schema_refusal(f"{where}: {key}", value, f"values of type {kind}")
+            if _text_of(value).startswith(" "):
+                raise _schema_refusal(f"{where}: {key}", value, "no space at its beginning, where rows have one anyway")
+        return self._spelled(values)
+
+    def _integer(self, schema: Object, where: str) -> int:
+        _known(schema, where, *_LOWER, *_UPPER)
+        low = math.ceil(_number_of(schema, "minimum", -LARGEST, where))
+        low = max(low, math.floor(_number_of(schema, "exclusiveMinimum", low - 1, where)) + 1)
+        high = math.floor(_number_of(schema, "maximum", LARGEST, where))
+        high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
+        bounds = f"whole numbers from {shown_value(low)} to {shown_value(high)}"
+        if low > high and not schema.keys().isdisjoint(_LOWER) and not schema.keys().isdisjoint(_UPPER):
+            raise UserError(f"{where}: found {bounds}, which exclude all numbers; expected bounds that allow one")
+        low, high = max(low, -LARGEST), min(high, LARGEST)
+        if low > high:
+            raise UserError(f"{where}: found {bounds}; expected some of at most {DIGITS} digits")
+        return self._made.whole_numbers(low, high)
+
+    def _number(self, schema: Object, where: str) -> int:
+        _known(schema, where, "minimum")
+        if _number_of(schema, "minimum", 0, where) != 0:
+            raise _schema_refusal(
+                f"{where}: minimum", schema["minimum"], "0 or none, since others bound integers alone"
+            )
+        found = patterns.read_pattern(NUMBER, self._made, where)
+        return self._made.not_first(found, "-") if "minimum" in schema else found
+
+    def _string(self, schema: Object, where: str) -> int:
+        _known(schema, where, "minLength", "maxLength", "pattern", "format")
+        least, most = self._bounds(schema, "Length", where)
+        conditions = list[int]()
+        if "pattern" in schema:
+            conditions.append(patterns.read_pattern(_str(schema, "pattern", where), self._made, f"{where}: pattern"))
+        if "format" in schema:
+            if (name := _str(schema, "format", where)) not in FORMATS:
+                raise _schema_refusal(f"{where}: format", name, f"one of {', '.join(FORMATS)}")
+            conditions.append(patterns.read_pattern(FORMATS[name], self._made, where))
+        character = self._any if conditions else self._free
+        return self._made.both(*conditions, self._made.repeat(character, least, most))
+
+    def _list(self, given: object, where: str) -> Texts:
+        schema = _known(given, where, "items", "minItems", "maxItems")
+        least, most = self._bounds(schema, "Items", where)
+        if "items" not in schema:
+            raise UserError(f"{where}: found no items; expected their schema")
+        item = self._single(schema["items"], f"{where}: items", "in a list")
+        if "" in item.literals:
+            raise _schema_refusal(f"{where}: items", "", "no empty text, since an item has at least one character")
+        if commas := [text for text in item.literals if "," in text]:
+            raise _schema_refusal(f"{where}: items", commas[0], "texts without a comma, which parts them")
+        made = self._made
+        one = made.not_empty(made.not_first(made.without(item.expression, ","), " "))
+        more = made.join(made.text(","), made.either(made.empty, made.text(" ")), one)
+        several = made.join(one, made.repeat(more, max(least - 1, 0), None if most is None else max(most - 1, 0)))
+        several = made.empty if most == 0 else several
+        expression = made.either(made.empty, several) if least == 0 else several
+        return Texts(
+            expression, lambda text: [item.read(x.removeprefix(" ")) for x in text.split(",") if text], item.literals
+        )
+
+    def _bounds(self, schema: Object, of: str, where: str) -> tuple[int, int | None]:
+        bounds = list[int | None]()
+        for name in (f"min{of}", f"max{of}"):
+            value = schema.get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1:
+                raise _schema_refusal(f"{where}: {name}", value, "a whole number from 0 on")
+            bounds.append(int(value) if name in schema else None)
+        least, most = bounds[0] or 0, bounds[1]
+        if most is not None and most < least:
+            raise _schema_refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
+        if least > self._longest:
+            raise _schema_refusal(
+                f"{where}: min{of}", least, f"at most {self._longest}, as a row has no more under grid.time_max"
+            )
+        return least, None if most is None or most > self._longest else most
+
+
+def _known(given: object, where: str, *names: str) -> Object:
+    """The schema, if it is an object of keys that have those names, or are not needed."""
+    if not isinstance(given, Mapping):
+        raise _schema_refusal(where, given, "a schema, which is an object")
+    for key in given:
+        if key not in ("type", *names, *SAY_NOTHING):
+            kind = f" beside type {named(given['type'])}" if isinstance(given.get("type"), str) else ""
+            raise _schema_refusal(where, key, f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
+    return given
+
+
+def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
+    """The type without null, and whether that was among them."""
+    kinds = schema.get("type")
+    if not isinstance(kinds, list):
+        return kinds, False
+    if not kinds:
+        raise _schema_refusal(f"{where}: type", kinds, "at least one type")
+    others = [kind for kind in kinds if kind != "null"]
+    if len(others) > 1:
+        raise _schema_refusal(f"{where}: type", kinds, "one type, with null or without")
+    return (others[0], len(kinds) > 1) if others else ("null", False)
+
+
+def _check_type(kind: object, given: object, where: str, within: str) -> None:
+    """Raises a UserError unless the type is that of a single value."""
+    if kind == "array":
+        raise _schema_refusal(f"{where}: type", given, f"no list {within}")
+    if kind == "object":
+        raise _schema_refusal(f"{where}: type", given, "no object within another, since a row is one value or a list")
+    if kind not in TYPES:
+        raise _schema_refusal(f"{where}: type", given, f"one of {', '.join(TYPES)}{did_you_mean(kind, TYPES)}")
+
+
+def _text_of(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_of(value: object, kind: object) -> bool:
+    if isinstance(value, bool) or value is None:
+        return kind in (None, "null" if value is None else "boolean")
+    if isinstance(value, str):
+        return kind in (None, "string")
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return isinstance(value, int | float) and kind in (None, "number", *(("integer",) if is_whole else ()))
+
+
+def _number_of(schema: Object, name: str, default: int, where: str) -> float:
+    value = schema.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _schema_refusal(f"{where}: {name}", value, "a number")
+    if not abs(value) < HUGE:
+        raise _schema_refusal(f"{where}: {name}", value, f"a number between {-HUGE:g} and {HUGE:g}")
+    return value
+
+
+def _str(schema: Object, name: str, where: str) -> str:
+    value = schema[name]
+    if not isinstance(value, str):
+        raise _schema_refusal(f"{where}: {name}", value, "a text")
+    return value
+
+
+def _schema_refusal(where: str, found: object, expected: str) -> UserError:
+    return UserError(f"{where}: found {shown_value(found)}; expected {expected}")

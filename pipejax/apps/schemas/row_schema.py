@@ -1,0 +1,289 @@
+"""A JSON schema that answers follow: its rows, the table by which tokens are chosen, and the object that rows make."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipejax.apps.schemas import json_schema
+from pipejax.apps.schemas.expressions import MOST, Expressions, TooLarge
+from pipejax.apps.schemas.token_bytes import token_bytes
+from pipejax.config import Config
+from pipejax.config.row_names import columns_of
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.decoding import Grammar, Strategy, Table, ends_of
+from pipejax.decoding.grammar import FAR, TableTooLarge
+from pipejax.methods import Given, Method, prefix_ids
+from pipejax.system import strict_json
+from pipejax.system.errors import UserError
+from pipejax.system.fields import named, shown_value
+
+logger = logging.getLogger(__name__)
+
+KEPT = 16  # schemas that stay compiled
+KEPT_REFUSALS = 256
+STATES = 1 << 15  # the most states of a schema's automaton
+ENTRIES = 1 << 24  # the most entries of its table, 64 MiB
+
+
+class Effort(NamedTuple):
+    """The work that compiling a schema may take."""
+
+    steps: int  # on its automaton
+    entries: int  # of its table
+
+
+WHOLE = Effort(MOST, ENTRIES)  # about a quarter of a second for the steps, and as much for the table
+QUICK = Effort(1 << 14, 1 << 20)  # a sixteenth of it, which is enough for usual schemas
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A property."""
+
+    name: str
+    beginning: tuple[int, ...]  # its first tokens
+    start: int  # state of the table, after them
+    value: Callable[[str], object]  # of its text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schema:
+    """A schema for one tokenizer, and for rows that are named in one way."""
+
+    where: str  # as messages name it: its file, or "schema"
+    text: str  # its JSON
+    names: tuple[str, ...]  # of the properties, in its order
+    rows: tuple[Row, ...]  # in the order of the grid
+    table: Table
+    spelled: Sequence[bytes]  # by each token
+
+    @property
+    def given(self) -> Given:
+        """The known part of the rows of an answer."""
+        return Given(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
+
+    def grammar(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
+        """The grammar of a batch; `bounds`: tokens of a row at the most in each example, None: of the grid."""
+        rows, times = strategy.places
+        starts, first, last = (np.zeros((len(bounds), rows), np.int32) for _ in range(3))
+        for i, row in enumerate(self.rows):
+            begins = int(strategy.start(i))
+            starts[:, i], first[:, i] = row.start, begins + len(row.beginning)
+            last[:, i] = [min(times - 1, times if most is None else begins + most) for most in bounds]
+            nearest = int(np.asarray(self.table.distance)[row.start])
+            if (short := nearest - (last[:, i] - first[:, i])).max() > 0:
+                b = int(short.argmax())
+                bound = f"grid.time_max={times}" if bounds[b] is None else f"{bounds[b]} tokens a row"
+                needed = int(first[b, i]) + nearest + 1 if bounds[b] is None else len(row.beginning) + nearest
+                where = f"{self.where}: properties.{named(row.name)}"
+                if nearest >= FAR:
+                    raise UserError(f"{where}: found no text that this tokenizer can write; expected some")
+                raise UserError(f"{where}: found {bound}; expected at least {needed}, so that the row can end")
+        return Grammar(self.table, starts, first, last, ends_of(strategy))
+
+    def dump_row(self, number: int, tokens: Sequence[int]) -> str:
+        """The JSON of a property, its name included, from all tokens of its row."""
+        row = self.rows[number]
+        value = row.value(b"".join(self.spelled[token] for token in tokens[len(row.beginning) :]).decode())
+        return f"{json.dumps(row.name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+
+    def dump(self, rows: Sequence[Sequence[int]]) -> str:
+        """The JSON of an answer, from the tokens of each row of the grid."""
+        pairs = {row.name: self.dump_row(i, rows[i]) for i, row in enumerate(self.rows)}
+        return f"{{{', '.join(pairs[name] for name in self.names)}}}"
+
+
+def usual(size: int) -> Schema:
+    """A schema whose table has the shape of usual ones, for a vocabulary of that size: what it needs serves them."""
+    return Schema("schema", "{}", ("",), (Row("", (0,), 1, str),), Table.least(size), ())
+
+
+class Uncompiled(Exception):
+    """The schema is not compiled, or could not be compiled with the given effort."""
+
+
+class Schemas:
+    """The schemas that were asked for last, compiled, and refusals; threads may share it."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._found: dict[tuple[object, ...], Schema] = {}
+        self._refused: dict[tuple[object, ...], str] = {}
+        self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in (QUICK, WHOLE)}
+
+    def find(
+        self,
+        given: Mapping[str, object] | str | Path,
+        method: Method,
+        strategy: Strategy,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        *,
+        effort: Effort | None = WHOLE,
+        pause: Callable[[], None] | None = None,
+    ) -> Schema:
+        """Returns the compiled schema, if answers of the method can follow it.
+
+        Raises Uncompiled for a new schema if `effort` is None, or QUICK and not sufficient. `pause` is called from time
+        to time during compilation, to let other threads work.
+        """
+        where = str(given) if isinstance(given, str | Path) else "schema"
+        check(method, config, where)
+        found, names = read(given, where), columns_of(config.data.columns, config.grid.row_names)
+        key = hashlib.sha256(json.dumps(found).encode()).digest(), (*names.items(),), strategy, where
+        if there := self._look_up(key):
+            return there
+        if effort is None:
+            raise Uncompiled
+        with self._compiling[effort]:  # one after the other
+            if there := self._look_up(key):  # another thread was first
+                return there
+            assert config.model is not None
+            try:
+                size = config.model.vocab_size
+                made = make(
+                    found, where, tokenizer, row_names=names, size=size, strategy=strategy, effort=effort, pause=pause
+                )
+                method.given(made.given)
+                made.grammar(strategy, [None])
+            except UserError as error:
+                self._keep(self._refused, key, str(error), KEPT_REFUSALS)
+                raise
+            self._keep(self._found, key, made, KEPT)
+            return made
+
+    def _look_up(self, key: tuple[object, ...]) -> Schema | None:
+        """Raises a UserError if it was refused."""
+        if said := self._refused.get(key):
+            raise UserError(said)
+        with self._lock:
+            if key in self._found:
+                self._found[key] = self._found.pop(key)  # the last to go
+            return self._found.get(key)
+
+    def _keep(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
+        with self._lock:
+            kept[key] = value
+            if len(kept) > most:
+                del kept[next(iter(kept))]
+
+
+def check(method: Method, config: Config, where: str = "schema") -> None:
+    """Raises a UserError if answers of the method cannot follow any schema with these settings."""
+    method.require("rows", f"{where}: found a schema", "strategy pipelined")
+    if config.decode.limit != "none":
+        raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
+    if config.grid.stop == "literal" and config.grid.delay:
+        raise UserError("grid.stop: found literal with a schema; expected empty_row, as each property has a row")
+
+
+def read(given: Mapping[str, object] | str | Path, where: str) -> object:
+    """The JSON of a schema: an object, or the file that holds it."""
+    try:
+        found = (
+            strict_json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given
+        )
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        text.encode()  # fails for half a surrogate pair
+        return strict_json.loads(text)
+    except strict_json.DuplicateKey as error:
+        raise UserError(f"{where}: {error}") from error
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror}); expected a JSON schema") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: found no JSON ({error}); expected a JSON schema") from error
+
+
+def make(
+    schema: object,
+    where: str,
+    tokenizer: Tokenizer | None,
+    *,
+    row_names: Mapping[str, str],
+    size: int,
+    strategy: Strategy,
+    effort: Effort = WHOLE,
+    pause: Callable[[], None] | None = None,
+) -> Schema:
+    """Compiles a schema; raises a UserError if rows cannot follow it or the tokenizer cannot write them.
+
+    `row_names`: the beginnings of rows in training, by property, in their order; `size`: V of the vocabulary. For
+    `effort` and `pause` see `Schemas.find`.
+    """
+    if tokenizer is None:
+        raise UserError(f"{where}: the checkpoint has no tokenizer; expected one, which spells the rows")
+    made, spelled, (rows, times) = Expressions(effort.steps, pause), _spelled(tokenizer, size), strategy.places
+    longest = times * max(map(len, spelled))
+    try:
+        found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
+    except TooLarge as error:
+        raise _too_large(where, error, effort) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: found lists or objects nested too deeply; expected fewer levels") from error
+    learned = {key: (i, name) for i, (key, name) in enumerate(row_names.items())}
+    strange = [name for name in found if name not in learned] if learned else []
+    known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
+    texts = [learned[name][1] if name in learned else f"{name}:" for name in known]
+    begun = [prefix_ids(tokenizer, text, f"{where}: properties", ends_of(strategy)) for text in texts]
+    if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
+        same = [named(name) for name, ids in zip(known, begun, strict=True) if ids == twice]
+        raise UserError(
+            f"{where}: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
+            "that this tokenizer tells apart"
+        )
+    try:
+        automaton = made.compile([found[name].expression for name in known], STATES)
+        table = Table.lift(automaton[1:], spelled, most=min(effort.entries, ENTRIES), pause=pause)
+    except (TooLarge, TableTooLarge) as error:
+        raise _too_large(where, error, effort) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: found groups nested too deeply; expected fewer levels") from error
+    if strange:
+        logger.warning(
+            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "
+            f"{list(row_names.values())}; the model has not learned to write that row"
+        )
+    _warn_of_unspelled(found, spelled, where)
+    made_rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
+    return Schema(where, json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
+
+
+def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
+    """The error for a schema that needs more work than `effort`: Uncompiled if more may suffice, else a UserError."""
+    if effort != WHOLE:
+        return Uncompiled()
+    place = f": {error.place}" if isinstance(error, TooLarge) and error.place else ""
+    return UserError(f"{where}{place}: found a schema of {error}; expected shorter bounds and patterns")
+
+
+@functools.lru_cache(maxsize=2)
+def _spelled(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    return token_bytes(tokenizer, size)
+
+
+def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence[bytes], where: str) -> None:
+    """Says which values that the schema spells out the tokenizer cannot write."""
+    pieces = {*spelled} - {b""}
+    longest = max(map(len, pieces))
+
+    def can_spell(text: bytes) -> bool:
+        reached = {0}
+        for end in range(1, len(text) + 1):
+            if any(start in reached and text[start:end] in pieces for start in range(max(end - longest, 0), end)):
+                reached.add(end)
+        return len(text) in reached
+
+    for name, texts in found.items():
+        lost = [text for text in texts.literals if not any(can_spell(f"{space}{text}".encode()) for space in ("", " "))]
+        if lost:
+            more = f" and {len(lost) - 1} others" if lost[1:] else ""
+            found_text = f"found {shown_value(lost[0])}{more}"
+            logger.warning(f"{where}: properties.{named(name)}: {found_text}, which this tokenizer cannot write")

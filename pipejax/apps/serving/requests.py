@@ -1,0 +1,462 @@
+"""The body of a request, field by field: what may be asked on which route, and what is refused with which words."""
+
+import codecs
+import dataclasses
+import difflib
+import json
+import secrets
+from collections.abc import Callable, Mapping
+
+from pipejax import methods
+from pipejax.apps.schemas.row_schema import Schema
+from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
+from pipejax.config import Config
+from pipejax.config.row_names import columns_of
+from pipejax.data.encoding import encode_source
+from pipejax.data.lines import Object, kind
+from pipejax.decoding import Sampling
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source, check_fields, fields_of, template_of
+from pipejax.system import strict_json
+from pipejax.system.errors import UserError
+
+Apply = Callable[[Mapping[str, object], Generator, str], Generator]  # of a schema, a model, and a strategy's name
+Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
+
+    prompts: Callable[
+        [Object, str, Config], tuple[list[object], bool]
+    ]  # the sources, and whether some of it is not read
+    source: str  # the field that holds them
+    most_tokens: tuple[str, ...]  # fields of which one may bound the tokens of an answer
+    more: tuple[str, ...]  # fields that not all routes have
+    neutral: Neutral  # fields that are not supported, and the values which change nothing
+    unused: tuple[str, ...]  # fields that change nothing
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self.source, "model", *self.most_tokens, *SHARED, *self.more
+
+
+SHARED = ("temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "strategy", "truncate")
+SEEDS = 2**31  # that are drawn for requests without one
+STOPS, STOP_LENGTH = 4, 200  # texts, characters
+ROLES = ("user", "system", "developer", "assistant", "tool", "function")
+TEXTS = ("text", "input_text")  # types of the parts of a message that are read
+FORMATS = "json_schema", "json_object", "text"
+FORMAT_FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, "schema": Mapping, "strict": bool}
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientRequest:
+    """A request, read and checked; sample k of prompt i is choice i * n + k."""
+
+    model: str  # its name
+    sources: tuple[Source, ...]  # token ids
+    cut_tokens: int  # of the prompts, that the model will not read
+    strategy: str
+    sampling: Sampling  # its seed is not yet the source's own
+    n: int
+    max_tokens: int | None
+    row_tokens: int | None  # of each row, in the place of `max_tokens` if answers follow a schema
+    echoed: Object  # as a response says it: the format of the answers, and what was asked beside it
+    logprobs: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    rows: bool
+    unread: bool  # whether there are messages that the model does not read
+
+    @property
+    def schema(self) -> Schema | None:
+        return self.sources[0].schema
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(source.content) for source in self.sources)
+
+
+def parse_body(body: bytes) -> dict[str, object]:
+    body = body.removeprefix(codecs.BOM_UTF8)
+    try:
+        found = strict_json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except strict_json.DuplicateKey as error:
+        raise Refused(400, f"body: {error}") from error
+    except (ValueError, RecursionError) as error:
+        said = "a number of too many digits" if isinstance(error, ValueError) else "lists or objects nested too deeply"
+        if isinstance(error, json.JSONDecodeError):
+            said = f"{error.msg} at character {error.pos}"
+        elif isinstance(error, UnicodeDecodeError):
+            said = f"byte {body[error.start]:#04x} at {error.start} is not UTF-8"
+        raise Refused(400, f"body: found no JSON ({said}); expected a JSON object in UTF-8") from error
+    if not isinstance(found, dict):
+        names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+        raise Refused(400, f"body: found {names.get(type(found), 'nothing')}; expected a JSON object")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
+
+
+def read_request(
+    body: Object,
+    form: Form,
+    models: Mapping[str, Generator],
+    *,
+    most: int,
+    apply: Apply | None,
+) -> ClientRequest:
+    """The request in a body. `most`: see `app.Limits.answers`; `apply`: see `apply_format`."""
+    given = _supported(body, form)
+    model = given.get("model", next(iter(models)))
+    if not isinstance(model, str) or model not in models:
+        raise unknown_model(model, models)
+    generator = models[model]
+    decode = generator.config.decode
+    temperature = _number(given, "temperature", decode.temperature, least=0.0, most=100.0)
+    top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
+    if top_p == 0:
+        raise unsuitable("top_p", given["top_p"], "a number above 0, at most 1")
+    n = _whole(given, "n", 1, least=1, most=most)
+    if n > 1 and temperature == 0:
+        raise unsuitable("n", n, "1 at temperature 0, where all answers are the same")
+    logprobs = _whole(given, "logprobs", -1, least=0, most=1) if "logprobs" in given else None
+    if logprobs and temperature > 0:
+        raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
+    strategy = given.get("strategy", generator.default_strategy)
+    served = methods.able(generator.config, "serve")
+    if not isinstance(strategy, str) or strategy not in served:
+        raise unsuitable("strategy", strategy, f"one of {', '.join(served)}")
+    stream, rows = _flag(given, "stream"), _flag(given, "rows")
+    stop = _stop(given)
+    for name, asks in (("stream", stream), ("stop", stop)):
+        if asks and "stream" not in (method := served[strategy]).can:
+            raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream']}")
+    if stop and rows:
+        raise unsuitable("stop", given["stop"], "none with rows: a record is of a whole answer")
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
+    if options and not stream:
+        raise unsuitable("stream_options", options, "none without stream")
+    prompts, unread = form.prompts(given, form.source, generator.config)
+    if len(prompts) > most // n:
+        raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
+    under = apply_format(given, generator, strategy, apply)
+    bound = _most_tokens(given, form.most_tokens)
+    row_tokens = bound_rows(under, strategy, *bound)
+    sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
+    return ClientRequest(
+        model=model,
+        sources=sources,
+        cut_tokens=cut,
+        strategy=strategy,
+        sampling=Sampling(
+            temperature=temperature,
+            top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
+            top_p=top_p,
+            seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
+        ),
+        n=n,
+        max_tokens=bound[1] if row_tokens is None else None,
+        row_tokens=row_tokens,
+        echoed={
+            **{name: given[name] for name, kind in ECHOED.items() if isinstance(given.get(name), kind)},
+            "text": {"format": echo(given)},
+            "max_output_tokens": bound[1],
+            "truncation": "auto" if given.get("truncate") else "disabled",
+        },
+        logprobs=logprobs,
+        stop=stop,
+        stream=stream,
+        include_usage=_flag(options, "include_usage"),
+        rows=rows,
+        unread=unread,
+    )
+
+
+ECHOED: dict[str, type] = {"instructions": str, "metadata": Mapping, "user": str, "safety_identifier": str}
+ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
+
+
+def _supported(body: Object, form: Form) -> Object:
+    """The fields of a body that ask for something; refuses unknown ones, and values that are not supported."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in [*given.items()]:
+        if (neutral := form.neutral.get(name)) is not None:
+            del given[name]
+            if not any(type(value) in (type(other), float) and value == other for other in neutral):
+                known = f"{json.dumps(neutral[0])} or " if neutral else ""
+                raise unsuitable(name, value, f"{known}nothing, as it is not supported")
+        elif name not in (*form.fields, *form.unused):
+            guess = difflib.get_close_matches(name, form.fields, n=1)
+            hint = f' (did you mean "{guess[0]}"?)' if guess else ""
+            raise unsuitable(name, Shown("an unknown field"), f"one of {', '.join(form.fields)}{hint}")
+    return given
+
+
+def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
+    return unsuitable("model", name, " or ".join(map(repr, models)), status=404, code="model_not_found")
+
+
+def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None]:
+    there = [name for name in names if name in given]
+    if len(there) > 1:
+        raise unsuitable(there[1], given[there[1]], f"none beside {there[0]}, which means the same")
+    name = there[0] if there else names[0]
+    return name, _whole(given, name, 0, least=1, most=2**20, otherwise="null for no bound") if there else None
+
+
+def _sources(
+    prompts: list[object], field: str, generator: Generator, *, truncate: bool
+) -> tuple[tuple[Source, ...], int]:
+    longest, cut, sources = generator.config.data.max_source, 0, []
+    try:
+        check_fields(fields_of(generator.config), prompts, field)
+        for i, prompt in enumerate(prompts):
+            place = f"{field} {i}" if len(prompts) > 1 else field
+            for name in ("row_prefixes", "max_rows"):
+                if isinstance(prompt, dict) and prompt.get(name):
+                    raise UserError(f'{place}: found "{name}"; expected none, as it is for `pipejax decode` and Python')
+            source = generator.source(prompt, place, i)
+            ids, left_out = encode_source(
+                source.content, generator.config.data, generator.tokenizer, generator.architecture
+            )
+            if left_out and not truncate:
+                expected = f"at most {longest}, or truncate: true to have the rest cut off"
+                raise unsuitable(
+                    place, Shown(f"{len(ids) + left_out} tokens"), expected, code="context_length_exceeded"
+                )
+            cut += left_out
+            sources.append(source._replace(content=ids))
+    except UserError as error:
+        raise Refused(400, str(error), field=field) from error
+    return tuple(sources), cut
+
+
+KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "numbers", bool: "booleans"}
+
+
+def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
+    """One for each source: a text, an object or a list of ids."""
+    prompt = given.get(field)
+    expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
+    if prompt is None:
+        raise unsuitable("prompt", Shown("nothing"), expected)
+    if isinstance(prompt, str | dict):
+        return [prompt], False
+    if not isinstance(prompt, list) or not prompt:
+        raise unsuitable("prompt", prompt, expected)
+    if all(isinstance(one, int | float) for one in prompt):  # ids, if they are whole
+        return [prompt], False
+    kinds = dict.fromkeys(KINDS.get(type(one), "null") for one in prompt)
+    if len(kinds) > 1 or "null" in kinds:
+        raise unsuitable("prompt", Shown(f"a list of {' and '.join(kinds)}"), expected)
+    return prompt, False
+
+
+# Of a conversation an encoder-decoder reads one text, the user's last message.
+
+
+def _last_message(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
+    """The source in `messages` or `input`, and whether there are messages or instructions that are not read."""
+    messages = given.get(field)
+    if field == "input" and isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list) or not messages:
+        found = Shown("nothing") if messages is None else messages
+        raise unsuitable(field, found, "a list of messages, of which at least one is a user's")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise unsuitable(f"{field} {i}", Shown(kind(message)), "an object with role and content")
+        if "type" not in message and message.get("role") not in ROLES:
+            raise unsuitable(f"{field} {i}", message.get("role"), f"a role: one of {', '.join(ROLES)}")
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if not users:
+        raise unsuitable(field, Shown("no message of a user"), "at least one: the last of them is the source")
+    text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
+    # A template of one field is filled by the text. One of several cannot be, so the text is the whole source then.
+    fields = {*template_of(config).fields}
+    unread = len(messages) > 1 or bool(given.get("instructions"))
+    return [{fields.pop(): text} if len(fields) == 1 else text], unread
+
+
+def _text_of_parts(content: object, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise unsuitable(place, Shown(f"the content {kind(content)}"), "a text, or a list of parts that are text")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
+            found = part.get("type") if isinstance(part, dict) else part
+            raise unsuitable(place, found, f"parts with a text, of the type {' or '.join(TEXTS)}: only text is read")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+# A JSON schema that answers follow: the fields response_format and text.format.
+
+
+def apply_format(
+    given: Object,
+    generator: Generator,
+    strategy: str,
+    apply: Apply | None,
+) -> Generator:
+    """The generator under the schema of a request, by `apply`; the unchanged generator if there is no schema.
+
+    `apply` is None if the server refuses schemas.
+    """
+    field, found = _format(given)
+    kind = found.get("type") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or kind not in FORMATS:
+        raise unsuitable(field, found, f"an object whose type is one of {', '.join(FORMATS)}")
+    if kind == "text":
+        return generator
+    if apply is None:
+        raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
+    if kind == "json_object":
+        config = generator.config
+        if not (names := columns_of(config.data.columns, config.grid.row_names)):
+            expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
+            raise unsuitable(field, kind, expected)
+        schema: object = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    else:
+        named = found.get("json_schema") if field == "response_format" else found
+        schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
+    for name in ("stop", "logprobs"):
+        if given.get(name) not in (None, []):
+            raise unsuitable(name, given[name], "none with a schema: the answer is JSON made of rows")
+    if given.get("stream") and given.get("rows"):
+        raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
+    try:
+        return apply(schema, generator, strategy)
+    except UserError as error:
+        raise Refused(400, f"{field}: {error}", field=field) from error
+
+
+def echo(given: Object) -> dict[str, object]:
+    """The format that `apply_format` took, as a response says it: the fields of OpenAI's, of their types."""
+    _, found = _format(given)
+    if not isinstance(found, Mapping) or found["type"] == "text":
+        return {"type": "text"}
+    return {name: found[name] for name, kind in FORMAT_FIELDS.items() if isinstance(found.get(name), kind)}
+
+
+def _format(given: Object) -> tuple[str, object]:
+    if "text" not in given:
+        return "response_format", given.get("response_format", {"type": "text"})
+    text = given["text"]
+    if not isinstance(text, Mapping) or text.keys() - {"format", "verbosity"}:
+        raise unsuitable("text", text, 'an object such as {"format": {"type": "text"}}')
+    return "text.format", text.get("format") or {"type": "text"}
+
+
+def bound_rows(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
+    """The tokens that each row of an answer may have, so that all have at most so many as the field bounds them to."""
+    schema = generator.schema
+    if schema is None or most is None:
+        return None
+    each = most // len(schema.rows)
+    try:
+        schema.grammar(generator.make_strategy(strategy, drafts=False), [each])
+    except UserError as error:
+        raise Refused(400, f"{field}: found {most} for {len(schema.rows)} rows ({error})", field=field) from error
+    return each
+
+
+def _stop(given: Object) -> tuple[str, ...]:
+    stop = given.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or len(texts) > STOPS:
+        raise unsuitable("stop", stop, f"a text or a list of at most {STOPS} texts")
+    for text in texts:
+        if not isinstance(text, str) or not 1 <= len(text) <= STOP_LENGTH:
+            raise unsuitable("stop", text, f"texts of 1 to {STOP_LENGTH} characters")
+    return tuple(texts)
+
+
+def _flag(given: Object, name: str) -> bool:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise unsuitable(name, value, "true or false")
+    return bool(value)
+
+
+def _whole(given: Object, name: str, default: int, *, least: int, most: int, otherwise: str = "") -> int:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        expected = f"a whole number from {least} to {most}"
+        raise unsuitable(name, value, f"{expected}, or {otherwise}" if otherwise else expected)
+    return value
+
+
+def _number(given: Object, name: str, default: float, *, least: float, most: float) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise unsuitable(name, value, f"a number from {least:g} to {most:g}")
+    return float(value)
+
+
+_PENALTIES: Neutral = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+_TOOLS: Neutral = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "top_logprobs": (0,),
+}
+_UNUSED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+
+COMPLETIONS = Form(
+    prompts=_prompts,
+    source="prompt",
+    most_tokens=("max_tokens",),
+    more=("n", "logprobs", "rows", "response_format"),
+    neutral={"best_of": (1,), "echo": (False,), "suffix": ("",), **_PENALTIES},
+    unused=("user",),
+)
+CHAT = Form(
+    prompts=_last_message,
+    source="messages",
+    most_tokens=("max_completion_tokens", "max_tokens"),
+    more=("n", "rows", "response_format"),
+    neutral={
+        **_PENALTIES,
+        **_TOOLS,
+        "logprobs": (False,),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "web_search_options": (),
+    },
+    unused=(*_UNUSED, "reasoning_effort", "verbosity", "prediction"),
+)
+RESPONSES = Form(
+    prompts=_last_message,
+    source="input",
+    most_tokens=("max_output_tokens",),
+    more=("instructions", "text"),
+    neutral={
+        **_TOOLS,
+        "n": (1,),
+        "truncation": ("disabled",),
+        "include": ([],),
+        "background": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+    },
+    unused=(*_UNUSED, "reasoning", "max_tool_calls"),
+)

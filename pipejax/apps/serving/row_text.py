@@ -1,0 +1,175 @@
+"""From tokens to the pieces of text that a client gets: what each token adds, in which order, and up to where."""
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from pipejax.apps.schemas.row_schema import Schema
+from pipejax.data.tokenizer import Growing, Tokenizer
+from pipejax.inference.streaming import Repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The text that a token adds; token None: the rest of a row, which no single token wrote."""
+
+    row: int
+    token: int | None
+    text: str
+    log_prob: float = 0.0
+
+
+class Writing:
+    """The text of one answer while it is written, as pieces to be sent.
+
+    Rows are written side by side. Clients put the pieces one after the other, so the first unfinished row comes at once
+    and later ones wait for it; `as_written` gives all pieces as they come. With `unique`, a row that repeats one above
+    has no pieces, so those of a row wait while it may yet do so.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        start: Callable[[int], int],
+        separator: str,
+        stop: tuple[str, ...] = (),
+        as_written: bool = False,
+        unique: bool = False,
+    ) -> None:
+        self._start, self._separator, self._as_written = start, separator, as_written
+        self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
+        self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows
+        self._due: dict[int, int] = {}  # of rows that are not finished, the time of the next token
+        self._row = self._latest = 0  # the first that is not finished, and the last that has begun
+        self._last: int | None = None  # the row of the last text
+        self._cut = _Cut(stop)
+        self._repeats = Repeats() if unique else None
+
+    @property
+    def stopped(self) -> bool:
+        return self._cut.reached
+
+    def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
+        """The pieces that can be sent. Tokens come step by step, so a row that got none in its turn has ended."""
+        time = self._due.pop(row, self._start(row))
+        for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
+            self._finish(other)
+        self._due[row] = time + 1
+        self._latest = max(self._latest, row)
+        self._waiting[row].append(Piece(row, token, self._rows[row].add(token), log_prob))
+        if self._repeats:
+            self._repeats.add(row, token)
+        return self._release()
+
+    def end(self) -> list[Piece]:
+        for row in [*self._due]:
+            self._finish(row)
+        return [*self._release(), *self._cut.rest()]
+
+    def _finish(self, row: int) -> None:
+        del self._due[row]
+        if self._repeats and self._repeats.may_repeat(row, over=True):
+            self._waiting[row].clear()
+        elif rest := self._rows[row].rest():
+            self._waiting[row].append(Piece(row, None, rest))
+
+    def _release(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._as_written:
+            for row, waiting in self._waiting.items():
+                if not self._held(row):
+                    pieces += waiting
+                    waiting.clear()
+            return pieces
+        while True:
+            waiting = self._waiting[self._row]
+            while waiting and not self._held(self._row):
+                pieces.append(self._parted(waiting.popleft()))
+            if self._row in self._due or self._row >= self._latest:
+                return self._cut.take(pieces)
+            del self._waiting[self._row]
+            self._row += 1
+
+    def _held(self, row: int) -> bool:
+        return row in self._due and self._repeats is not None and self._repeats.may_repeat(row, over=False)
+
+    def _parted(self, piece: Piece) -> Piece:
+        """With the separator before it, if it is the first text of a later row. Rows without text are no rows."""
+        if not piece.text or piece.row == self._last:
+            return piece
+        is_first, self._last = self._last is None, piece.row
+        return piece if is_first else dataclasses.replace(piece, text=self._separator + piece.text)
+
+
+class ObjectWriting:
+    """The JSON of an answer that follows a schema: a piece for each property, in the schema's order."""
+
+    stopped = False  # no text stops it
+
+    def __init__(self, schema: Schema, *, start: Callable[[int], int]) -> None:
+        self._schema, self._start = schema, start
+        self._tokens: list[list[int]] = [[] for _ in schema.rows]
+        self._due = {row: start(row) for row in range(len(schema.rows))}  # of rows that are not finished
+        self._waiting = deque(schema.names)
+
+    def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
+        time = self._due.pop(row)
+        for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
+            del self._due[other]
+        self._due[row] = time + 1
+        self._tokens[row].append(token)
+        return self._release()
+
+    def end(self) -> list[Piece]:
+        self._due.clear()
+        return self._release() if any(self._tokens) else []  # tokens are told only to those who do not wait for the end
+
+    def _release(self) -> list[Piece]:
+        pieces, rows = list[Piece](), {row.name: i for i, row in enumerate(self._schema.rows)}
+        while self._waiting and (row := rows[self._waiting[0]]) not in self._due:
+            begins = "{" if len(self._waiting) == len(rows) else ", "
+            self._waiting.popleft()
+            pair = self._schema.dump_row(row, self._tokens[row])
+            pieces.append(Piece(row, None, f"{begins}{pair}{'' if self._waiting else '}'}"))
+        return pieces
+
+
+class _Cut:
+    """Holds back what may be the beginning of a stop text, and everything after one."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop, self._held, self.reached = stop, list[Piece](), False
+
+    def take(self, pieces: list[Piece]) -> list[Piece]:
+        if not self._stop:
+            return pieces
+        if self.reached:
+            return []
+        self._held += pieces
+        text = "".join(piece.text for piece in self._held)
+        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.reached = bool(ends)
+        sure = min(ends) if ends else len(text) - max(_overlap(text, stop) for stop in self._stop)
+        return self._give(sure)
+
+    def rest(self) -> list[Piece]:
+        held, self._held = self._held, []
+        return [] if self.reached else held
+
+    def _give(self, length: int) -> list[Piece]:
+        """The held pieces within the first so many characters; if the text is cut there, the last in part."""
+        given = []
+        while self._held and len(self._held[0].text) <= length:
+            piece = self._held.pop(0)
+            if self.reached and not length and not piece.text:
+                break
+            length -= len(piece.text)
+            given.append(piece)
+        if self.reached and self._held and length:
+            given.append(dataclasses.replace(self._held[0], text=self._held[0].text[:length]))
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

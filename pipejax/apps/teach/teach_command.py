@@ -1,0 +1,50 @@
+"""Teaches a sequential T5 to write rows, from texts without labels.
+
+    pipejax teach --checkpoint SEQUENTIAL --input SOURCES.jsonl --workdir DIR [--set ...]
+
+The checkpoint answers the sources, its answers are parted at data.separator, and the same weights are trained to write
+those rows with the pipelined decoder. DIR/agreement.json says how well the two agree on sources that were held out. DIR
+is a run as pipejax train makes them. The same command again goes on where it stopped.
+"""
+
+from collections.abc import Sequence
+
+from pipejax.system import cli, environment
+from pipejax.system.errors import UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = cli.Parser(prog="pipejax teach", description=__doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a sequential WORKDIR of pipejax train, or a converted T5"
+    )
+    parser.add_argument("--best", action="store_true", help="its best evaluated step instead of the newest")
+    parser.add_argument("--input", required=True, metavar="FILE", help="sources, as pipejax decode reads them")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="where labels, checkpoints and the log go")
+    parser.add_number("--held-out", "sources to measure on, not to learn from (default: a tenth, 512 at the most)")
+    parser.add_overrides(
+        "override a setting of grid, decode, train or mesh, or one of data that docs/teaching.md names (repeatable)"
+    )
+    flags = parser.parse_args(argv)
+
+    from pipejax.offline import records
+
+    if flags.input == records.STANDARD:
+        raise UserError("--input -: found standard input; expected a file, which can be read again")
+    records.check_input(flags.input)
+    environment.check_environment()
+
+    from pipejax.training.train_command import require_libraries
+
+    require_libraries()
+
+    from pipejax.apps.teach.lessons import teach
+
+    return teach(
+        flags.checkpoint,
+        flags.input,
+        flags.workdir,
+        best=flags.best,
+        held_out=flags.held_out,
+        overrides=flags.overrides,
+    )

@@ -1,0 +1,252 @@
+"""T5Gemma 2 (Zhang et al. 2025, arXiv 2512.14856), text alone: Gemma 3 blocks whose decoder merges both attentions.
+
+One attention of the decoder looks at slots and source under one softmax. Its queries are turned by their positions, and
+keys of slots as well, but keys of the source are not: what a cell finds there depends on its position, row + time.
+One table is for both sides and the head. Scores are not capped, whatever config.json says, as in transformers.
+"""
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.backbones import t5gemma
+from pipejax.backbones.t5gemma import LAYER_TYPES, GemmaStack, Norm, Slots, Source, T5GemmaConfig, read_rope
+from pipejax.model.config_json import Key, Keys, read_keys
+from pipejax.model.layers import normal
+from pipejax.system.cli import note
+from pipejax.system.errors import UserError
+from pipejax.system.fields import setting
+
+Array = jax.Array
+EOI = "eoi_embedding"
+NONE = -1  # no token has a separate vector
+TEXT = "text_model."  # a part of names in the module, and none in files
+# The keys of config.json, as transformers reads them.
+SIDE: Keys = t5gemma.SIDE | {
+    "vocab_size": Key(int, 262_208),
+    "attn_logit_softcapping": Key(float, 0.0, null=0.0),
+    "final_logit_softcapping": Key(float, 0.0, null=0.0),
+    "sliding_window_pattern": Key(int, 6, null=None),  # of older files: of so many layers the last is full
+    "rope_theta": Key(float, 1e6, null=None),  # of older files, for full layers, and the next for the others
+    "rope_local_base_freq": Key(float, 10_000.0, null=None),
+}
+ENCODER: Keys = {
+    "text_config": Key(dict, {}, null={}, keys=SIDE),
+    "eoi_token_index": Key(int, 256_000, null=NONE, names=("eoi_token_id",)),
+}
+KEYS: Keys = t5gemma.KEYS | {
+    "encoder": Key(dict, {}, null={}, keys=ENCODER),
+    "decoder": Key(dict, {}, null={}, keys=SIDE),
+}
+
+
+class Gemma2Attention(t5gemma.GemmaAttention):
+    """Norms each head's queries and keys."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.query_norm, self.key_norm = (Norm(self.config.rms_norm_eps, self.dtype) for _ in range(2))
+
+    def queries(self, normed: Array) -> Array:
+        return self.query_norm(super().queries(normed))
+
+    def keys_values(self, x: Array) -> tuple[Array, Array]:
+        keys, values = super().keys_values(x)
+        return self.key_norm(keys), values
+
+
+class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
+    """One attention over slots and source, then feed-forward."""
+
+    def set_up_cross(self, *given: Any) -> None:
+        """There is nothing else."""
+
+    def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
+        (queries, *own, mask), (*others, real) = slots, source
+        keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(own, others, strict=True))
+        shape = jnp.broadcast_shapes(mask.shape[:2], real.shape[:2])
+        both = jnp.concatenate([jnp.broadcast_to(x, (*shape, x.shape[2])) for x in (mask, real)], axis=2)
+        return self.self_attention.attend(x, queries, keys, values, both, deterministic)
+
+    def memorize(self, encoded: Array) -> tuple[Array, Array]:
+        return self.self_attention.keys_values(encoded)
+
+
+class Gemma2Decoder(t5gemma.GemmaDecoder):
+    """See `t5gemma.GemmaDecoder`."""
+
+    layer: ClassVar[type[nn.Module]] = Gemma2DecoderLayer
+
+
+class Gemma2Embedder(t5gemma.GemmaEmbedder):
+    """A table with a vector apart, which is not scaled, for the token that ends an image."""
+
+    eoi: int = 0
+
+    def setup(self) -> None:
+        super().setup()
+        self.eoi_embedding = self.param(EOI, normal(1.0), (self.width,))
+
+    def __call__(self, tokens: Array) -> Array:
+        return jnp.where(
+            (tokens == self.eoi)[..., None], self.eoi_embedding.astype(self.dtype), super().__call__(tokens)
+        )
+
+
+class T5Gemma2(t5gemma.T5Gemma):
+    """The module."""
+
+    decoder_stack: ClassVar[type[nn.Module]] = Gemma2Decoder
+
+    def set_up_table(self) -> None:
+        c = self.config
+        table: Any = Gemma2Embedder(c.vocab_size, c.decoder.hidden_size, self.dtype, self.shards, c.eoi_token_index)
+        self.shared = table
+
+    def table(self, stack: Any) -> Any:
+        return self.shared
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Gemma2Config(T5GemmaConfig):
+    """The architecture of a T5Gemma 2."""
+
+    eoi_token_index: int = setting(256_000, least=NONE)  # the token that ends an image, with its own vector; -1: none
+
+    model_types: ClassVar[tuple[str, ...]] = ("t5gemma2",)
+    keys: ClassVar[Keys] = KEYS
+    attention_class: ClassVar[type[t5gemma.GemmaAttention]] = Gemma2Attention
+    tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)
+    sharding: ClassVar[Any] = ((rf"shared/{EOI}", ()), *T5GemmaConfig.sharding)
+    has_one_table: ClassVar[bool] = True
+    is_relative: ClassVar[bool] = False
+    image_tensors: ClassVar[tuple[str, ...]] = ("model.encoder.vision_tower.", "model.encoder.multi_modal_projector.")
+    side_types: ClassVar[Mapping[str, str]] = {"encoder": "t5gemma2_text", "decoder": "t5gemma2_decoder"}
+    attentions: ClassVar[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
+        side: (
+            *t5gemma.attention(ours, "self", "d"),
+            (f"{ours}/query_norm/scale", "self_attn.q_norm", "k"),
+            (f"{ours}/key_norm/scale", "self_attn.k_norm", "k"),
+        )
+        for side, ours in (("encoder", "attention"), ("decoder", "self_attention"))
+    }
+
+    def module(self, **options: Any) -> T5Gemma2:
+        return T5Gemma2(self, **options)
+
+    def window(self, side: str) -> tuple[int, int]:
+        size: int = getattr(self, side).sliding_window
+        return ((size + 1) // 2, size // 2 + 1) if side == "encoder" else super().window(side)
+
+    def tensors(self) -> dict[str, tuple[str, str]]:
+        found, name = super().tensors(), f"{self.prefixes['encoder']}.embed_tokens"
+        shared = {"shared/embedding": (f"{name}.weight", "Vd"), f"shared/{EOI}": (f"{name}.{EOI}", "d")}
+        return shared | {path: x for path, x in found.items() if "embedder" not in path}
+
+    def module_name(self, name: str) -> str:
+        prefix = f"{self.prefixes['encoder']}."
+        is_text = name.startswith(prefix) and not name.startswith(self.image_tensors)
+        return f"{prefix}{TEXT}{name.removeprefix(prefix)}" if is_text else name
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.encoder.hidden_size != self.decoder.hidden_size:
+            found, expected = self.encoder.hidden_size, self.decoder.hidden_size
+            raise UserError(f"{where}: model.encoder.hidden_size: found {found}; expected the decoder's, {expected}")
+
+    @classmethod
+    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
+        encoder = read_keys(facts, cls.keys)["encoder"]
+        return super().read_facts(facts) | {"eoi_token_index": encoder["eoi_token_index"]}
+
+    @classmethod
+    def sides(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return given["encoder"]["text_config"], given["decoder"]
+
+    @classmethod
+    def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
+        return super().read_stack({**given, "attn_logit_softcapping": 0.0}, side)
+
+    @classmethod
+    def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
+        every: int | None = given["sliding_window_pattern"]
+        if every is None or every < 1:
+            raise UserError(f"{side}.sliding_window_pattern: found {every}; expected at least 1")
+        return every
+
+    @classmethod
+    def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
+        """The values of the rotations. Full layers have their own, to which rope_scaling of older files is added."""
+        place, found, more = f"{side}.rope_parameters", given["rope_parameters"], given["rope_scaling"] or {}
+        sliding, full = ({"rope_type": "default"} if found is None else found.get(kind) or {} for kind in LAYER_TYPES)
+        if not (isinstance(sliding, dict) and isinstance(full, dict) and (full or not more)):
+            raise UserError(f"{place}: found {found!r:.80}; expected an object for {' and for '.join(LAYER_TYPES)}")
+        kind, theta, _ = read_rope(sliding, given["rope_local_base_freq"], f"{place}.{LAYER_TYPES[0]}")
+        full_kind, full_theta, factor = read_rope({**full, **more}, given["rope_theta"], f"{place}.{LAYER_TYPES[1]}")
+        if kind != "default" or full_kind not in ("default", "linear"):
+            raise UserError(f"{place}: found {found!r:.80}; expected rope_type default, or full ones linear")
+        return {"rope_theta": theta, "full_rope_theta": full_theta, "full_rope_factor": factor}
+
+    def earlier_doubts(self) -> str:
+        """See `Backbone`. Earlier versions read absent layer_types as T5Gemma's, and used factors of type "default"."""
+        found, sides = list[str](), {"encoder": self.num_layers, "decoder": self.num_decoder_layers}
+        for side, depth in sides.items():
+            stack: GemmaStack = getattr(self, side)
+            if stack.full_every == 2 <= depth:
+                found.append(f"every second layer of the {side} full, as if config.json said so")
+            if stack.full_rope_factor not in (1.0, 8.0):  # 8.0 is that of the published models, of type linear
+                found.append(f"a rope factor of {stack.full_rope_factor:g} in the {side}, whatever its type")
+        return " and ".join(found)
+
+    def facts(self) -> dict[str, object]:
+        """config.json ties the two tables of tokens, also if the head has a tensor of its own."""
+        facts: dict[str, Any] = super().facts() | {"tie_word_embeddings": True}
+        eoi = {"eoi_token_index": None if self.eoi_token_index == NONE else self.eoi_token_index}
+        facts["encoder"] = {"model_type": "t5gemma2_encoder", "text_config": facts["encoder"], **eoi}
+        return facts | eoi | {"architectures": ["T5Gemma2ForConditionalGeneration"]}
+
+    def rotations(self, stack: GemmaStack) -> dict[str, object]:
+        linear = {"rope_type": "linear", "factor": stack.full_rope_factor}
+        full = (linear if stack.full_rope_factor != 1 else {"rope_type": "default"}) | {
+            "rope_theta": stack.full_rope_theta
+        }
+        sliding = {"rope_type": "default", "rope_theta": stack.rope_theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+    def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
+        for name in [name for name in tensors if name.startswith(f"{self.prefixes['encoder']}.{TEXT}")]:
+            tensors[name.replace(TEXT, "", 1)] = tensors.pop(name)
+        if vision := [name for name in tensors if name.startswith(self.image_tensors)]:
+            note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text only")
+        for name in vision:
+            del tensors[name]
+        copies = [f"{self.prefixes[side]}.embed_tokens" for side in ("encoder", "decoder")]
+        for end in (".weight", f".{EOI}"):
+            table, copy = (tensors.get(f"{name}{end}") for name in copies)
+            if table and copy:
+                if not np.array_equal(table.read(), copy.read()):
+                    raise UserError(f"{copy.file}: {copy.name}: differs from {table.name}; expected one table")
+                del tensors[copy.name]
+        return super().fitted(tensors, weights)
+
+
+# The published sizes: layers, width, that of feed-forward, groups of heads, window, and what divides full positions.
+_SIZES = {
+    "270m": (18, 640, 2048, 4, 1, 512, 8.0),
+    "1b": (26, 1152, 6912, 4, 1, 512, 8.0),
+    "4b": (34, 2560, 10240, 8, 4, 1024, 8.0),
+}
+
+
+def _published(depth: int, width: int, inner: int, heads: int, shared: int, window: int, factor: float) -> Any:
+    stack = GemmaStack(width, inner, heads, shared, 256, 256, window, 6, 0.0, 10_000.0, 1e6, factor)
+    return T5Gemma2Config(stack, stack, 262_144, depth, depth, final_logit_softcapping=0.0)
+
+
+ARCHITECTURES = {f"t5gemma-2-{name}-{name}": _published(*sizes) for name, sizes in _SIZES.items()}

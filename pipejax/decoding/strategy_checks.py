@@ -1,0 +1,129 @@
+"""Checks a strategy by its shapes and by a dry run without a model; raises a one-line error at the first violation.
+
+Shapes as in `core`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.decoding.gathering import Query
+from pipejax.decoding.strategy import Decoded, SourceIds, Stepper, Strategy, ends_of
+from pipejax.system import Tree
+from pipejax.system.errors import UserError
+
+Walked = tuple[Query, np.ndarray, Decoded, np.ndarray]  # a step: query, tokens i32 [B, S], rows so far, kept queries
+
+
+def refuse(owner: object, place: str, found: object, expected: object) -> NoReturn:
+    """Raises a UserError about a part of a method, strategy or backbone."""
+    raise UserError(f"{type(owner).__name__}.{place}: found {found}; expected {expected}")
+
+
+def expect(owner: object, place: str, x: Any, kind: str, *shapes: tuple[int, ...], of: str = "") -> None:
+    """Raises a UserError unless the array `x` has the dtype `kind` and one of the shapes."""
+    wanted = [f"{kind}{[*shape]}" for shape in dict.fromkeys(shapes)]
+    if _kind(x) not in wanted:
+        refuse(owner, place, _kind(x), " or ".join(wanted) + of)
+
+
+def check_query(strategy: Stepper, query: Query, batch: int) -> None:
+    """Raises a UserError for a query of another width than `most_queries` or of wrong dtypes; traced."""
+    shape = batch, strategy.most_queries
+    expect(strategy, "query: live", query.live, "bool", shape, of=", for each example its most_queries")
+    expect(strategy, "query: tokens", query.tokens, "int32", shape)
+    expect(strategy, "query: row", query.row, "int32", shape, (1, shape[1]))
+    expect(strategy, "query: time", query.time, "int32", shape, (1, shape[1]))
+
+
+def check_state(owner: object, before: Tree, after: Tree) -> None:
+    """Raises a UserError if shapes or dtypes of a state changed, as a loop cannot carry such a state; traced."""
+    old, new = (jax.tree_util.tree_leaves_with_path(jax.tree.map(_kind, tree)) for tree in (before, after))
+    for was, now in zip(old, new, strict=False):
+        if was != now:
+            refuse(owner, f"advance: {jax.tree_util.keystr(now[0])}", now[1], f"{was[1]}, as before")
+    shapes = [str(jax.tree.structure(tree)) for tree in (before, after)]
+    if shapes[0] != shapes[1]:
+        refuse(owner, "advance", shapes[1], shapes[0])
+
+
+def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
+    """Raises a UserError for a result of wrong shapes; traced."""
+    rows, width = (*jnp.shape(decoded.tokens), 0, 0)[1:3]
+    expect(strategy, "result: tokens", decoded.tokens, "int32", (batch, strategy.places[0] or rows, width))
+    expect(strategy, "result: lengths", decoded.lengths, "int32", (batch, rows))
+    expect(strategy, "result: steps", decoded.steps, "int32", (batch,))
+    expect(strategy, "result: truncated", decoded.truncated, "int32", (batch,))
+
+
+def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[Walked]:
+    """Runs the steps of one example until it is done, with tokens from `answer` instead of a model; in NumPy."""
+    source = SourceIds(np.full((1, 4), 2, np.int32), np.full(1, 4, np.int32)) if strategy.reads_source else None
+    state, most = strategy.init(1, source), 2 * strategy.slots + 64
+    for _ in range(most):
+        state, query = jax.device_get(_ask(strategy, state))
+        answers = answer(query)
+        state, kept, done, decoded = jax.device_get(_take(strategy, state, answers))
+        yield query, answers, decoded, query.live & kept
+        if done[0]:
+            return
+    refuse(strategy, "done", f"an answer that goes on after {most} steps", f"an end, with slots = {strategy.slots}")
+
+
+@partial(jax.jit, static_argnums=0)
+def _ask(strategy: Strategy, state: Tree) -> tuple[Tree, Query]:
+    state, query = strategy.query(state)
+    check_query(strategy, query, 1)
+    return state, query
+
+
+@partial(jax.jit, static_argnums=0)
+def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, Any, jax.Array, Decoded]:
+    new = strategy.advance(state, answers)
+    check_state(strategy, state, new)
+    kept, done, decoded = strategy.kept(new), strategy.done(new), strategy.result(new)
+    expect(strategy, "done", done, "bool", (1,))
+    check_result(strategy, decoded, 1)
+    return new, True if kept is None else kept, done, decoded
+
+
+def rehearse(strategy: Strategy, *, ordered: str, grows: str) -> None:
+    """Decodes an example with random tokens, and raises a UserError if the rows break a rule of some abilities.
+
+    Args:
+      strategy: the strategy.
+      ordered: the abilities that need a row's tokens to be generated at consecutive times, for the message; "": none.
+      grows: the abilities that need rows to grow at their end, for the message; "": none.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: strategy.init(7))) if grows else ():
+        if x.shape[:1] != (7,):
+            refuse(strategy, f"init: {jax.tree_util.keystr(path)}", _kind(x), f"a first axis of the batch, for {grows}")
+    rng, said, slots = np.random.default_rng(0), dict[tuple[int, int], int](), 0
+    rows: list[list[int]] = []
+
+    def answer(query: Query) -> np.ndarray:
+        drawn = rng.integers(2, 9, query.live.shape)
+        return np.where(rng.random(drawn.shape) < 0.2, rng.choice(ends_of(strategy)), drawn).astype(np.int32)
+
+    for query, answers, decoded, kept in walk(strategy, answer):
+        before, slots = rows, slots + int(query.live.sum())
+        rows = [row[:n].tolist() for row, n in zip(decoded.tokens[0], decoded.lengths[0], strict=True)]
+        if grows and any(new[: len(old)] != old for old, new in zip(before, rows, strict=False)):
+            refuse(strategy, "result", f"{before}, then {rows}", f"rows that grow at their end, for {grows}")
+        said |= {(int(query.row[0, s]), int(query.time[0, s])): int(answers[0, s]) for s in np.flatnonzero(kept[0])}
+    if slots > strategy.slots:
+        refuse(strategy, "slots", strategy.slots, f"{slots} or more, the most queries of each step added up")
+    for i, row in enumerate(rows) if ordered else ():
+        found = [said.get((i, int(strategy.start(i)) + j)) for j in range(len(row))]
+        if row != found:
+            refuse(
+                strategy, "result: tokens", f"{row} in row {i}", f"{found}, answered from start({i}) on, for {ordered}"
+            )
+
+
+def _kind(x: Any) -> str:
+    return f"{jnp.result_type(x)}{[*x.shape]}" if hasattr(x, "shape") else repr(x)

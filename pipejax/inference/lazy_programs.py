@@ -1,0 +1,62 @@
+"""A T5 as it was read, and as it runs on devices once somebody decodes."""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pipejax.config import Config
+from pipejax.inference import backends, draft_model
+from pipejax.inference.backends import Backend
+from pipejax.inference.programs import Programs
+from pipejax.model import lora
+from pipejax.model.precision import compute_dtype
+
+logger = logging.getLogger(__name__)
+
+
+class Opened:
+    """Parameters until they are asked for as programs; then these alone. Threads may share it.
+
+    To lay weights out takes seconds and may compile a kernel, so all that is given to decode is checked before.
+    """
+
+    def __init__(self, config: Config, params: Any, devices: Sequence[jax.Device], backend: Backend | None) -> None:
+        """Opens the small T5 that drafts, if one does; nothing runs on a device yet. No backend: the fastest."""
+        self.size = sum(x.size for x in jax.tree.leaves(params))
+        self.small = draft_model.load(config)
+        self._config, self._devices, self._backend = config, devices, backend
+        self._params = params
+        self._made: Programs | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def programs(self) -> Programs:
+        """The weights on the devices, and what is compiled for them; made when they are first asked for."""
+        with self._lock:
+            self._made = self._made or self._prepare()
+            return self._made
+
+    def _prepare(self) -> Programs:
+        config, dtype = self._config, dtype_of(self._config)
+        assert config.model is not None
+        if lora.is_stacked(self._params):
+            logger.info("adapters: decoding computes layer by layer: the fast decoders know the base's weights alone")
+            backend = Backend(config.decode.weights)
+        else:
+            backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)
+        made = Programs(config.model, dtype, devices=self._devices, backend=backend)
+        made.set_params(self._params)
+        if self.small:
+            draft_model.lend(self.small, made, config.decode.weights)
+            self.small = dataclasses.replace(self.small, params=None)
+        self._params = None
+        return made
+
+
+def dtype_of(config: Config) -> Any:
+    """The dtype that decoding computes in."""
+    return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)

@@ -1,0 +1,223 @@
+"""The T5 by our own kernel for CPUs: a step of its decoder in one call, its encoder in another (`kernels`).
+
+The same functions as `step_decoder` and the model's encoder compute. Activations are float32, weights may be narrower.
+
+Shapes as in `step_decoder`; a matrix is in `kernels.panels`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.config import T5Config
+from pipejax.decoding import Step
+from pipejax.inference.step_decoder import Cache, grow
+from pipejax.inference.weights import Matrix, Weights, join, narrow
+from pipejax.kernels import cpu_kernel
+from pipejax.kernels.cpu_kernel import fields
+from pipejax.model.layers import RelativeBias
+from pipejax.model.t5 import Memory
+
+Array = jax.Array
+ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in fields.h
+
+
+def fits(config: T5Config) -> bool:
+    """Whether its sizes fill panels; those of all published T5s do."""
+    sizes = config.d_model, config.d_kv, config.d_ff
+    return not any(size % cpu_kernel.PANEL for size in sizes)
+
+
+def matrix(part: Any, *, weights: str) -> Matrix:
+    """A projection or a table in panels, held in what `weights` says; zeros fill the outputs up to whole panels."""
+    held = narrow(part, weights, jnp.float32)
+    more = -held.rows.shape[0] % cpu_kernel.PANEL
+    scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
+    return Matrix(cpu_kernel.panels(jnp.pad(held.rows, ((0, more), (0, 0)))), scale)
+
+
+def memory_dtype(weights: str) -> np.dtype:
+    """In which keys and values of a source are held beside weights of that kind; int8 with scales as in fields.h."""
+    return np.dtype({"bfloat16": jnp.bfloat16, "int8": jnp.int8}.get(weights, jnp.float32))
+
+
+def widen(memory: Memory, slots: int) -> Memory:
+    """The memory with so many slots, a multiple of 16; those added are masked."""
+
+    def longer(x: Array, axis: int) -> Array:
+        more = x.shape[axis] * slots // memory.mask.shape[1] - x.shape[axis]
+        return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+
+    more = slots - memory.mask.shape[1]
+    return Memory(
+        keys=tuple(x.replace(rows=longer(x.rows, 2), scale=longer(x.scale, 2)) for x in memory.keys),
+        values=tuple(Matrix(longer(x.rows, 3), x.scale) for x in memory.values),
+        mask=jnp.pad(memory.mask, ((0, 0), (0, more))),
+    )
+
+
+@flax.struct.dataclass
+class Keys(Matrix):
+    """A source's keys; int8 ones lack each channel's mean, and are divided by a power of two near its size."""
+
+    balance: Array  # f32 [B, H, K]: these powers, which queries are multiplied with
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelDecoder:
+    """A `decoding.Model`, as `step_decoder.StepDecoder`."""
+
+    config: T5Config
+    weights: Weights
+    memory: Memory
+    level: cpu_kernel.Level
+
+    def cache(self, slots: int, old: Cache | None) -> Cache:
+        """See `Model`."""
+        slots += -slots % cpu_kernel.PANEL
+        return grow(self.config, self.memory.mask.shape[0], jnp.float32, slots, old)
+
+    def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`."""
+        vocabulary = self.weights.head.rows.shape[0] * cpu_kernel.PANEL
+        logits, cache = self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32))
+        return logits.T[: self.config.vocab_size], cache
+
+    def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """See `Model`. The logits never leave the processor's caches."""
+        return self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
+
+    def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
+        """The kernel's answers to a step: logits or tokens, as the answers' type says, and the cache."""
+        c, w, memory = self.config, self.weights, self.memory
+        places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
+        batch, queries, reach = step.mask.shape
+        of_step = {name: getattr(step, name) for name in ("tokens", "mask", "position", "key_position")}
+        of_step |= {"start": jnp.broadcast_to(step.start, batch), "place": places.astype(jnp.int32)} | vars(step.filled)
+        of_step |= {"bias": w.bias, "memory_mask": memory.mask, "head": w.head, "embedding": w.embedding or w.head}
+        of_step |= {"norm": w.norm * (c.d_model**-0.5 if c.scale_head else 1.0)}
+        given = fields.arrays("STEP_FIELDS", of_step)
+        aliases: dict[int, int] = {}  # the caches, a layer's last, are written in place
+        for i, layer in enumerate(w.layers):
+            keys, of_memory = memory.keys[i], {"memory_values": memory.values[i]}
+            of_memory |= {"memory_keys": Matrix(keys.rows, keys.scale), "memory_balance": keys.balance}
+            of_cache = {"cache_keys": cache.keys[i], "cache_values": cache.values[i]}
+            given += fields.arrays("DECODER_LAYER_FIELDS", vars(layer) | of_memory | of_cache)
+            aliases |= {len(given) - 2: 1 + 2 * i, len(given) - 1: 2 + 2 * i}
+        vocabulary = {"V": w.head.rows.shape[0] * cpu_kernel.PANEL, "words": c.vocab_size}
+        sizes = {"B": batch, "N": len(step.tokens), "Q": queries, "C": reach, "S": cache.keys[0].shape[2]} | vocabulary
+        sizes |= {"L": memory.mask.shape[1], "P": w.bias.shape[2], "tables": len(w.bias), "layers": len(w.layers)}
+        caches = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers))
+        found = jax.ffi.ffi_call(f"pipejax_step_{self.level.name}", (answers, *caches), input_output_aliases=aliases)(
+            *given,
+            numbers=fields.numbers("STEP_NUMBERS", _sizes(c) | sizes),
+            epsilon=np.float32(c.layer_norm_epsilon),
+        )
+        return found[0], Cache(tuple(found[1::2]), tuple(found[2::2]))
+
+
+@flax.struct.dataclass
+class KernelEncoderLayer:
+    """Of an encoder layer; norm scales are float32."""
+
+    norm: Array  # [D]
+    inwards: Matrix  # [3 I, D]: query, key, value
+    outwards: Matrix  # [D, I]
+    feed_norm: Array  # [D]
+    feed_inwards: Matrix  # [F, D], or gate and value [2 F, D]
+    feed_outwards: Matrix  # [D, F]
+
+
+@flax.struct.dataclass
+class KernelEncoder:
+    """The weights that the encoder reads, and the projections of its result that each decoder layer looks into."""
+
+    embedding: Matrix  # [V, D] in rows
+    bias: Array  # f32 [T, buckets, H]: one for all layers, or each has its own
+    norm: Array  # [D]
+    layers: tuple[KernelEncoderLayer, ...]
+    memories: tuple[Matrix, ...]  # a decoder layer each [2 I, D]: key, value
+
+
+def encoder_layer(layer: Any, *, weights: str) -> KernelEncoderLayer:
+    """From its parameters."""
+    own, feed = layer["attention"], layer["feed_forward"]
+    held = functools.partial(matrix, weights=weights)
+    return KernelEncoderLayer(
+        norm=own["norm"]["scale"],
+        inwards=join(*(held(own[name]) for name in ("query", "key", "value"))),
+        outwards=held(own["output"]),
+        feed_norm=feed["norm"]["scale"],
+        feed_inwards=join(*(held(feed[name]) for name in ("wi", "wi_0", "wi_1") if name in feed)),
+        feed_outwards=held(feed["wo"]),
+    )
+
+
+def encode(
+    config: T5Config,
+    encoder: KernelEncoder,
+    source: Array,
+    length: Array,
+    *,
+    slots: int,
+    weights: str,
+    level: cpu_kernel.Level,
+) -> Memory:
+    """The memory of sources i32 [B, L] with `length` i32 [B] real tokens each."""
+    batch, longest = source.shape
+    x = encoder.embedding.rows[source].astype(jnp.float32)
+    x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
+    query, key, bias = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None], RelativeBias(config, True)
+    biases = jnp.stack([jnp.asarray(bias.apply({"params": {"embedding": x}}, query, key)) for x in encoder.bias])
+    of_sources = {"embedded": x, "length": length.astype(jnp.int32), "norm": encoder.norm}
+    given = fields.arrays("ENCODE_FIELDS", of_sources | {"bias": biases.reshape(len(biases), config.num_heads, -1)})
+    for layer in encoder.layers:
+        given += fields.arrays("ENCODER_LAYER_FIELDS", vars(layer))
+    for projection in encoder.memories:
+        given += fields.arrays("MEMORY_FIELDS", {"projection": projection})
+    dtype = memory_dtype(weights)
+    depth = 4 // dtype.itemsize
+    results: list[jax.ShapeDtypeStruct] = []
+    for outputs, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # of keys, and of values
+        panels = outputs // cpu_kernel.PANEL, inputs // depth, cpu_kernel.PANEL, depth
+        results.append(jax.ShapeDtypeStruct((batch, config.num_heads, *panels), dtype))
+        scales = outputs if dtype == jnp.int8 else 0
+        results.append(jax.ShapeDtypeStruct((batch, config.num_heads, scales), jnp.float32))
+    results.insert(2, jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv), jnp.float32))
+    sizes = {
+        "B": batch,
+        "L": longest,
+        "M": slots,
+        "tables": len(encoder.bias),
+        "layers": len(encoder.layers),
+        "memories": len(encoder.memories),
+    }
+    found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results * len(encoder.memories))(
+        *given,
+        numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),
+        epsilon=np.float32(config.layer_norm_epsilon),
+    )
+    keys, values = map(Keys, *(found[i::5] for i in range(3))), map(Matrix, found[3::5], found[4::5])
+    return Memory(tuple(keys), tuple(values), jnp.arange(slots) < length[:, None])
+
+
+def listen(count: Array, switch: Array, *, level: cpu_kernel.Level) -> Array:
+    """The count i32 of steps left, below zero once the host has thrown the switch, an i32 at the address u32 [2].
+
+    It is looked at when the program comes here, not when it begins: the count is another one in each step, so nothing
+    can compute this ahead or once for all. A declared side effect would take each call of the program, with its
+    hundreds of arrays, from JAX's fast path: 2 to 3 ms.
+    """
+    found: Array = jax.ffi.ffi_call(f"pipejax_left_{level.name}", jax.ShapeDtypeStruct((), jnp.int32))(count, switch)
+    return found
+
+
+def _sizes(config: T5Config) -> dict[str, int]:
+    """Numbers of every call."""
+    widths = {"D": config.d_model, "H": config.num_heads, "K": config.d_kv, "F": config.d_ff}
+    return widths | {"activation": ACTIVATIONS.index(config.feed_forward)}

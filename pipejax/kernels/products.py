@@ -1,0 +1,182 @@
+"""Products of a step by our kernel for CPUs, in the layers of any backbone.
+
+A step multiplies large matrices with a few columns, for which XLA takes several times as long as reading the matrix
+takes. An interceptor of Flax's puts the kernel in the place of the methods that `layers.multiplies_with` marks, those
+of `Linear`, `Head`, and a table that is the head. All else stays as the backbone's module has it.
+
+Of a large head's products a greedy choice needs only the highest. An int8 copy of the matrix bounds all of them, and
+those that may be the highest are computed as always.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from pipejax.inference.weights import Matrix, narrow
+from pipejax.kernels import cpu_kernel
+from pipejax.kernels.cpu_decoder import matrix
+from pipejax.kernels.cpu_kernel import fields
+from pipejax.model import lora
+from pipejax.model.layers import Head
+from pipejax.model.parameters import paths_read
+from pipejax.model.quantization import SCALE
+from pipejax.system import Tree
+
+Array = jax.Array
+MANY, FEW = 2**15, 8  # outputs of a head, and columns: with more, arithmetic takes longer than reading
+SMALL, LARGE = 2.0**-40, 2.0**60  # products of numbers within these bounds neither underflow nor overflow
+
+
+@flax.struct.dataclass
+class Panels:
+    """A matrix as the kernel reads it."""
+
+    matrix: Matrix
+    outputs: int = flax.struct.field(pytree_node=False)  # those that do not fill up the last panel
+    rough: "Rough | None" = None  # of a large head
+
+
+@flax.struct.dataclass
+class Rough:
+    """The same matrix in int8."""
+
+    matrix: Matrix
+    apart: Array  # f32 [O], the largest error of a row's product with x, divided by |x|
+
+
+@flax.struct.dataclass
+class StepParams:
+    """The parameters that a step reads."""
+
+    matrices: dict[str, Panels]  # by the path of the module
+    others: Tree
+
+
+def take_apart(
+    step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str, rough: bool = False
+) -> StepParams:
+    """The parameters that a step reads, of all; the matrices that it multiplies with are held in what `weights` says.
+
+    `step` computes one from parameters, and is only traced; `compute` calls a function of arrays. `rough`: of a large
+    head an int8 copy as well.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    heads: set[tuple[str, ...]] = set()
+
+    def run(params: Tree) -> object:
+        own = flatten_dict(params)
+
+        def look(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
+            if name := _matrix_name(context):
+                module, path = context.module, context.module.path
+                # A subclass or a transformation of Flax's may have made something else of the parameter.
+                is_own = getattr(module, name, module.get_variable("params", name)) is own.get((*path, name))
+                found[path] = found.get(path, name) if is_own else ""
+                heads.update([path] if _is_head(name, module) else [])
+            return call(*given, **more)
+
+        with nn.intercept_methods(look):
+            return step(params)
+
+    jax.eval_shape(run, params)
+    flat, matrices = flatten_dict(params), dict[str, Panels]()
+    for path, name in filter(lambda item: item[1], found.items()):
+        part = {key: flat[(*path, key)] for key in (name, SCALE) if (*path, key) in flat}
+        inputs, outputs = part[name].shape if name == "kernel" else part[name].shape[::-1]
+        if inputs % cpu_kernel.PANEL == 0:  # what the kernel reads at once
+            held = Panels(compute(matrix, part, weights=weights), outputs)
+            if rough and path in heads and held.matrix.rows.dtype == jnp.float32 and outputs >= MANY:
+                held = dataclasses.replace(held, rough=compute(roughen, part))
+            matrices["/".join(path)] = held
+    with multiplying(matrices, cpu_kernel.LEVELS[-1]):
+        return StepParams(matrices, needed(step, params))
+
+
+def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
+    """The parameters without the kernels that a function does not read; for others a module may ask all the same."""
+    read = paths_read(function, params)
+    flat = {path: x for path, x in flatten_dict(params).items() if path[-1] != "kernel" or "/".join(path) in read}
+    return unflatten_dict(flat)
+
+
+def roughen(part: Tree) -> Rough:
+    """Quantises a head to int8, with bounds of the error of its products with a column x, divided by |x|.
+
+    Each row w of the matrix is rounded to v. The computed products differ by at most |w - v| |x| and rounding errors:
+    in both products each of the I sums, and a few more operations, rounds by at most 2^-24 of |w| |x| or |v| |x|. This
+    holds while no number overflows or underflows; rows for which this is possible have the bound inf.
+    """
+    rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
+    largest = jnp.abs(rows).max(axis=1, keepdims=True)
+    bounded = (largest >= SMALL) & (largest <= LARGE)
+    by = jnp.where(bounded, largest, 1)  # scaled, as squares of small numbers would underflow
+    whole = held.rows * held.scale[:, None]
+    length, of_whole, difference = (jnp.linalg.norm(x / by, axis=1) for x in (rows, whole, rows - whole))
+    of_rounding = (rows.shape[1] + 8) * 2.0**-24 * (length + of_whole)
+    apart = (difference + of_rounding) * by[:, 0] * 1.001
+    # A row of zeros is exact. Where the processor takes the smallest numbers for zeros they add up to less than this.
+    apart = jnp.where(largest[:, 0] == 0, 2.0**-100, jnp.where(bounded[:, 0], apart, jnp.inf))
+    more = -len(apart) % cpu_kernel.PANEL
+    in_panels = matrix({"embedding": held.rows, SCALE: held.scale}, weights="int8")
+    return Rough(in_panels, jnp.pad(apart, (0, more), constant_values=jnp.inf))
+
+
+def multiplying(matrices: dict[str, Panels], level: cpu_kernel.Level, cap: float | None = None) -> Any:
+    """A context in which modules of these paths multiply by the kernel.
+
+    `cap`: of a large head only the highest product counts, bent softly below that, 0: as it is; None: all count.
+    """
+
+    def replace(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
+        name = _matrix_name(context)
+        by = matrices.get("/".join(context.module.path)) if name else None
+        if by is None:
+            return call(*given, **more)
+        if cap is not None and by.rough and given[0].size <= FEW * given[0].shape[-1]:
+            return _peaks(given[0], by, by.rough, cap=cap, level=level)
+        return _multiply(given[0], by, level=level, finer=_is_head(name, context.module))
+
+    return nn.intercept_methods(replace)
+
+
+def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
+    """The parameter that a call multiplies with, if nothing but that is its work."""
+    name: str | None = getattr(getattr(type(context.module), context.method_name, None), "multiplies_with", None)
+    return None if name is None or context.module.has_variable("params", lora.A) else name
+
+
+def _is_head(name: str | None, module: nn.Module) -> bool:
+    return name == "embedding" or isinstance(module, Head)
+
+
+def _multiply(columns: Array, by: Panels, *, level: cpu_kernel.Level, finer: bool) -> Array:
+    """f32 [..., O] from columns [..., I]; `finer`: their digits are two where the matrix wants digits."""
+    return _call(f"pipejax_product_{level.name}", "PRODUCT_FIELDS", columns, by, {"matrix": by.matrix}, int(finer))
+
+
+def _peaks(columns: Array, by: Panels, rough: Rough, *, cap: float, level: cpu_kernel.Level) -> Array:
+    """The same, with bounds in the place of products that are not the highest, bent or not."""
+    given = {"matrix": by.matrix, "rough": rough.matrix, "apart": rough.apart}
+    # Up to four times the cap, products that lie apart by its thousandth are not equal when they are bent.
+    apart = {"margin": np.float32(cap / 1000), "limit": np.float32(4 * cap or np.inf)}
+    return _call(f"pipejax_peaks_{level.name}", "PEAKS_FIELDS", columns, by, given, 0, **apart)
+
+
+def _call(
+    target: str, table: str, columns: Array, by: Panels, given: dict[str, Any], finer: int, **static: Any
+) -> Array:
+    *batch, inputs = columns.shape
+    columns = columns.astype(jnp.float32).reshape(-1, inputs)
+    sizes = {"N": len(columns), "I": inputs, "O": by.matrix.rows.shape[0] * cpu_kernel.PANEL, "finer": finer}
+    result = jax.ShapeDtypeStruct((sizes["N"], sizes["O"]), jnp.float32)
+    found = jax.ffi.ffi_call(target, result)(
+        *fields.arrays(table, given | {"columns": columns}), numbers=fields.numbers("PRODUCT_NUMBERS", sizes), **static
+    )
+    return found[:, : by.outputs].reshape(*batch, by.outputs)

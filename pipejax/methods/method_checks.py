@@ -1,0 +1,106 @@
+"""The rules of a method that it can break in silence: a broken one is told in a line where it enters."""
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipejax.config import STRATEGIES, Config, GridConfig
+from pipejax.methods.method import ABILITIES, Ids, Method, Target
+from pipejax.system.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from pipejax.decoding import Strategy
+
+ORDERED = ("score", "prefix", "rows", "stream", "serve")  # abilities that know a token by row and time of its answer
+NEEDS = {"stop": ("stream", "serve"), "on_grid": ("draft",), "cut": ("draft",)}  # parts of strategies, for abilities
+READ = {"pipelined": "grid.", "sequential": "decode.max_length"}  # settings of a config that are a method's own
+IDLE = {"temperature": "sample", "top_k": "sample", "top_p": "sample", "seed": "sample", "draft_tokens": "draft"}
+SIDE = 64  # rows and times, at the most, among which positions are compared
+
+
+def strategy_of(method: Method, ids: Ids) -> "Strategy":
+    """The strategy of a method; a UserError if it breaks a rule, or cannot do what `can` says."""
+    from pipejax.decoding import strategy_checks
+
+    made: Any = method.strategy(ids)
+    if type(made).__hash__ is None:
+        strategy_checks.refuse(
+            method, "strategy", f"{type(made).__name__}, which has no hash", "a frozen dataclass of numbers"
+        )
+    _check(type(method).__name__, frozenset(method.can), made)
+    found: Strategy = made
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _check(name: str, can: frozenset[str], made: Any) -> None:
+    """Raises the UserError of `strategy_of`."""
+    from pipejax.decoding import Strategy, strategy_checks
+
+    for ability in sorted(can - ABILITIES.keys()):
+        hint = did_you_mean(ability, ABILITIES)
+        raise UserError(f"{name}.can: found {ability!r}; expected some of {', '.join(ABILITIES)}{hint}")
+    parts = {part: "" for kind in Strategy.__mro__[:2] for part in vars(kind) if not part.startswith("_")}
+    parts |= {part: f", for {each}" for part, abilities in NEEDS.items() for each in abilities if each in can}
+    for part in sorted(parts):
+        if not hasattr(made, part):
+            raise UserError(f"{type(made).__name__}.{part}: missing; expected it as Strategy describes it{parts[part]}")
+    ordered, grows = (" and ".join(x for x in which if x in can) for which in (ORDERED, NEEDS["stop"]))
+    rows, times = made.places
+    if ordered and not rows * times:
+        expected = f"rows and times of the answers that are tokens, or a method that cannot {ordered}"
+        strategy_checks.refuse(made, "places", made.places, expected)
+    starts = np.asarray(made.start(np.arange(rows)))
+    if starts.shape != (rows,) or not ((starts >= 0) & (starts < times)).all():
+        strategy_checks.refuse(
+            made, "start", f"{starts.tolist()} for rows 0, 1, ...", f"{rows} times below {times}, its places"
+        )
+    row, time = np.ogrid[: min(rows or SIDE, SIDE), : min(times or SIDE, SIDE)]
+    position = np.asarray(made.position(row, time)) + 0 * (row + time)
+    if position.dtype.kind != "i" or any((np.diff(position, axis=axis) < 0).any() for axis in (0, 1)):
+        expected = "whole numbers that never fall with row or time: a query lies nowhere before a key that it sees"
+        strategy_checks.refuse(
+            made, "position", f"{position[:2, :4].tolist()} for rows 0, 1 and times 0 to 3", expected
+        )
+    is_ours = type(made).__module__.startswith("pipejax.")
+    if not is_ours and made.choose is None and not made.borrows:
+        strategy_checks.rehearse(made, ordered=ordered, grows=grows)
+
+
+def check_target(target: Target, method: Method, *, vocabulary: int, most: int, where: str) -> None:
+    """Raises a UserError if the layout of an example breaks a rule of `grid.Flat`; `most`: tokens, as of `target`."""
+    size, owner = len(target.flat.inputs), f"{where}: {type(method).__name__}.target"
+    if not 0 < size <= method.most_slots(most):
+        expected = f"1 to {method.most_slots(most)}, as most_slots says of {most} tokens"
+        raise UserError(f"{owner}: found {size} slots; expected {expected}")
+    for part, x in zip(target.flat._fields, target.flat, strict=True):
+        shape = (size, method.choices) if method.choices and part in ("targets", "weights") else (size,)
+        kind = "float32" if part == "weights" else "int32"
+        if getattr(x, "dtype", None) != kind or x.shape != shape:
+            found = f"{getattr(x, 'dtype', type(x).__name__)}{[*np.shape(x)]}"
+            raise UserError(f"{owner}: {part}: found {found}; expected {kind}{[*shape]}")
+        below = vocabulary if part in ("inputs", "targets") else np.inf if part == "weights" else 2**24
+        if not (x.min() >= 0 and x.max() < below):
+            wrong = x[~((x >= 0) & (x < below))][0]
+            raise UserError(f"{owner}: {part}: found {wrong}; expected 0 or more, below {below}")
+
+
+def unread(method: Method, config: Config, asked: Collection[str] = ()) -> list[str]:
+    """A line that names the given settings that decoding by the method does not read.
+
+    `asked`: keys that a call gave; for a method of one's own those of the config count as well.
+    """
+    read, plain = READ.get(method.name), Config()
+    keys = [f"grid.{field.name}" for field in dataclasses.fields(GridConfig)] + ["decode.max_length"]
+    keys += [f"decode.{name}" for name, ability in IDLE.items() if ability not in method.can]
+
+    def given(key: str) -> bool:
+        section, name = key.split(".")
+        changed = getattr(getattr(config, section), name) != getattr(getattr(plain, section), name)
+        return key in asked or (changed and method.name not in STRATEGIES)
+
+    found = [key for key in keys if not (read and key.startswith(read)) and given(key)]
+    return [f"{', '.join(found)}: {method.label} does not read {'it' if len(found) == 1 else 'them'}"] if found else []

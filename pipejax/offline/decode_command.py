@@ -1,0 +1,59 @@
+"""Decodes a file of sources with a trained or converted checkpoint.
+
+    pipejax decode --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
+
+Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task makes its source of, such as
+"question" and "context"; "-" is standard input or output. CSV and Parquet are told by the names of files, of both.
+Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
+"""
+
+from collections.abc import Sequence
+
+from pipejax.system import cli
+
+
+def main(argv: Sequence[str]) -> int:
+    from pipejax.config import STRATEGIES
+
+    parser = cli.Parser(prog="pipejax decode", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, CSV (packed, too), Parquet, a saved data set; - for standard input",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or .csv, .tsv, .parquet, or -")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_number(
+        "--batch-size", "default: decode.batch_size; 1 from standard input; a CPU takes 8 at most", most=2**16
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
+    parser.add_argument("--schema", metavar="FILE", help="a flat JSON schema, of which each answer is an object")
+    parser.add_argument("--stream", action="store_true", help="show rows as they are written, one source at a time")
+    parser.add_number("--num-samples", "answers of each source; default: decode.samples", most=2**16)
+    parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
+    flags = parser.parse_args(argv)
+
+    from pipejax.offline import records
+
+    records.check_paths(flags.input, flags.output, resume=flags.resume)
+
+    from pipejax.inference.loading import (
+        load,  # starts JAX: after the flags and the input's place are known to be good
+    )
+
+    samples = [f"decode.samples={flags.num_samples}"] if flags.num_samples else []
+    generator = load(flags.checkpoint, best=flags.best, overrides=[*flags.overrides, *samples])
+    records.decode_file(
+        generator.under(flags.schema, flags.strategy) if flags.schema else generator,
+        flags.input,
+        flags.output,
+        strategy=flags.strategy,
+        batch_size=flags.batch_size,
+        resume=flags.resume,
+        live=flags.stream,
+        skip_bad=flags.skip_bad,
+    )
+    return 0

@@ -1,0 +1,264 @@
+"""Decodes examples and scores them; the command does it for a split of a task.
+
+    pipejax evaluate --checkpoint DIR --task msqa --split test --json OUT [--predictions FILE.jsonl]
+
+One document at a time by default, as throughput is reported in the paper; --batch-size for speed. The JSON object
+holds the scores, steps, what was cut, examples a second (generate and detokenise, compilation and tokenisation left
+out), peak memory, and score, steps and seconds by the number of rows in the data.
+"""
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from pipejax import config as config_lib
+from pipejax import metrics
+from pipejax.config.row_names import columns_of
+from pipejax.data import OWN_FILES, make_task
+from pipejax.data.examples import Example, fingerprint
+from pipejax.data.own_files import FilesTask
+from pipejax.data.round_trip import JOINED, TARGETS, describe_changes
+from pipejax.data.text import sentences
+from pipejax.inference.answers import Record, texts
+from pipejax.inference.generator import Generator
+from pipejax.inference.lazy_programs import dtype_of
+from pipejax.inference.loading import load
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
+from pipejax.methods import tells_rows_apart
+from pipejax.metrics import exact
+from pipejax.system import cli, distributed, strict_json
+from pipejax.system.errors import UserError
+from pipejax.system.progress import Progress
+
+_warn_once = functools.lru_cache(maxsize=64)(logging.getLogger(__name__).warning)  # a run evaluates again and again
+
+
+def evaluate(
+    generator: Generator,
+    examples: Sequence[Example],
+    *,
+    strategy: str | None = None,
+    metric: str | None = None,
+    batch_size: int = 8,
+    tick: Callable[[int], None] = lambda count: None,
+) -> tuple[dict[str, Any], list[Record]]:
+    """Decodes the examples, of which there are some, and compares rows with targets by one of `metrics.HEADLINES`.
+
+    Returns metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's
+    are the ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation
+    left out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch
+    size is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
+    """
+    name = strategy or generator.default_strategy
+    data, method = generator.config.data, generator.method(name)
+    if generator.tokenizer is not None:  # such rows lower the score of a perfect answer
+        separator = data.separator if method.parts_text else ""
+        for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
+            _warn_once(line)
+    records, report = _decode(generator, examples, name, batch_size, tick)
+    metric = metric or data.metric or make_task(data).metric
+    if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(data.separator):
+        # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
+        for record in records:
+            record["rows"] = sentences(record["text"] or "")
+    scores = _score(generator, examples, records, metric)
+    result = {
+        "strategy": name,
+        "examples": len(examples),
+        "metric": metric,
+        **scores,
+        **report.summary(method),
+    }
+    return result, records
+
+
+def _decode(
+    generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
+) -> tuple[list[Record], Report]:
+    """Each process decodes a share, and all the rest, so that `tick` is called as often in each; all get all."""
+
+    def decoded(part: Sequence[Example], report: Report) -> list[Record]:
+        sources = [Source(e.id, e.source) for e in part]
+        decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=tick)
+        if batch_size > 1:
+            return list(decode(sources))
+        records: list[Record] = []
+        for source in sources:  # one by one they can be timed
+            before = report.seconds
+            for record in decode([source]):
+                record["seconds"] = report.seconds - before
+                records.append(record)
+        return records
+
+    index, count = jax.process_index(), jax.process_count()
+    even, report = len(examples) // count * count, Report()
+    records = decoded(examples[index:even:count], report)
+    rest = decoded(examples[even:], report if index == 0 else Report())
+    if count == 1:
+        return records, report
+    shares = [strict_json.loads(text) for text in distributed.gather_texts(json.dumps([records, vars(report)]))]
+    all_records = [shares[i % count][0][i // count] for i in range(even)]
+    return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
+
+
+def _score(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
+) -> dict[str, float]:
+    readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
+    if generator.schema is not None and generator.tokenizer is not None:
+        readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
+    read: Callable[[Sequence[str]], Any] = list
+    if metric.startswith("exact"):
+        read = partial(exact.named_rows, readers=readers, fold_case=metric != "exact")
+    gold, predicted = [read(e.targets) for e in examples], [read(texts(record)) for record in records]
+    return metrics.score(metric, [e.document or e.source for e in examples], gold, predicted)
+
+
+def by_rows(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
+) -> list[dict[str, float]]:
+    """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
+    groups: dict[int, list[int]] = {}
+    for i, example in enumerate(examples):
+        groups.setdefault(len(example.targets), []).append(i)
+    table = []
+    for rows, members in sorted(groups.items()):
+        part = [examples[i] for i in members]
+        scores = _score(generator, part, [records[i] for i in members], metric)
+        headline = metrics.HEADLINES[metric]
+        line: dict[str, float] = {"rows": rows, "documents": len(members), headline: scores[headline]}
+        line["steps"] = sum(records[i]["steps"] for i in members) / len(members)
+        if "seconds" in records[members[0]]:
+            line["seconds"] = sum(records[i]["seconds"] for i in members) / len(members)
+        table.append(line)
+    return table
+
+
+def by_column(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> dict[str, float]:
+    """The percentage of correct cells, by the metric "exact", of each column in `data.targets`."""
+    config, found = generator.config, dict[str, float]()
+    for column, name in columns_of(config.data.columns, config.grid.row_names).items():
+
+        def cells(rows: Sequence[str], name: str = name) -> list[str]:
+            read = exact.named_rows(rows, {name: exact.number_or_text})
+            return exact.spell_rows([row for row in read if not isinstance(row, str)], fold_case=False)
+
+        right = sum(cells(e.targets) == cells(texts(r)) for e, r in zip(examples, records, strict=True))
+        found[column] = 100 * right / len(examples)
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes since the start: of the fullest device, where devices tell, else of the process.
+
+    Loading is part of it, but needs no more of a device than the weights in the compute dtype and a layer in float32.
+    """
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    if known := [peak for peak in peaks if peak]:
+        return {"peak_device_bytes": max(known)}
+    import resource  # absent on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = cli.Parser(prog="pipejax evaluate", description=__doc__)
+    parser.add_checkpoint()
+    parser.add_argument("--task", help="default: the one that it was trained on")
+    parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
+    parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_number("--batch-size", "documents decoded together (1)", most=2**16, default=1)
+    parser.add_number("--limit", "only the first so many documents")
+    parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
+    parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
+    parser.add_argument(
+        "--predictions", metavar="FILE", help="keep what was decoded: lines id, source, gold, pred, ..."
+    )
+    parser.add_overrides("override a setting of grid, decode or data (repeatable)")
+    flags = parser.parse_args(argv)
+    cli.check_output_file("--json", flags.json)
+    cli.check_output_file("--predictions", flags.predictions)
+    ours = [a for a in flags.overrides if a.startswith("data.") and not a.startswith("data.separator")]
+    others = [a for a in flags.overrides if a not in ours]
+
+    generator = load(flags.checkpoint, best=flags.best, overrides=others)
+    if generator.tokenizer is None:
+        raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
+    if flags.task:  # its metric is its own, whatever the checkpoint's task was scored by
+        ours = [f"data.task={flags.task}", "data.metric=", *ours]
+    ours += ["data.skip_bad=true"] if flags.skip_bad else []
+    generator.config = config_lib.override(generator.config, ours)
+    data = generator.config.data
+    if data.task == "none":
+        raise UserError(
+            f"{flags.checkpoint}: was not trained here, so it has no task; expected one, as in "
+            f"--task jsonl --set data.{flags.split}=FILE"
+        )
+    task = make_task(data, generator.config.grid.row_names)
+    if isinstance(task, FilesTask) and not task.has(flags.split):
+        raise UserError(
+            f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
+        )
+    if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
+        raise UserError(f"data.{flags.split}: found a file; expected none, as {data.task} has its own, or --task jsonl")
+    metrics.require(data.metric or task.metric)
+    examples = task.examples(flags.split)[: flags.limit]
+    if not len(examples):
+        raise UserError(f"--split {flags.split}: found no examples in it; expected some")
+    same = data.split and generator.trained and generator.trained.data.train == data.train
+    if same and generator.learned and generator.learned != fingerprint(task.examples("train"), None):
+        cli.note("warning: data.split: found other training examples than the run had; some of these may be of them")
+    strategy = flags.strategy or generator.default_strategy
+    progress = Progress("evaluating", len(examples), unit="example")
+    size = generator.batch_size_for(min(flags.batch_size, len(examples)))
+    result, records = evaluate(generator, examples, strategy=strategy, batch_size=size, tick=progress.add)
+    progress.close()
+    found = {
+        "checkpoint": str(flags.checkpoint),
+        "task": generator.config.data.task,
+        "split": flags.split,
+        "limit": flags.limit,
+        **generator.origin,
+        "batch_size": size,
+        "dtype": dtype_of(generator.config).name,
+        "beams": generator.config.decode.beams,
+        "length_penalty": generator.config.decode.length_penalty,
+        **result,
+        **peak_memory(),
+        "by_rows": by_rows(generator, examples, records, result["metric"]),
+        **({"by_column": by_column(generator, examples, records)} if generator.config.data.columns else {}),
+    }
+    try:
+        if flags.predictions:
+            kept = _predictions(generator, examples, records, strategy)
+            cli.write_output("--predictions", flags.predictions, kept)
+    finally:  # one that cannot be written does not cost the other
+        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+        if flags.json:
+            cli.write_output("--json", flags.json, text)
+            headline = metrics.HEADLINES[result["metric"]]
+            cli.note(f"{headline} {result[headline]:.2f}, {result['steps']:.1f} steps; written to {flags.json}")
+        else:
+            print(text, end="")
+    return 0
+
+
+def _predictions(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], strategy: str | None = None
+) -> str:
+    lines, parts_text = [], generator.method(strategy or generator.default_strategy).parts_text
+    separator = generator.config.data.separator if parts_text else ""
+    for example, record in zip(examples, records, strict=True):
+        line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": texts(record)}
+        about = {"document": example.document, "row_names": generator.config.grid.row_names, "separator": separator}
+        more = {key: record[key] for key in ("text", "row_ids", "steps", "calls", "truncated")}
+        lines.append(json.dumps({**line, **{k: v for k, v in about.items() if v}, **more}, ensure_ascii=False) + "\n")
+    return "".join(lines)

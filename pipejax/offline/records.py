@@ -1,0 +1,283 @@
+"""Files of sources in, files of records out: what `pipejax decode` does."""
+
+import csv
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+from pipejax.data.formats import EXPECTED, is_dataset, is_parquet, read_records
+from pipejax.data.lines import BadLines, Object, Placed, Refusal, read_file, read_objects, refuse_line
+from pipejax.data.packed import SUFFIXES as PACKED
+from pipejax.data.tables import Dialect
+from pipejax.inference.answers import Record, count
+from pipejax.inference.generator import WINDOW, Generator
+from pipejax.inference.report import Report
+from pipejax.inference.sources import Source, check_fields, fields_of
+from pipejax.inference.streaming import RowEvent, Screen
+from pipejax.offline.resume import Unfinished, settings_of
+from pipejax.system import cli, streams
+from pipejax.system.errors import UserError
+from pipejax.system.extras import module
+from pipejax.system.files import look, new_file
+from pipejax.system.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+STANDARD = streams.STANDARD
+
+WORKBOOKS = (".xlsx", ".xls", ".ods")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+GROUP = 1000  # rows of a group in Parquet
+# The type of a column in Parquet, and how many lists are around it; others hold JSON.
+_TYPES = {
+    "text": ("string", 0),
+    "rows": ("string", 1),
+    "row_ids": ("int32", 2),
+    "repeated": ("int64", 1),
+    "steps": ("int64", 0),
+    "calls": ("int64", 0),
+    "truncated": ("string", 0),
+    "method": ("string", 0),
+    "sample": ("int64", 0),
+    "log_prob": ("float64", 0),
+    "log_probs": ("float64", 2),
+}
+
+
+def check_input(source: str, flag: str = "--input") -> Path:
+    given = Path("/dev/stdin" if source == STANDARD else source)
+    if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
+        found = "found a directory" if given.is_dir() else "no such file"
+        raise UserError(f"{flag} {source}: {found}; expected {EXPECTED}")
+    return given
+
+
+def check_paths(source: str, target: str, *, resume: bool = False) -> None:
+    """Raises a UserError if the input is absent, or the output is the input or cannot be written."""
+    given, wanted = check_input(source), Path(target)
+    if resume and (STANDARD in (source, target) or (wanted.exists() and not wanted.is_file())):
+        raise UserError(f"--resume: found --input {source} --output {target}; expected files, which can be read again")
+    if target == STANDARD:
+        streams.check_standard_output("--output")
+        return
+    if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):
+        raise UserError(f"--output {target}: found the input itself; expected another file")
+    if wanted.suffix.lower() in WORKBOOKS:
+        raise UserError(f"--output {target}: found the name of a workbook; expected .csv, .tsv, .parquet or .jsonl")
+    if wanted.suffix.lower() in PACKED:
+        raise UserError(f"--output {target}: found the name of a packed file; expected another, as nothing is packed")
+    cli.check_output_file("--output", target)
+    if (lines := lines_for(target)) == target:
+        return
+    if (found := look(target)) and not wanted.is_file():
+        raise UserError(f"--output {target}: found no regular {found}; expected one, or none, for a table")
+    if resume and found and not look(lines):
+        raise UserError(f"--resume: {target}: is complete; expected {lines}, from a decode that was interrupted")
+    if is_parquet(target):
+        module("pyarrow", "parquet", f"--output {target}")
+
+
+def decode_file(
+    generator: Generator,
+    source: str,
+    target: str,
+    *,
+    strategy: str | None,
+    batch_size: int | None,
+    resume: bool = False,
+    live: bool = False,
+    continued_by: str = "--resume",
+    skip_bad: bool = False,
+) -> Report:
+    """Decodes a file of records into JSON lines or a table, in order.
+
+    A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
+    full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file; `resume`
+    goes on after the records that are there, and `continued_by` says to people what will. A table is made of these
+    lines in the end. With `live`, rows are shown on standard error as they are written, one source after the other.
+    `strategy` None is the generator's default; `batch_size` None is the config's, and for standard input 1.
+    """
+    name, config = strategy or generator.default_strategy, generator.config
+    method, report = generator.method(name), Report()
+    table, target = target, lines_for(target)
+    bad = BadLines("standard input" if source == STANDARD else source, skip=skip_bad)
+    total: int | None = None
+    if source == STANDARD:
+        placed = read_objects(sys.stdin.buffer, "standard input", bad=bad)
+        sources, window, size = read_sources(generator, placed, name, bad, at_once=True), 1, batch_size or 1
+        output = Unfinished(target, place=f"--output {target}")
+    else:
+        checked = _check_whole(generator, source, name, bad)
+        total, window = len(checked), WINDOW
+        size = min(batch_size or config.decode.batch_size, total)
+        is_plain = target != STANDARD and (not Path(target).exists() or Path(target).is_file())
+        settings = settings_of(generator, name, checked) if is_plain else None
+        output = Unfinished(target, settings, place=f"--output {target}")
+        if is_plain and resume:
+            output.resume([source.id for source in checked])
+        sources = iter(checked[output.records :])
+        if output.records == total:
+            logger.info(f"{target}: holds the records of all {total} lines already")
+    progress = Progress("decoding", total and total - output.records, unit="example", shown=not live)
+    if live:
+        records = _show(generator, sources, name, report)
+    else:
+        records = generator.stream(
+            sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
+        )
+    with closing(progress), closing(output):
+        try:
+            for record in records:
+                output.write(as_line(record).encode())
+        except KeyboardInterrupt:
+            output.say_how_far(total, continued_by)
+            raise
+    if total is None:
+        bad.end(report.examples // config.decode.samples)
+        if not report.examples:
+            raise UserError("standard input: found no lines; expected at least one source")
+    if target != table:
+        write_table(Path(target), table)
+    output.end()
+    for line in report.lines(method):
+        logger.info(f"{name}: {line}")
+    return report
+
+
+def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
+    given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
+    check_fields(fields_of(generator.config), (value for _, value in given), source)
+    checked = list(read_sources(generator, given, strategy, bad))
+    bad.end(sum(s.sample == 0 for s in checked))
+    if not checked:
+        raise UserError(f"{source}: found no lines; expected at least one source")
+    twice, times = Counter(str(s.id) for s in checked if s.sample == 0).most_common(1)[0]
+    if times > 1:
+        logger.warning(f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines")
+    return checked
+
+
+def read_sources(
+    generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse_line, *, at_once: bool = False
+) -> Iterator[Source]:
+    """Yields the sources of records, each as often as it is to be answered; one without an id has its line's number."""
+    for place, value in placed:
+        try:
+            if at_once:
+                check_fields(fields_of(generator.config), [value], place)
+            source = generator.source(value, place, place.rpartition(":")[2])
+            found = list(generator.samples_of([source], strategy))
+        except UserError as error:  # of what the strategy cannot do, it names the id
+            if str(error).startswith("grid."):  # no line is at fault
+                raise
+            bad(error if str(error).startswith(place) else UserError(f"{place}: {error}"))
+            continue
+        at_once = False
+        yield from found
+
+
+def as_line(record: Record) -> str:
+    return _json(record) + "\n"
+
+
+def _show(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
+    """Decodes one source after the other, shows its rows as they are written, and yields its record."""
+    report.compiles_within = True
+    for source in sources:
+        begun, events = time.perf_counter(), generator.stream_source(source, strategy)
+        several = generator.config.decode.samples > 1
+        screen = Screen(f"{source.id}, sample {source.sample}:" if several else f"{source.id}:")
+        for event in events:
+            if isinstance(event, RowEvent):
+                screen.show(event)
+            else:
+                report.seconds += time.perf_counter() - begun
+                config, tokenizer = generator.config, generator.tokenizer
+                count(event, generator.method(strategy), report, config=config, tokenizer=tokenizer)
+                yield event
+
+
+# Records as a table: CSV, TSV or Parquet, made in the end of the lines of JSON that were decoded.
+
+
+def lines_for(target: str) -> str:
+    """The file for the lines of which the table `target` is made; `target` itself if its name is no table's."""
+    made = is_parquet(target) or Path(target).suffix.lower() in DELIMITERS
+    return f"{os.path.realpath(target)}.records" if made else target
+
+
+def write_table(lines: Path, target: str) -> None:
+    """Makes the table of the records in `lines`, as a whole or not at all, and removes these; fields are columns."""
+    try:
+        with new_file(Path(os.path.realpath(target))) as partial:
+            (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)
+    except OSError as error:
+        raise UserError(
+            f"--output {target}: cannot be written ({error.strerror or error}); {lines} has the records, and --resume "
+            "makes the table of them"
+        ) from error
+    lines.unlink()
+
+
+BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that a table has in addition to columns
+
+
+def _read(lines: Path) -> Iterator[Object]:
+    """The rows of the table: the records or, if they have columns, the columns and the fields beside them."""
+    for _, record in read_file(lines):
+        if isinstance(columns := record.get("columns"), dict):
+            beside = {name: record[name] for name in BESIDE if name in record and name not in columns}
+            yield {"id": record["id"], **columns, **beside}
+        else:
+            yield record
+
+
+def _write_text(lines: Path, partial: Path, target: str) -> None:
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        delimiter = DELIMITERS[Path(target).suffix.lower()]
+        rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        # Older Pythons quote a carriage return only where lines end with one.
+        quoted = csv.writer(file, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
+        for number, record in enumerate(_read(lines)):
+            if number == 0:
+                rows.writerow(record)
+            cells = [
+                json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+                for value in record.values()
+            ]
+            (quoted if any("\r" in x for x in cells if isinstance(x, str)) else rows).writerow(cells)
+
+
+def _write_parquet(lines: Path, partial: Path, target: str) -> None:
+    arrow, parquet = (module(name, "parquet", f"--output {target}") for name in ("pyarrow", "pyarrow.parquet"))
+    whole = all(isinstance(record["id"], int) and abs(record["id"]) < 2**63 for record in _read(lines))
+    first, fields = next((record for _, record in read_file(lines)), {}), []
+    columns: Object = first.get("columns") or {}  # type: ignore[assignment]
+    types = {name: kind for name, kind in _TYPES.items() if name not in columns} | dict.fromkeys(columns, ("string", 0))
+    for name in next(_read(lines), {}):
+        kind, depth = ("int64" if whole else "string", 0) if name == "id" else types.get(name, ("string", 0))
+        type_ = getattr(arrow, kind)()
+        for _ in range(depth):
+            type_ = arrow.list_(type_)
+        fields.append(arrow.field(name, type_))
+
+    def cell(name: str, value: object) -> object:
+        if name == "id":
+            return value if whole else str(value)
+        return value if name in types else _json(value)
+
+    records = _read(lines)
+    with parquet.ParquetWriter(partial, arrow.schema(fields)) as writer:
+        while group := [{name: cell(name, x) for name, x in r.items()} for r in islice(records, GROUP)]:
+            writer.write_table(arrow.Table.from_pylist(group, schema=writer.schema))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,85 @@
+"""Trains a T5 with the pipelined or the sequential objective.
+
+    pipejax train --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
+
+The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
+srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
+Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
+"""
+
+import traceback
+from collections.abc import Sequence
+
+from pipejax.system import cli, environment
+from pipejax.system.extras import extra
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = cli.Parser(prog="pipejax train", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
+    parser.add_overrides(
+        "override a setting (repeatable), such as train.steps=500; pipejax/config/sections.py lists all"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="try config, data, memory and the first step, then stop; leaves nothing"
+    )
+    parser.add_argument(
+        "--profile", type=cli.whole_number(0), default=0, metavar="STEPS", help="to trace into DIR/profile"
+    )
+    several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
+    several.add_argument("--alone", action="store_true", help="one process, whatever cluster or launcher there is")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    several.add_argument("--processes", type=cli.whole_number(1, 2**20), metavar="N", help="how many there are")
+    several.add_argument("--process-id", type=cli.whole_number(0, 2**20), metavar="I", help="which one this is, from 0")
+    several.add_argument(
+        "--heartbeat",
+        type=cli.whole_number(1, 86400),
+        default=60,
+        metavar="SECONDS",
+        help="silence after which one counts as dead (60)",
+    )
+    flags = parser.parse_args(argv)
+
+    from pipejax import config as config_lib
+
+    skip = ["data.skip_bad=true"] if flags.skip_bad else []
+    config = config_lib.load(flags.config, [*flags.overrides, *skip])
+
+    from pipejax.system import distributed  # imports JAX: after the flags and the config are known to be good
+
+    told = flags.coordinator, flags.processes, flags.process_id
+    joined = distributed.join_processes(*told, heartbeat=flags.heartbeat, alone=flags.alone)
+
+    def explain(error: BaseException) -> int:
+        code = cli.explain(error, debug=flags.debug)
+        if distributed.lost(error):
+            cli.note("error: another process of this run is gone; start all of them again to go on")
+            return 1
+        if code == cli.EXIT_OUR_MISTAKE:
+            traceback.print_exception(error)
+        return code
+
+    with distributed.alone(explain, joined=joined):
+        environment.check_environment()
+
+        from pipejax.system import compile_cache
+
+        require_libraries()
+        from pipejax.training.loop import fit
+
+        if not distributed.first():
+            cli.mute()
+        compile_cache.use_cache()
+        if flags.dry_run:
+            from pipejax.training.dry_run import dry_run
+
+            return dry_run(config, flags.workdir)
+        return fit(config, flags.workdir, profile=flags.profile)
+
+
+def require_libraries() -> None:
+    """Raises a UserError if grain is absent: `data.batches` asks for it only when the model stands, which is late."""
+    with extra("train", "training"):
+        import grain  # noqa: F401
