@@ -255,7 +255,7 @@ def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> 
             at[batch.add(generator.ids_of(given[source]), log_probs=False)] = source
         decoded, done = batch.advance(2)
         for place, i in [*at.items()]:
-            for _, row, j in batch.news(decoded, place, np.asarray([*map(len, rows[i])])):
+            for _, row, j in batch.new_tokens(decoded, place, np.asarray([*map(len, rows[i])])):
                 rows[i][row].append(int(decoded.tokens[place, row, j]))
             if done[place]:
                 del at[place]

@@ -12,7 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from pipejax import grid, methods
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import Sampling, Step, Wishes, choice
+from pipejax.decoding import DecodingOptions, Sampling, Step, choice
 from pipejax.inference.generator import Generator
 from pipejax.model import t5
 from pipejax.system.errors import UserError
@@ -45,9 +45,9 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
     """4,000 draws; the chance that a right distribution fails is one in ten thousand."""
     count, vocabulary = 4_000, 300
     logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
-    wishes = Wishes(sampling=sampling(count, temperature, top_k, top_p))
+    options = DecodingOptions(sampling=sampling(count, temperature, top_k, top_p))
     drawn = jax.jit(
-        lambda x: choice.choose_tokens(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), wishes)
+        lambda x: choice.choose_tokens(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), options)
     )
     found = np.bincount(drawn(jnp.broadcast_to(logits[:, None], (vocabulary, count))), minlength=vocabulary)
     scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
@@ -81,9 +81,9 @@ def test_a_draw_depends_on_seed_and_place_alone():
     row, time, seed = [0, 1, 0, 0, 1, 1], [0, 0, 1, 0, 0, 0], [7, 7, 7, 7, 7, 8]
 
     def drawn(places):
-        wishes = Wishes(sampling=sampling(len(places), 5.0, seed=np.asarray(seed)[places]))
+        options = DecodingOptions(sampling=sampling(len(places), 5.0, seed=np.asarray(seed)[places]))
         step = asked(np.asarray(row)[places], np.asarray(time)[places])
-        return choice.choose_tokens(choice.first_argmax, logits[:, places], step, wishes).tolist()
+        return choice.choose_tokens(choice.first_argmax, logits[:, places], step, options).tolist()
 
     found = drawn(list(range(6)))
     assert found[0] == found[3] and found[1] == found[4] and len({*found}) > 2

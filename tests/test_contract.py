@@ -269,7 +269,7 @@ def test_a_part_that_lacks_is_named(part: str) -> None:
     """As by a strategy that was written for the earlier name of `most_queries`."""
 
     class Old:
-        reads_source = borrows = False
+        reads_source = needs_draft_model = False
         queries = choose = None
         slots, most_queries, places, eos = 3, 3, (1, 3), 1
 

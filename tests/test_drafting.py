@@ -270,7 +270,7 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     for backend, each in zip((XLA, OwnKernel(level=narrow), OwnKernel()), drafted.split(), strict=True):
         costs = call_costs(weights, backend)
         drafted = with_drafts(Sequential(20), Drafts(FromSource(), 3))
-        strategy = drafted.suit("cpu", costs=costs, skips_fillers=backend.skips_fillers)
+        strategy = drafted.tuned_for("cpu", costs=costs, skips_fillers=backend.skips_fillers)
         for odds, tokens in zip((0.3, 0.12), each, strict=True):
             assert strategy.drafts.choose_lengths(
                 strategy, none + 3, none + jnp.float32(odds), none, jnp.int32(1)

@@ -507,7 +507,7 @@ class FakeBatch:
     def steps_for(self, tokens, taken):
         return tokens
 
-    news = RunningBatch.news
+    new_tokens = RunningBatch.new_tokens
 
 
 @pytest.fixture

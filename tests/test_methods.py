@@ -33,7 +33,7 @@ from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined
-from pipejax.inference.draft_model import Small
+from pipejax.inference.draft_model import DraftModel
 from pipejax.inference.draft_model import check as check_drafter
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
@@ -194,7 +194,7 @@ def test_models_are_shown_whatever_is_set() -> None:
         app.make_app(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False
     )
     assert client.get("/v1/models/tiny").json()["strategies"] == []
-    assert methods.able(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
+    assert methods.methods_with(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
 
 
 def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
@@ -219,8 +219,8 @@ def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
     """For all that a method learns, whatever the objective beside it says."""
     drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
     config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"objective": objective})
-    small = Small("there", config, None)
-    borrower: Any = SimpleNamespace(borrows=True)
+    small = DraftModel("there", config, None)
+    borrower: Any = SimpleNamespace(needs_draft_model=True)
     check_drafter(small, borrower, drafted(rows=2))
     with pytest.raises(UserError, match=r"there: found a T5 trained with method\.rows = 2; expected 3$"):
         check_drafter(small, borrower, drafted(rows=3))

@@ -14,7 +14,7 @@ from pipejax.backbones import t5gemma
 from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.backbones.umt5 import UMT5Config
-from pipejax.decoding import GREEDILY, Pipelined, Wishes
+from pipejax.decoding import GREEDILY, DecodingOptions, Pipelined
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Products
@@ -219,7 +219,7 @@ def test_answers_by_bounds_are_those_by_all_products(name, kernel, monkeypatch):
     if name == "t5gemma":
         return
     asked.clear()
-    scored = decoded(BACKBONES[name], params, Products("auto", kernel), Wishes(scores=True))
+    scored = decoded(BACKBONES[name], params, Products("auto", kernel), DecodingOptions(scores=True))
     assert not asked and (scored.tokens == plain.tokens).all()
 
 
@@ -232,17 +232,17 @@ def test_logits_that_are_more_than_products_are_computed_whole():
     assert backends._cap(t5gemma.T5Gemma(GEMMA, dtype=jnp.float32)) == 4.0
 
 
-def decoded(model, params, backend, wishes=GREEDILY):
+def decoded(model, params, backend, options=GREEDILY):
     programs = Programs(model, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=backend)
     programs.set_params(params)
-    return programs.decode(SOURCES, GRID, batch_size=3, across=1, report=Report(), wishes=wishes)
+    return programs.decode(SOURCES, GRID, batch_size=3, across=1, report=Report(), options=options)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in BACKBONES])
 def test_answers_are_those_of_the_layers(name, kernel):
     model, forced = BACKBONES[name], np.random.default_rng(3).integers(3, 50, (3, 4, 12))
     params = varied(model, 1, centered=name != "umt5")
-    scored = Wishes(forced=forced.astype(np.int32), scores=True)
+    scored = DecodingOptions(forced=forced.astype(np.int32), scores=True)
     found, wanted = (
         decoded(model, params, backend, scored).log_probs for backend in (Products("auto", kernel), Backend())
     )
@@ -256,7 +256,7 @@ def test_answers_are_those_of_the_layers(name, kernel):
 def test_narrow_weights_are_rounded_as_the_layers_round_them(name, weights, kernel):
     model, forced = BACKBONES[name], np.random.default_rng(3).integers(3, 50, (3, 4, 12))
     params = varied(model, 1, centered=name != "umt5")
-    scored = Wishes(forced=forced.astype(np.int32), scores=True)
+    scored = DecodingOptions(forced=forced.astype(np.int32), scores=True)
     found, wanted = (
         decoded(model, params, backend, scored).log_probs for backend in (Products(weights, kernel), Backend(weights))
     )

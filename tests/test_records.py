@@ -33,7 +33,7 @@ from pipejax.apps.teach import lessons
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.lines import BadLines
-from pipejax.decoding import Decoded, Stretch
+from pipejax.decoding import Decoded, Segment
 from pipejax.inference import programs, sources
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
@@ -342,7 +342,7 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
         compiled.append(memory.mask.shape)
         none = jnp.zeros(len(memory.mask), jnp.int32)
         decoded = Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
-        return Stretch(over=none[0] == 0, decoded=decoded, carry=none)
+        return Segment(over=none[0] == 0, decoded=decoded, carry=none)
 
     monkeypatch.setattr(programs, "decode_batch", nothing)
     generator = pipejax.load(str(checkpoints / "none"), overrides=["decode.max_length=99"])
@@ -403,7 +403,7 @@ def test_lists_of_all_lengths_share_a_few_programs(checkpoints, monkeypatch):
     monkeypatch.setattr(programs, "encode_batch", None)
     assert fresh.decode([[5] * 16, [6] * 10]) and fresh.decode([[5] * 40])
     asked = []
-    monkeypatch.setattr(fresh.programs, "warm_up", lambda chosen, *, wishes, **shape: asked.append(shape))
+    monkeypatch.setattr(fresh.programs, "warm_up", lambda chosen, *, options, **shape: asked.append(shape))
     report = fresh.warm_up([10**6], batch_sizes=(500,))  # as `decode` cuts them, and takes so many at a time on a CPU
     assert asked == [{"batch_size": 8, "length": fresh.config.data.max_source, "report": report, "adapter": None}]
 

@@ -204,7 +204,7 @@ def test_limit_to_source_excludes_special_ids(made: dict[str, Path]) -> None:
     ours = Generator(config, PARAMS, Tokenizer.load(made["roberta"]))
     source = Source("", "the fox")
     ids = ours.ids_of(source)
-    allowed = ours._wishes([source], [ids], ours.method(), ours.make_strategy()).allowed
+    allowed = ours._options([source], [ids], ours.method(), ours.make_strategy()).allowed
     assert allowed is not None and ids[0] == 1
     assert [*np.flatnonzero(allowed[0])] == sorted(ids[1:])
 

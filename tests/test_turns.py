@@ -15,17 +15,17 @@ from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import (
     Beam,
     Carry,
+    DecodingOptions,
     Drafts,
     Grammar,
     Pipelined,
     Sampling,
+    Segment,
     Sequential,
     Sizes,
     SourceIds,
     Strategy,
-    Stretch,
     Table,
-    Wishes,
     with_drafts,
 )
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
@@ -59,10 +59,10 @@ class Setting:
         return Sizes.fit(self.strategy, self.batch, queries=self.queries, slots=self.slots, turn=turn)
 
 
-def wishes_of(setting: Setting, rng: np.random.Generator) -> Wishes:
+def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
     """Random ones of the kinds that are wished."""
     (rows, width), batch, wished = setting.strategy.places, setting.batch, setting.wished
-    found = Wishes(scores="scores" in wished)
+    found = DecodingOptions(scores="scores" in wished)
     if "sampling" in wished:
         settings = Sampling(*(rng.choice(x, batch) for x in ([0.0, 0.7, 1.5], [0, 3], [1.0, 0.8], [1, 2, 3])))
         dtypes = Sampling(*(np.float32, np.int32, np.float32, np.uint32))
@@ -90,7 +90,7 @@ class Given:
 
     model: Any
     source: Any
-    wishes: Wishes
+    options: DecodingOptions
 
     @classmethod
     def draw(cls, setting: Setting, seed: int) -> "Given":
@@ -107,29 +107,36 @@ def lent(setting: Setting, given: Given) -> tuple[Any, Hashed]:
     """The strategy, and the model of its batch; a small model that drafts is often right."""
     numbers = jnp.asarray(given.source.ids).sum(axis=1)
     model, strategy = Hashed(given.model, numbers, WORDS), setting.strategy
-    return (strategy.lend(model, setting.batch) if strategy.borrows else strategy), model
+    return (strategy.bind_draft_model(model, setting.batch) if strategy.needs_draft_model else strategy), model
 
 
 @partial(jax.jit, static_argnames=("setting", "turn", "slots"))
-def stretch(setting: Setting, turn: int, slots: int, given: Given, carry: Carry | None) -> Stretch:
-    (strategy, model), sizes, wishes = lent(setting, given), setting.sizes(turn), given.wishes
+def stretch(setting: Setting, turn: int, slots: int, given: Given, carry: Carry | None) -> Segment:
+    (strategy, model), sizes, options = lent(setting, given), setting.sizes(turn), given.options
     if carry is None:
         state = strategy.init(setting.batch, given.source if strategy.reads_source else None)
-        carry = decoding.begin(strategy, model, state, sizes, wishes=wishes)
-    return decoding.decode(strategy, model, carry, sizes=sizes, slots=slots, wishes=wishes)
+        carry = decoding.begin(strategy, model, state, sizes, options=options)
+    return decoding.decode(strategy, model, carry, sizes=sizes, slots=slots, options=options)
 
 
 @partial(jax.jit, static_argnames=("setting", "turn", "slots"))
 def go_on(
-    setting: Setting, turn: int, slots: int, given: Given, carry: Carry | None, begins: Any, ends: Any, *pause: Any
-) -> tuple[Stretch, Any]:
+    setting: Setting,
+    turn: int,
+    slots: int,
+    given: Given,
+    carry: Carry | None,
+    begins: Any,
+    ends: Any,
+    *pause: Any,
+) -> tuple[Segment, Any]:
     """As a running batch; `pause`: after how many steps, when so many are left by what it hears, and who is watched."""
-    (strategy, model), sizes, wishes = lent(setting, given), setting.sizes(turn), given.wishes
+    (strategy, model), sizes, options = lent(setting, given), setting.sizes(turn), given.options
     if carry is None:
         state = strategy.stop(strategy.init(setting.batch), jnp.ones(setting.batch, bool))
-        carry = decoding.begin(strategy, model, state, sizes, wishes=wishes, apart=True)
+        carry = decoding.begin(strategy, model, state, sizes, options=options, apart=True)
     carry = decoding.grow(model, carry, slots)
-    carry = decoding.refill(strategy, carry, begins=begins, ends=ends, sizes=sizes, wishes=wishes)
+    carry = decoding.refill(strategy, carry, begins=begins, ends=ends, sizes=sizes, options=options)
     most, hears, watched = pause
     found = decoding.decode(
         strategy,
@@ -137,7 +144,7 @@ def go_on(
         carry,
         sizes=sizes,
         slots=slots,
-        wishes=wishes,
+        options=options,
         pause_after=most,
         listen=lambda count: jnp.where(count == hears, -count, count),
         watched=watched,
@@ -153,7 +160,7 @@ def equal(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def same(found: Stretch, expected: Stretch) -> None:
+def same(found: Segment, expected: Segment) -> None:
     """All but what lies in free slots: rows, steps, calls, scores, traces, states, queries, slots and their content."""
     here, there = (jax.device_get((x.over, x.decoded)) for x in (found, expected))
     jax.tree.map(equal, here, there)
@@ -174,11 +181,11 @@ def same(found: Stretch, expected: Stretch) -> None:
     jax.tree.map(equal, *rest)
 
 
-def whole(setting: Setting, turn: int, given: Given) -> tuple[Stretch, int]:
+def whole(setting: Setting, turn: int, given: Given) -> tuple[Segment, int]:
     """The end of a decode, and how often its cache grew."""
     sizes, stretches = setting.sizes(turn), 0
 
-    def one(slots: int, carry: Carry | None) -> Stretch:
+    def one(slots: int, carry: Carry | None) -> Segment:
         nonlocal stretches
         stretches += 1
         return stretch(setting, turn, slots, given, carry)

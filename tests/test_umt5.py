@@ -23,7 +23,7 @@ from pipejax.backbones import umt5
 from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DecodeConfig, T5Config
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
-from pipejax.decoding import Pipelined, Wishes
+from pipejax.decoding import DecodingOptions, Pipelined
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, OwnKernel, Xla, portable
 from pipejax.inference.generator import Generator
@@ -149,8 +149,8 @@ def test_fast_decoders_support_bias_table_for_each_layer(tied, own, weights, ker
     def scores(backend):
         programs = Programs(model, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=backend)
         programs.set_params(params)
-        wishes = Wishes(forced=forced, scores=True)
-        found = programs.decode(sources, Pipelined(1, 12, 4), batch_size=3, across=1, report=Report(), wishes=wishes)
+        options = DecodingOptions(forced=forced, scores=True)
+        found = programs.decode(sources, Pipelined(1, 12, 4), batch_size=3, across=1, report=Report(), options=options)
         return np.asarray(found.log_probs)
 
     found, wanted = scores(OwnKernel(weights, kernel) if own else Xla(weights)), scores(Backend(weights))

@@ -25,7 +25,7 @@ from lab.benchmarks.decode import whole_numbers
 from lab.benchmarks.peers.worker import error_line
 from lab.benchmarks.systems import SIZES, machine, random_params, save
 from pipejax.config import T5Config
-from pipejax.decoding import GREEDILY, Decoded, Pipelined, Sequential, Wishes
+from pipejax.decoding import GREEDILY, Decoded, DecodingOptions, Pipelined, Sequential
 from pipejax.inference.backends import XLA, Backend, Gpu
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
@@ -110,20 +110,22 @@ class Four:
             self.programs[dtype, backend] = Programs(config, jnp.dtype(dtype), devices=device, backend=backend)
             self.programs[dtype, backend].set_params(params)
 
-    def decode(self, dtype: str, backend: Backend, source: list[list[int]], strategy: Any, wishes: Wishes) -> Decoded:
+    def decode(
+        self, dtype: str, backend: Backend, source: list[list[int]], strategy: Any, options: DecodingOptions
+    ) -> Decoded:
         """What one of the four decodes."""
         return self.programs[dtype, backend].decode(
-            source, strategy, batch_size=len(source), across=1, report=Report(), wishes=wishes
+            source, strategy, batch_size=len(source), across=1, report=Report(), options=options
         )
 
     def outputs(self, dtype: str, source: list[list[int]], strategy: Any, tolerance: float) -> dict[str, Any]:
         """How far the log-probabilities of forced tokens are from those of XLA in float32."""
         shape = jax.eval_shape(lambda: strategy.result(strategy.init(len(source)))).tokens.shape
         forced = np.random.default_rng(2).integers(3, self.config.vocab_size, shape, np.int32)
-        wishes = Wishes(forced=forced, scores=True)
+        options = DecodingOptions(forced=forced, scores=True)
 
         def scores(dtype: str, backend: Backend) -> np.ndarray:
-            return np.asarray(self.decode(dtype, backend, source, strategy, wishes).log_probs)
+            return np.asarray(self.decode(dtype, backend, source, strategy, options).log_probs)
 
         truth = scores("float32", XLA)
         ours = np.abs(scores(dtype, self.ours) - truth)

@@ -359,7 +359,7 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
             drafter = drafters.make(name.partition("+")[2])
             drafted = with_drafts(inner, Drafts(drafter, flags.tokens))
             costs = backends.call_costs(own.ready.decoding, own.backend)
-            strategy = drafted.suit(jax.default_backend(), costs=costs, skips_fillers=own.backend.skips_fillers)
+            strategy = drafted.tuned_for(jax.default_backend(), costs=costs, skips_fillers=own.backend.skips_fillers)
         systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))
     if theirs := [name for name in names if name.startswith("hf")]:
         import torch

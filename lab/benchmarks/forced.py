@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, Pipelined, Plain, Query, Sequential, SourceIds, Stretch
+from pipejax.decoding import Carry, Decoded, Pipelined, Plain, Query, Segment, Sequential, SourceIds
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready
@@ -126,7 +126,7 @@ class Decoder:
             self.strategy, self.backend.decoder(self.model, weights, memory), self.strategy.start(lengths), sizes
         )
 
-    def _part(self, weights: Weights, memory: Memory, carry: Carry, *, slots: int) -> Stretch:
+    def _part(self, weights: Weights, memory: Memory, carry: Carry, *, slots: int) -> Segment:
         sizes = programs.schedule(self.strategy, memory.mask.shape[0])
         return decoding.decode(
             self.strategy, self.backend.decoder(self.model, weights, memory), carry, sizes=sizes, slots=slots

@@ -17,7 +17,7 @@ import numpy as np
 
 from lab.launch import nvrtc
 from pipejax import decoding
-from pipejax.decoding import GREEDILY, Carry, Pipelined, RowState, Sequential, Sizes, Stepper, Stretch, Wishes
+from pipejax.decoding import GREEDILY, Carry, DecodingOptions, Pipelined, RowState, Segment, Sequential, Sizes, Stepper
 from pipejax.decoding.gathering import Filled
 from pipejax.decoding.times import NEVER
 from pipejax.inference.step_decoder import Cache
@@ -44,14 +44,14 @@ class LaunchBlocks(NamedTuple):
     dawdle: int = 0  # for tests, microseconds that one is late at the most
 
 
-def fits(decoder: Any, strategy: Stepper, batch: int, wishes: Wishes) -> bool:
+def fits(decoder: Any, strategy: Stepper, batch: int, options: DecodingOptions) -> bool:
     """Whether the kernel knows such a decode: greedy, pipelined or sequential, in sizes that fill its tiles."""
     config, weights = decoder.config, decoder.weights
     matrices = [weights.head, *(x for layer in weights.layers for x in vars(layer).values() if isinstance(x, Matrix))]
     return (
         type(strategy) in (Pipelined, Sequential)
         and strategy.drafts is None  # type: ignore[attr-defined]
-        and not (jax.tree.leaves((wishes, decoder.memory.adapter)) or wishes.scores or strategy.unique)  # type: ignore[attr-defined]
+        and not (jax.tree.leaves((options, decoder.memory.adapter)) or options.scores or strategy.unique)  # type: ignore[attr-defined]
         and batch * strategy.most_queries <= MOST_QUERIES
         and len(decoding.ends_of(strategy)) <= MOST_ENDS
         and not any(x % 32 for x in (config.d_model, config.d_ff, config.num_heads * config.d_kv))
@@ -72,7 +72,7 @@ def decode(
     blocks: LaunchBlocks,
     pause_after: Array | None = None,
     watched: Array | None = None,
-) -> tuple[Stretch, Array, Array]:
+) -> tuple[Segment, Array, Array]:
     """As `decoding.decode`.
 
     Returns:
@@ -115,7 +115,7 @@ def decode(
         cache=Cache(tuple(caches[::2]), tuple(caches[1::2])),
     )
     over = strategy.done(state).all()
-    return Stretch(over, strategy.result(state), carry, control[3]), control[1] > 0, kept["logits"]
+    return Segment(over, strategy.result(state), carry, control[3]), control[1] > 0, kept["logits"]
 
 
 def decode_batch(
@@ -128,7 +128,7 @@ def decode_batch(
     slots: int,
     backend: Any,
     blocks: LaunchBlocks,
-) -> tuple[Stretch, Array]:
+) -> tuple[Segment, Array]:
     """As `programs.decode_batch`, by one launch: the stretch, and whether a block waited in vain; traced."""
     decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
     batch = len(memory.mask)

@@ -19,7 +19,7 @@ from lab.launch import nvrtc, trial
 from lab.launch.emulated import SOURCES, blocks, register
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.decoding import GREEDILY, Beam, Pipelined, Sampling, Sequential, Sizes, Wishes
+from pipejax.decoding import GREEDILY, Beam, DecodingOptions, Pipelined, Sampling, Sequential, Sizes
 from pipejax.inference import backends
 from pipejax.inference.backends import XLA
 from pipejax.inference.programs import decode_batch, encode_batch
@@ -248,14 +248,14 @@ def test_what_the_kernel_does_not_know_is_not_asked() -> None:
     config, strategy = SMALL, Pipelined(1, 12, 4)
 
     def fits(
-        config: T5Config = config, strategy: Any = strategy, batch: int = 2, wishes: Any = GREEDILY, **more: Any
+        config: T5Config = config, strategy: Any = strategy, batch: int = 2, options: Any = GREEDILY, **more: Any
     ) -> bool:
         backend = backends.Xla(**more)
         params, source, length = drawn(config, 1, 0)
         ready = jax.eval_shape(partial(backend.prepare, T5(config)), params)
         memory = jax.eval_shape(partial(encode_batch, T5(config), backend=backend), ready.encoding, source, length)
         decoder: Any = backend.decoder(T5(config), ready.decoding, memory)
-        return launch.fits(decoder, strategy, batch, wishes)
+        return launch.fits(decoder, strategy, batch, options)
 
     assert fits()
     assert fits(batch=64)
@@ -264,8 +264,8 @@ def test_what_the_kernel_does_not_know_is_not_asked() -> None:
     assert not fits(strategy=Beam(12, 3))
     assert fits(strategy=Pipelined(1, 12, 4, other_ends=(2, 3, 4, 5, 6, 7, 8)))
     assert not fits(strategy=Pipelined(1, 12, 4, other_ends=(2, 3, 4, 5, 6, 7, 8, 9)))
-    assert not fits(wishes=Wishes(sampling=Sampling(1.0)))
-    assert not fits(wishes=Wishes(scores=True))
+    assert not fits(options=DecodingOptions(sampling=Sampling(1.0)))
+    assert not fits(options=DecodingOptions(scores=True))
     assert not fits(config=change(d_ff=80))
     assert not fits(config=change(d_kv=8))
     assert not fits(weights="bfloat16")

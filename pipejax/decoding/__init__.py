@@ -6,8 +6,8 @@ from typing import cast
 from pipejax.config import DecodeConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
-from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, Sampling, Wishes
-from pipejax.decoding.core import QUERIES, Carry, Sizes, Stretch, begin, decode, grow, refill, run
+from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, DecodingOptions, Sampling
+from pipejax.decoding.core import QUERIES, Carry, Segment, Sizes, begin, decode, grow, refill, run
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
@@ -43,6 +43,7 @@ __all__ = [
     "Beam",
     "Carry",
     "Decoded",
+    "DecodingOptions",
     "Drafter",
     "Drafts",
     "Grammar",
@@ -55,16 +56,15 @@ __all__ = [
     "RowState",
     "Rows",
     "Sampling",
+    "Segment",
     "Sequential",
     "Sizes",
     "SourceIds",
     "Step",
     "Stepper",
     "Strategy",
-    "Stretch",
     "Table",
     "Trace",
-    "Wishes",
     "begin",
     "contract",
     "decode",

@@ -1,8 +1,8 @@
 """Chooses tokens from logits: greedily, by sampling, or among allowed tokens. Used for all strategies.
 
-Strategies take the token with the highest logit; `choose_tokens` replaces it as `Wishes` describe. The random number of
-a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend on the other examples
-of the batch, and is the same with drafts: a drafted token is accepted if it equals the sample.
+Strategies take the token with the highest logit; `choose_tokens` replaces it as `DecodingOptions` describe. The random
+number of a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend on the other
+examples of the batch, and is the same with drafts: a drafted token is accepted if it equals the sample.
 
 Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, V vocabulary.
 """
@@ -45,7 +45,7 @@ MOST_LIKELY = Sampling()
 
 
 @flax.struct.dataclass
-class Wishes:
+class DecodingOptions:
     """Options by which the tokens of a batch are chosen."""
 
     sampling: Sampling | None = None  # None: greedy decoding
@@ -60,13 +60,13 @@ class Wishes:
         """Whether choosing requires the logits, and not only the argmax token of each query."""
         return self.scores or any(x is not None for x in (self.sampling, self.allowed, self.grammar))
 
-    def take(self, numbers: np.ndarray) -> "Wishes":
+    def take(self, numbers: np.ndarray) -> "DecodingOptions":
         """Selects the examples `numbers`, i32 [E, B]: each array gets these two leading axes. In NumPy."""
-        rest: Wishes = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, grammar=None))
+        rest: DecodingOptions = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, grammar=None))
         return rest if self.grammar is None else dataclasses.replace(rest, grammar=self.grammar.take(numbers))
 
 
-GREEDILY = Wishes()
+GREEDILY = DecodingOptions()
 
 
 def first_argmax(logits: Array) -> Array:
@@ -79,41 +79,41 @@ def first_argmax(logits: Array) -> Array:
 
 
 def choose_tokens(
-    greedy: Callable[[Array], Array], logits: Array, asked: Step, wishes: Wishes, states: Array | None = None
+    greedy: Callable[[Array], Array], logits: Array, asked: Step, options: DecodingOptions, states: Array | None = None
 ) -> Array:
-    """Chooses tokens i32 [N] as the wishes describe.
+    """Chooses tokens i32 [N] as the options say.
 
     Args:
       greedy: the strategy's choice [N] from logits [V, N].
       logits: f32 [V, N].
       asked: the step of the N queries.
-      wishes: the options.
-      states: i32 [B, R], the state of each row in `Wishes.grammar`.
+      options: the options.
+      states: i32 [B, R], the state of each row in `DecodingOptions.grammar`.
     """
-    if not (wishes.sampling or wishes.grammar) and wishes.allowed is None:
+    if not (options.sampling or options.grammar) and options.allowed is None:
         return greedy(logits)
     example, row, time = _query_coordinates(asked)
-    if wishes.allowed is not None:
-        logits = jnp.where(wishes.allowed[example].T, logits, NEVER)
-    if wishes.grammar is not None:
+    if options.allowed is not None:
+        logits = jnp.where(options.allowed[example].T, logits, NEVER)
+    if options.grammar is not None:
         assert states is not None, "with a grammar the loop keeps states"
         at = example, jnp.minimum(row, states.shape[1] - 1)  # the tokens of fillers do not matter
-        allowed = wishes.grammar.allow(states[at], jnp.asarray(wishes.grammar.last)[at] - time)
+        allowed = options.grammar.allow(states[at], jnp.asarray(options.grammar.last)[at] - time)
         logits = jnp.where(allowed, logits, NEVER)
     tokens = greedy(logits)
-    if wishes.sampling is not None:
-        sampling = jax.tree.map(lambda x: x[example], wishes.sampling)
+    if options.sampling is not None:
+        sampling = jax.tree.map(lambda x: x[example], options.sampling)
         warm = sampling.temperature > 0
         drawn = jax.lax.cond(warm.any(), _draw, lambda *_: tokens, logits, sampling, row, time)
         tokens = jnp.where(warm, drawn, tokens)
     return tokens
 
 
-def force_tokens(tokens: Array, asked: Step, wishes: Wishes) -> Array:
-    """Replaces the chosen tokens i32 [N] by those of `Wishes.forced`, where there are any."""
-    if wishes.forced is None:
+def force_tokens(tokens: Array, asked: Step, options: DecodingOptions) -> Array:
+    """Replaces the chosen tokens i32 [N] by those of `DecodingOptions.forced`, where there are any."""
+    if options.forced is None:
         return tokens
-    forced = jnp.asarray(wishes.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
+    forced = jnp.asarray(options.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
 
 
@@ -126,15 +126,15 @@ def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array
     return states.at[example, row].set(moved, mode="drop")
 
 
-def score(logits: Array, tokens: Array, wishes: Wishes) -> Array:
-    """Log-probabilities f32 [N] of tokens i32 [N], given logits [V, N]; zeros if `Wishes.scored` is False."""
+def score(logits: Array, tokens: Array, options: DecodingOptions) -> Array:
+    """Log-probabilities f32 [N] of tokens i32 [N], given logits [V, N]; zeros if `DecodingOptions.scored` is False."""
 
     def compute(logits: Array) -> Array:
         return jnp.take_along_axis(logits, tokens[None], axis=0)[0] - jax.nn.logsumexp(logits, axis=0)
 
-    if wishes.scored is None:
+    if options.scored is None:
         return compute(logits)
-    found: Array = jax.lax.cond(wishes.scored, compute, lambda x: jnp.zeros(x.shape[1]), logits)
+    found: Array = jax.lax.cond(options.scored, compute, lambda x: jnp.zeros(x.shape[1]), logits)
     return found
 
 

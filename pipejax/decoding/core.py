@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding import choice, strategy_checks
-from pipejax.decoding.choice import GREEDILY, Wishes
+from pipejax.decoding.choice import GREEDILY, DecodingOptions
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, count_slots, gather, hide
 from pipejax.decoding.strategy import Array, Cache, Decoded, Model, Refillable, SourceIds, Stepper
 from pipejax.system import Tree
@@ -85,12 +85,12 @@ class Carry:
     filled: Filled  # the coordinates of the slots
     cache: Tree  # of the model
     log_probs: Array | None = None  # as in `Decoded`
-    states: Array | None = None  # i32 [B, R], the state of each row in `Wishes.grammar`, if there is a grammar
+    states: Array | None = None  # i32 [B, R], the state of each row in `DecodingOptions.grammar`, if there is a grammar
     steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: it does not pause
 
 
 @flax.struct.dataclass
-class Stretch:
+class Segment:
     """The result of one program: the steps of a decode that fit into its cache."""
 
     over: Array  # bool scalar, whether every example is done; if not, a larger cache is needed or the loop has paused
@@ -99,7 +99,7 @@ class Stretch:
     steps_left: Array | None = None  # as in `Carry`
 
 
-def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) -> Stretch:
+def run(decode_stretch: Callable[[int, Carry | None], Segment], sizes: Sizes) -> Segment:
     """Decodes with growing caches until every example is done (paper, Algorithm 1).
 
     Each cache size has a program of its own, so a short decode never compiles the programs of a long one.
@@ -118,7 +118,13 @@ def run(decode_stretch: Callable[[int, Carry | None], Stretch], sizes: Sizes) ->
 
 
 def begin(
-    strategy: Stepper, model: Model[Cache], state: Tree, sizes: Sizes, *, wishes: Wishes = GREEDILY, apart: bool = False
+    strategy: Stepper,
+    model: Model[Cache],
+    state: Tree,
+    sizes: Sizes,
+    *,
+    options: DecodingOptions = GREEDILY,
+    apart: bool = False,
 ) -> Carry:
     """The carry before the first step, with a cache of no slots; traced.
 
@@ -127,7 +133,7 @@ def begin(
       model: the decoder of a batch.
       state: the strategy's initial state.
       sizes: as for `decode`.
-      wishes: as for `decode`.
+      options: as for `decode`.
       apart: whether each example counts its used slots separately, as examples of a running batch do.
     """
     done = strategy.done(state)
@@ -143,8 +149,8 @@ def begin(
         used=jnp.zeros(batch if apart else 1, jnp.int32),
         filled=Filled(none, none),
         cache=model.cache(0, None),
-        log_probs=jnp.zeros((batch, *strategy.places)) if wishes.scores else None,
-        states=None if wishes.grammar is None else jnp.asarray(wishes.grammar.starts),
+        log_probs=jnp.zeros((batch, *strategy.places)) if options.scores else None,
+        states=None if options.grammar is None else jnp.asarray(options.grammar.starts),
     )
 
 
@@ -155,11 +161,11 @@ def decode(
     *,
     sizes: Sizes,
     slots: int,
-    wishes: Wishes = GREEDILY,
+    options: DecodingOptions = GREEDILY,
     pause_after: Array | None = None,
     listen: Callable[[Array], Array] = lambda count: count,
     watched: Array | None = None,
-) -> Stretch:
+) -> Segment:
     """Decodes until every example is done, the loop pauses, or a step does not fit into the cache; traced.
 
     Args:
@@ -168,19 +174,19 @@ def decode(
       carry: from `begin`, or from an earlier call with fewer slots.
       sizes: the numbers of queries to compile for.
       slots: C, the size of the cache.
-      wishes: how tokens are chosen.
+      options: how tokens are chosen.
       pause_after: i32 scalar, the loop pauses after this number of steps; None: it does not pause.
       listen: maps the number of steps left to a new one after each step, so that the host can shorten it.
       watched: bool [B], the loop pauses as soon as one of these examples is done; None: it does not.
     """
-    loop = _Loop(strategy, model, sizes, slots, wishes, listen, watched)
+    loop = _Loop(strategy, model, sizes, slots, options, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
     several = len(sizes.queries) > 1
     carry = jax.lax.while_loop(loop.goes_on, loop.sweep if several else partial(loop.turn, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
     strategy_checks.check_result(strategy, decoded, len(carry.query.live))
     over, left = strategy.done(carry.state).all(), carry.steps_left
-    return Stretch(over, decoded, dataclasses.replace(carry, steps_left=None), left)
+    return Segment(over, decoded, dataclasses.replace(carry, steps_left=None), left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +197,7 @@ class _Loop:
     model: Model[Tree]
     sizes: Sizes
     slots: int
-    wishes: Wishes
+    options: DecodingOptions
     listen: Callable[[Array], Array]
     watched: Array | None
 
@@ -235,16 +241,16 @@ class _Loop:
         return chosen
 
     def step(self, size: int, carry: Carry) -> Carry:
-        strategy, wishes, queries = self.strategy, self.wishes, self.sizes.queries[size]
+        strategy, options, queries = self.strategy, self.options, self.sizes.queries[size]
         asked, number_of, filled = gather(
             carry.query, carry.filled, carry.used, queries, self.widths[size], strategy.position
         )
         number_of = jnp.minimum(number_of, queries - 1)
         chosen, logits, cache = self.choose(asked, carry)
         states = carry.states
-        if wishes.grammar is not None:
-            assert states is not None, "`begin` had the same wishes"
-            states = choice.follow(states, chosen, asked, wishes.grammar)
+        if options.grammar is not None:
+            assert states is not None, "`begin` had the same options"
+            states = choice.follow(states, chosen, asked, options.grammar)
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         strategy_checks.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
@@ -252,9 +258,9 @@ class _Loop:
         if kept is not None:
             strategy_checks.expect(strategy, "kept", kept, "bool", live.shape)
             filled = hide(live & ~kept, live, filled, carry.used)
-        if wishes.scores:
-            assert log_probs is not None and logits is not None, "`begin` had the same wishes"
-            found = choice.score(logits, chosen, wishes)[number_of]
+        if options.scores:
+            assert log_probs is not None and logits is not None, "`begin` had the same options"
+            found = choice.score(logits, chosen, options)[number_of]
             log_probs = choice.record_scores(log_probs, found, carry.query, live if kept is None else live & kept)
         state, query = strategy.query(state)
         strategy_checks.check_query(strategy, query, len(live))
@@ -272,16 +278,16 @@ class _Loop:
 
     def choose(self, asked: Step, carry: Carry) -> tuple[Tree, Array | None, Tree]:
         """The chosen tokens [N], or the arrays of `Stepper.choose`; the logits f32 [V, N] if needed; the new cache."""
-        strategy, wishes, logits = self.strategy, self.wishes, None
-        if strategy.choose is None and not wishes.need_logits:
+        strategy, options, logits = self.strategy, self.options, None
+        if strategy.choose is None and not options.need_logits:
             chosen, cache = self.model.greedy(asked, carry.cache)
         else:
             logits, cache = self.model(asked, carry.cache)
-            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, wishes, carry.states)
-        if strategy.choose is not None and (wishes.need_logits or wishes.forced is not None):
+            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, options, carry.states)
+        if strategy.choose is not None and (options.need_logits or options.forced is not None):
             shape = asked.tokens.shape
             strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
-        return choice.force_tokens(chosen, asked, wishes), logits, cache
+        return choice.force_tokens(chosen, asked, options), logits, cache
 
 
 def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
@@ -298,7 +304,7 @@ def refill(
     begins: Array,
     ends: Array,
     sizes: Sizes,
-    wishes: Wishes = GREEDILY,
+    options: DecodingOptions = GREEDILY,
     source: SourceIds | None = None,
 ) -> Carry:
     """Replaces examples of a running batch: some begin anew, others are stopped.
@@ -309,7 +315,7 @@ def refill(
       begins: bool [B], the examples to begin.
       ends: bool [B], the examples to stop.
       sizes: as for `decode`.
-      wishes: as for `decode`, of all examples, the new ones included.
+      options: as for `decode`, of all examples, the new ones included.
       source: the sources of all examples, for a strategy that reads them.
     """
 
@@ -322,7 +328,7 @@ def refill(
         return found
 
     old = strategy.stop(carry.state, ends), carry.query
-    if strategy.borrows:  # the first query runs the small model, so skip it if no example begins
+    if strategy.needs_draft_model:  # the first query runs the small model, so skip it if no example begins
         state, query = jax.lax.cond(begins.any(), begin_anew, lambda old: old, old)
     else:
         state, query = begin_anew(old)
@@ -338,7 +344,7 @@ def refill(
         used=jnp.where(changes, 0, carry.used),
         filled=filled,
         log_probs=None if log_probs is None else jnp.where(changes[:, None, None], 0, log_probs),
-        states=carry.states if wishes.grammar is None else jax.tree.map(put, wishes.grammar.starts, carry.states),
+        states=carry.states if options.grammar is None else jax.tree.map(put, options.grammar.starts, carry.states),
     )
 
 

@@ -80,7 +80,7 @@ class Drafts:
     names: OnGrid | None = None  # the strategy whose `cut` gives the codes of `Decoded.truncated`; None: the rows
 
     @property
-    def borrows(self) -> bool:
+    def needs_draft_model(self) -> bool:
         """Whether the drafter is a model."""
         return isinstance(self.drafter, Borrower)
 
@@ -92,8 +92,8 @@ class Drafts:
         """The most slots of an example: twice those of a full grid. `query` stops drafting before they run out."""
         return 2 * rows.rows * rows.time_max
 
-    def suit(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
-        """Sets sizes and costs of calls for a platform and a grid of `rows` rows; see `Strategy.suit`."""
+    def tuned_for(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
+        """Sets sizes and costs of calls for a platform and a grid of `rows` rows; see `Strategy.tuned_for`."""
         if platform != "cpu":  # hundreds of columns take as long as a few, as reading the weights dominates
             return dataclasses.replace(self, queries=(64, 256), fixed=256.0)
         one_row = (1, 2, 4) if rows == 1 else ()
@@ -101,7 +101,7 @@ class Drafts:
             return dataclasses.replace(self, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
         return dataclasses.replace(self, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
-    def lend(self, model: Model[Tree], rows: Rows, batch: int) -> "Drafts":
+    def bind_draft_model(self, model: Model[Tree], rows: Rows, batch: int) -> "Drafts":
         """Binds the decoder of the drafter's own model for a batch of size `batch`."""
         assert isinstance(self.drafter, Borrower), "the drafter has no model"
         # Each size is one more copy of the small model's step in each loop of the large one, so use only a few.

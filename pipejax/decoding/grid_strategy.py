@@ -66,26 +66,26 @@ class GridStrategy(Rows):
         return self.drafts is not None
 
     @property
-    def borrows(self) -> bool:  # type: ignore[override]
+    def needs_draft_model(self) -> bool:  # type: ignore[override]
         """Whether the drafter is a model."""
-        return self.drafts is not None and self.drafts.borrows
+        return self.drafts is not None and self.drafts.needs_draft_model
 
     @property
     def on_grid(self) -> Self:
         """The strategy itself, as it generates the rows of a grid."""
         return self
 
-    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
+    def tuned_for(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
         """See `Strategy`. Tunes the sizes of calls among which drafts choose, and their costs."""
         if self.drafts is None:
             return self
-        drafts = self.drafts.suit(platform, self.rows, costs=costs, skips_fillers=skips_fillers)
+        drafts = self.drafts.tuned_for(platform, self.rows, costs=costs, skips_fillers=skips_fillers)
         return self.replace(drafts=drafts)
 
-    def lend(self, model: Model[Tree], batch: int) -> Self:
+    def bind_draft_model(self, model: Model[Tree], batch: int) -> Self:
         """See `Strategy`."""
         assert self.drafts is not None, "only a drafter needs a small model"
-        return self.replace(drafts=self.drafts.lend(model, self, batch))
+        return self.replace(drafts=self.drafts.bind_draft_model(model, self, batch))
 
     def init(self, batch: int, source: SourceIds | None = None) -> RowState:
         """An empty grid."""

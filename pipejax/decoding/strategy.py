@@ -48,7 +48,9 @@ class Decoded:
     steps: Array  # i32 [B], time-steps of Algorithm 1 (paper section 3.4), those without an open row included
     truncated: Array  # i32 [B], index into TRUNCATIONS
     calls: Array | np.ndarray | None = None  # i32 [B], decoder calls; None: `Strategy.calls` computes them
-    log_probs: Array | None = None  # f32 [B, R, W], of the token generated at each row and time, if `Wishes.scores`
+    log_probs: Array | None = (
+        None  # f32 [B, R, W], of the token generated at each row and time, if `DecodingOptions.scores`
+    )
     trace: Trace | None = None  # the fate of drafts, if `Drafts.trace`
 
 
@@ -77,7 +79,7 @@ class Stepper(Protocol):
 
     @property
     def places(self) -> tuple[int, int]:
-        """R and W, the numbers of rows and times at which tokens are generated; (0, 0): `Wishes` are not supported."""
+        """R and W, the numbers of rows and times of generated tokens; (0, 0): `DecodingOptions` are not supported."""
 
     @property
     def queries(self) -> tuple[int, ...] | None:
@@ -88,8 +90,8 @@ class Stepper(Protocol):
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
 
     @property
-    def borrows(self) -> bool:
-        """Whether the strategy needs a small model of its own, which `Strategy.lend` binds to it."""
+    def needs_draft_model(self) -> bool:
+        """Whether the strategy needs a small model of its own, which `Strategy.bind_draft_model` binds to it."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The position of a slot, also in training. Relative positions are differences: the query's minus the key's."""
@@ -137,7 +139,7 @@ class Strategy(Stepper, Protocol):
     def reads_source(self) -> bool:
         """Whether `init` needs the source."""
 
-    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
+    def tuned_for(self, platform: str, *, costs: float, skips_fillers: bool) -> "Strategy":
         """The strategy tuned for a platform; its answers are the same.
 
         Args:
@@ -146,8 +148,8 @@ class Strategy(Stepper, Protocol):
           skips_fillers: whether the cost of a step depends on its live queries, and not on the size compiled for.
         """
 
-    def lend(self, model: Model[Tree], batch: int) -> "Strategy":
-        """The strategy with its small model's decoder of a batch of size `batch`, if it `borrows` one; traced."""
+    def bind_draft_model(self, model: Model[Tree], batch: int) -> "Strategy":
+        """The strategy with the decoder of its draft model for `batch` examples, if it `needs_draft_model`; traced."""
 
     def calls(self, decoded: Decoded) -> np.ndarray:
         """i32 [B], the decoder calls that each example would take if it were decoded alone; in NumPy."""
@@ -169,24 +171,24 @@ class Plain:
     """The base class of most strategies: reads no source, needs no small model, and is the same on every device."""
 
     reads_source: ClassVar[bool] = False
-    borrows: ClassVar[bool] = False
+    needs_draft_model: ClassVar[bool] = False
     queries: ClassVar[tuple[int, ...] | None] = None
     choose: ClassVar[Any] = None  # the most likely tokens
 
     @property
     def places(self) -> tuple[int, int]:
-        """(0, 0): `Wishes` are not supported."""
+        """(0, 0): `DecodingOptions` are not supported."""
         return 0, 0
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The paper's position, row + time."""
         return grid.position(row, time)
 
-    def suit(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
+    def tuned_for(self, platform: str, *, costs: float, skips_fillers: bool) -> Self:
         """See `Strategy`."""
         return self
 
-    def lend(self, model: Model[Tree], batch: int) -> Self:
+    def bind_draft_model(self, model: Model[Tree], batch: int) -> Self:
         """See `Strategy`."""
         return self
 

@@ -161,7 +161,7 @@ class Products(Backend):
         held = Backend.prepare(self, model, params, compute=compute).encoding
         one, length = jnp.zeros((1, cpu_kernel.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
         memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
-        single = products.take_apart(
+        single = products.split_kernel_weights(
             partial(_step, model, memory), held, compute=compute, weights=self.weights, rough=_cap(model) is not None
         )
         return Ready(products.needed(lambda params: self.encode(model, params, one, length), held), single)

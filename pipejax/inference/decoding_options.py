@@ -1,4 +1,4 @@
-"""Makes the `Wishes` of a batch, by which tokens are chosen, from the config and the sources."""
+"""Makes the `DecodingOptions` of a batch, by which tokens are chosen, from the config and the sources."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -7,23 +7,23 @@ import numpy as np
 
 from pipejax.config import Config, DecodeConfig
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import Sampling, Strategy, Wishes, ends_of
+from pipejax.decoding import DecodingOptions, Sampling, Strategy, ends_of
 from pipejax.inference.sources import Source
-from pipejax.methods import Given, Method, prefix_ids
+from pipejax.methods import Method, RowPrefixes, prefix_ids
 from pipejax.system.errors import UserError
 
 
-def given(source: Source, method: Method) -> Given:
+def given(source: Source, method: Method) -> RowPrefixes:
     """The given number and prefixes of an answer's rows: those of the source, of its schema, or of the method."""
     if source.schema is not None:
         if source.prefixes or source.max_rows is not None:
             where = f"source {source.id}"
             raise UserError(f"{where}: found row_prefixes or max_rows; expected neither, as a schema names the rows")
         return method.given(source.schema.given)
-    return method.given(Given(source.prefixes, source.max_rows, f"source {source.id}"))
+    return method.given(RowPrefixes(source.prefixes, source.max_rows, f"source {source.id}"))
 
 
-def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> Given:
+def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> RowPrefixes:
     """The given number and prefixes of an answer's rows, with prefixes as token ids.
 
     Args:
@@ -47,7 +47,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
     return known._replace(prefixes=tuple(map(ids, known.prefixes)))
 
 
-def forced_of(rows: Given, strategy: Strategy) -> np.ndarray | None:
+def forced_of(rows: RowPrefixes, strategy: Strategy) -> np.ndarray | None:
     """i32 [R, W], the forced token at each row and time, -1 where the model chooses; None if nothing is forced."""
     if not rows.prefixes and rows.most is None:
         return None
@@ -69,8 +69,8 @@ def of_batch(
     *,
     config: Config,
     tokenizer: Tokenizer | None,
-) -> Wishes:
-    """The wishes for a batch, NumPy arrays [B, ...].
+) -> DecodingOptions:
+    """The options of a batch, NumPy arrays [B, ...].
 
     Args:
       sources: B sources, which have the same schema, if any.
@@ -97,7 +97,7 @@ def of_batch(
         allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # special tokens do not belong to the text
         allowed[:, [*ends_of(strategy), *(method.allowed(tokenizer) if tokenizer else [])]] = True
     grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))
-    return Wishes(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
+    return DecodingOptions(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
 
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:

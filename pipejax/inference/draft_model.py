@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Small:
+class DraftModel:
     """The checkpoint that `decode.draft_checkpoint` names."""
 
     directory: str
@@ -27,7 +27,7 @@ class Small:
     params: Any = dataclasses.field(repr=False, compare=False)
 
 
-def load(config: Config) -> Small | None:
+def load(config: Config) -> DraftModel | None:
     """Opens the newest good step of `decode.draft_checkpoint`, if it has the same vocabulary; None: no T5 drafts."""
     directory = config.decode.draft_checkpoint
     if config.decode.draft != "model":
@@ -47,10 +47,10 @@ def load(config: Config) -> Small | None:
                 f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
                 "the T5 for which it drafts"
             )
-    return Small(directory, restored.config, restored.items["params"])
+    return DraftModel(directory, restored.config, restored.items["params"])
 
 
-def lend(small: Small, large: Programs, weights: str) -> None:
+def bind_draft_model(small: DraftModel, large: Programs, weights: str) -> None:
     """Gives the programs of the large T5 those of the small one, which holds its weights as `decode.weights` says."""
     model = small.config.model
     assert model is not None, "checked by open_run"
@@ -61,9 +61,9 @@ def lend(small: Small, large: Programs, weights: str) -> None:
     large.small.set_params(small.params)
 
 
-def check(small: Small | None, made: Strategy, method: Method) -> None:
+def check(small: DraftModel | None, made: Strategy, method: Method) -> None:
     """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else."""
-    if not made.borrows:
+    if not made.needs_draft_model:
         return
     if small is None:
         raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")

@@ -17,12 +17,12 @@ from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Decoded, Drafter, Strategy, Wishes, ends_of
+from pipejax.decoding import Decoded, DecodingOptions, Drafter, Strategy, ends_of
 from pipejax.inference import decoding_options, draft_model, programs, sources, streaming
 from pipejax.inference import settings as settings_lib
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.lazy_programs import Opened, dtype_of
+from pipejax.inference.lazy_programs import LazyPrograms, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.inference.running_batch import RunningBatch
@@ -65,7 +65,7 @@ class Generator:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self._devices = list(devices or programs.devices())
-        self._opened = Opened(config, params, self._devices, backend)
+        self._opened = LazyPrograms(config, params, self._devices, backend)
         # Batches of one place for `stream_rows`, by strategy and method (which may have row names).
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory of the weights
@@ -196,7 +196,7 @@ class Generator:
         config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
-            batch = batches[0].twin() if batches else RunningBatch(self.programs, made, 1)
+            batch = batches[0].empty_copy() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
         rows = decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
         batch.give(decoding_options.forced_of(rows, made), source.schema)
@@ -242,9 +242,9 @@ class Generator:
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
-                wished = own._wishes([Source("", ids)] * size, [ids] * size, method, chosen)
+                wished = own._options([Source("", ids)] * size, [ids] * size, method, chosen)
                 own.programs.warm_up(
-                    chosen, batch_size=size, length=length, report=report, wishes=wished, adapter=own.adapter
+                    chosen, batch_size=size, length=length, report=report, options=wished, adapter=own.adapter
                 )
         return report
 
@@ -346,14 +346,14 @@ class Generator:
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = self._wishes([chunk[i] for i in part], ids, method, chosen)
+                wished = self._options([chunk[i] for i in part], ids, method, chosen)
                 found = self.programs.decode(
                     ids,
                     chosen,
                     batch_size=batch_size,
                     across=across,
                     report=report,
-                    wishes=wished,
+                    options=wished,
                     adapter=self.adapter,
                 )
                 begun = time.perf_counter()
@@ -369,7 +369,9 @@ class Generator:
         config, tokenizer = self.config, self.tokenizer
         return record_of(source, method, found, place, start=made.start, config=config, tokenizer=tokenizer)
 
-    def _wishes(self, batch: Sequence[Source], ids: list[Sequence[int]], method: Method, made: Strategy) -> Wishes:
+    def _options(
+        self, batch: Sequence[Source], ids: list[Sequence[int]], method: Method, made: Strategy
+    ) -> DecodingOptions:
         return decoding_options.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
 
     def batch_size_for(self, wanted: int) -> int:
@@ -388,8 +390,8 @@ class Generator:
           drafts: whether the drafts of the config are used.
         """
         method = self.method(name)
-        lines = methods.doubts(method.name, self.config, self.trained) if self.trained else []
-        lines += methods.unread(method, self.config, self._asked)
+        lines = methods.training_mismatches(method.name, self.config, self.trained) if self.trained else []
+        lines += methods.ignored_settings(method, self.config, self._asked)
         if self.schema is not None:
             schema_lib.check(method, self.config)
             if drafts and (drafter or self.config.decode.draft != "none"):

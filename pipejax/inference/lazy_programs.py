@@ -18,7 +18,7 @@ from pipejax.model.precision import compute_dtype
 logger = logging.getLogger(__name__)
 
 
-class Opened:
+class LazyPrograms:
     """Parameters until they are asked for as programs; then these alone. Threads may share it.
 
     To lay weights out takes seconds and may compile a kernel, so all that is given to decode is checked before.
@@ -51,7 +51,7 @@ class Opened:
         made = Programs(config.model, dtype, devices=self._devices, backend=backend)
         made.set_params(self._params)
         if self.small:
-            draft_model.lend(self.small, made, config.decode.weights)
+            draft_model.bind_draft_model(self.small, made, config.decode.weights)
             self.small = dataclasses.replace(self.small, params=None)
         self._params = None
         return made

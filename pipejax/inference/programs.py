@@ -18,7 +18,18 @@ from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
 from pipejax.data.shapes import bucket, pad
-from pipejax.decoding import GREEDILY, QUERIES, Carry, Decoded, Sizes, SourceIds, Stepper, Strategy, Stretch, Wishes
+from pipejax.decoding import (
+    GREEDILY,
+    QUERIES,
+    Carry,
+    Decoded,
+    DecodingOptions,
+    Segment,
+    Sizes,
+    SourceIds,
+    Stepper,
+    Strategy,
+)
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
 from pipejax.model import lora
@@ -60,7 +71,7 @@ def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     on_cpu = platform == "cpu"
     queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
     # The draft of a small model is a loop inside each step, whose cache several steps in an iteration would copy.
-    turn = 1 if strategy.borrows else TURNS.get(platform, 1)
+    turn = 1 if strategy.needs_draft_model else TURNS.get(platform, 1)
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
 
 
@@ -85,9 +96,9 @@ class Drafting:
     model: Module
     backend: Backend
 
-    def lend(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
+    def bind_draft_model(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
         """Binds the small model's decoder of a batch to the strategy; traced."""
-        return strategy.lend(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
+        return strategy.bind_draft_model(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
 
 
 def decode_batch(
@@ -97,13 +108,13 @@ def decode_batch(
     memory: Memory,
     carry: Carry | None,
     source: SourceIds | None = None,
-    wishes: Wishes = GREEDILY,
+    options: DecodingOptions = GREEDILY,
     *,
     sizes: Sizes,
     slots: int,
     backend: Backend = XLA,
     drafting: Drafting | None = None,
-) -> Stretch:
+) -> Segment:
     """Decodes an encoded batch with one cache size, as a part of `decoding.run`; all but arrays is static.
 
     Args:
@@ -113,7 +124,7 @@ def decode_batch(
       memory: the encoded sources.
       carry: of the previous part; None: decoding begins.
       source: the sources, if the strategy reads them.
-      wishes: how tokens are chosen.
+      options: how tokens are chosen.
       sizes: the sizes of the decode.
       slots: C, the cache size of this part.
       backend: the backend.
@@ -122,10 +133,10 @@ def decode_batch(
     if drafting:
         weights, small = weights
         assert source is not None
-        strategy = drafting.lend(strategy, small, source)
+        strategy = drafting.bind_draft_model(strategy, small, source)
     decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
-    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, wishes=wishes)
-    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, wishes=wishes)
+    carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, options=options)
+    return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, options=options)
 
 
 class Programs:
@@ -170,10 +181,10 @@ class Programs:
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
-    def suit(self, strategy: Strategy) -> Strategy:
+    def tuned_for(self, strategy: Strategy) -> Strategy:
         """The strategy tuned for these weights and devices."""
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
-        return strategy.suit(platform, costs=self._call_costs, skips_fillers=fillers)
+        return strategy.tuned_for(platform, costs=self._call_costs, skips_fillers=fillers)
 
     def forget_params(self) -> None:
         """Frees the memory of the weights, until `set_params`; compiled programs are kept."""
@@ -192,7 +203,7 @@ class Programs:
         batch_size: int,
         across: int,
         report: Report,
-        wishes: Wishes = GREEDILY,
+        options: DecodingOptions = GREEDILY,
         adapter: int | None = None,
     ) -> Decoded:
         """Decodes sources on several devices.
@@ -203,13 +214,13 @@ class Programs:
           batch_size: B.
           across: E, the number of devices.
           report: receives the seconds of decoding and compiling.
-          wishes: NumPy arrays [len(sources), ...].
+          options: NumPy arrays [len(sources), ...].
           adapter: the number of the adapter, if there are adapters.
 
         Returns:
           The answers, NumPy arrays [E * B, ...].
         """
-        strategy = self.suit(strategy)
+        strategy = self.tuned_for(strategy)
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
@@ -218,10 +229,10 @@ class Programs:
         weights, memory, read = self._encode(Programs._run, strategy, source, lengths, adapter, report)
         shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
-        wishes = wishes.take(numbers)
+        options = options.take(numbers)
 
-        def decode_stretch(slots: int, carry: Carry | None) -> Stretch:
-            found: Stretch = self._run(strategy, slots, (weights, memory, carry, read, wishes), shape, report)
+        def decode_stretch(slots: int, carry: Carry | None) -> Segment:
+            found: Segment = self._run(strategy, slots, (weights, memory, carry, read, options), shape, report)
             return found
 
         decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
@@ -236,16 +247,16 @@ class Programs:
         batch_size: int,
         length: int,
         report: Report,
-        wishes: Wishes = GREEDILY,
+        options: DecodingOptions = GREEDILY,
         adapter: int | None = None,
     ) -> None:
         """Compiles all programs that decoding batches of a size and source length may need; see `decode`."""
-        strategy = self.suit(strategy)
+        strategy = self.tuned_for(strategy)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
         carry = None
         for slots in schedule(strategy, batch_size).slots:
-            arguments = weights, memory, carry, read, jax.tree.map(lambda x: x[None], wishes)
+            arguments = weights, memory, carry, read, jax.tree.map(lambda x: x[None], options)
             carry = self._find(strategy, slots, arguments, memory.mask.shape, report).carry
 
     def _encode(
@@ -274,7 +285,7 @@ class Programs:
 
     def small_of(self, strategy: Strategy) -> "Programs | None":
         """The programs of the T5 that drafts, if the strategy has one."""
-        if not strategy.borrows:
+        if not strategy.needs_draft_model:
             return None
         assert self.small is not None, "the generator sets it"
         return self.small

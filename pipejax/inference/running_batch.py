@@ -32,13 +32,13 @@ from pipejax.decoding import (
     MOST_LIKELY,
     Carry,
     Decoded,
+    DecodingOptions,
     Grammar,
     Refillable,
     Sampling,
+    Segment,
     SourceIds,
     Strategy,
-    Stretch,
-    Wishes,
 )
 from pipejax.inference.compiler import Needs
 from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule
@@ -120,7 +120,7 @@ class Steps(NamedTuple):
     slots: int  # C, of the cache
     logits: bool  # whether tokens are sampled or scored
     table: tuple[int, ...] | None  # [K, P], the shape of a schema's table
-    shapes: tuple[Hashable, ...] = ()  # of the wishes
+    shapes: tuple[Hashable, ...] = ()  # of the options
 
 
 Call = Callable[..., Any]  # (name of a program, *arguments) -> its results, or their shapes
@@ -172,7 +172,7 @@ class RunningBatch:
           compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and
             sets `lacks` if a program is missing. None: programs are compiled when they are called.
         """
-        self.strategy = programs.suit(strategy)
+        self.strategy = programs.tuned_for(strategy)
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
         # Whether rows may be generated ahead of others.
@@ -196,7 +196,7 @@ class RunningBatch:
         self._functions: dict[str, Callable[..., Any]] = {
             "encode": partial(encode_batch, self._model, backend=self._backend),
             "widen": self._widened,
-            "empty": self._emptied,
+            "empty": self._empty_state,
             "reread": self._reread,
             "place": _placed,
             "grow": self._grown,
@@ -222,7 +222,7 @@ class RunningBatch:
         """Sets the forced tokens and the schema shared by all examples. The batch must be empty.
 
         Args:
-          forced: i32 [R, W], as in `Wishes` for one example; None: no tokens are forced.
+          forced: i32 [R, W], as in `DecodingOptions` for one example; None: no tokens are forced.
           schema: the schema that all answers follow.
         """
         assert not self._in_use.any(), "the batch must be empty"
@@ -234,7 +234,7 @@ class RunningBatch:
         if self._carry is not None:
             self._carry = _with_states(self._carry, self._grammar)
 
-    def twin(self) -> "RunningBatch":
+    def empty_copy(self) -> "RunningBatch":
         """Creates an empty batch with the same strategy and number of places, which shares the compiled programs."""
         other = copy.copy(self)
         other.clear()
@@ -339,11 +339,11 @@ class RunningBatch:
         return grown
 
     def _step(
-        self, call: Call, encoded: Encoded, carry: Carry, wishes: Wishes, steps: int
+        self, call: Call, encoded: Encoded, carry: Carry, options: DecodingOptions, steps: int
     ) -> tuple[Decoded, Array, Array, Carry]:
         """Takes at most `steps` steps; see `_stepped`."""
         changes = self._begins, self._ends, np.int32(steps), self._switch.address, self._in_use
-        found: tuple[Decoded, Array, Array, Carry] = call("step", self._weights, encoded, carry, wishes, *changes)
+        found: tuple[Decoded, Array, Array, Carry] = call("step", self._weights, encoded, carry, options, *changes)
         return found
 
     @property
@@ -386,10 +386,10 @@ class RunningBatch:
             found["encode", source, *reads] = partial(self._trace_source, self._find, source, adapter)
             found["room", *own] = partial(self._compile_room, length, adapter)
         for kind in sorted({*logits}):
-            wishes = self._wishes(kind)
+            options = self._options(kind)
             table = None if self.schema is None else self.schema.table.moves.shape
-            key = Steps(*own, slots, kind, table, _shapes(wishes))
-            found[key] = partial(self._compile_steps, length, slots, wishes, adapter)
+            key = Steps(*own, slots, kind, table, _shapes(options))
+            found[key] = partial(self._compile_steps, length, slots, options, adapter)
         return {key: make for key, make in found.items() if key not in self._compiled}
 
     def _trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:
@@ -420,14 +420,14 @@ class RunningBatch:
             self._join(self._find, encoded, carry, short)
             self._join(self._find, *self._join(self._find, None, None, short)[:2], one)
 
-    def _compile_steps(self, length: int, slots: int, wishes: Wishes, adapter: int | None) -> None:
+    def _compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
-        carry = _with_states(carry, wishes.grammar)  # by now the batch may have another schema
+        carry = _with_states(carry, options.grammar)  # by now the batch may have another schema
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._grow(self._find, encoded, carry, size)
-        self._step(self._find, encoded, carry, wishes, 1)
+        self._step(self._find, encoded, carry, options, 1)
 
     def _program(self, name: str, *given: Any, **static: int) -> Any:
         """The compiled program for arguments of these shapes. Arguments may be `ShapeDtypeStruct`s."""
@@ -478,7 +478,7 @@ class RunningBatch:
             step += 1
         return step - taken + max(-(-tokens // len(self.starts)), 0)
 
-    def news(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
+    def new_tokens(self, decoded: Decoded, place: int, known: np.ndarray) -> list[tuple[int, int, int]]:
         """Lists the new tokens of an example as (time, row, index in the row), in the order of steps.
 
         With drafts some rows are generated ahead of others: the tokens of a time-step are listed once all rows have
@@ -499,10 +499,10 @@ class RunningBatch:
     def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """The rows so far, bool [B] of done examples, and the number of steps taken."""
         assert self._encoded is not None and self._carry is not None, "no source was added"
-        self.lacks, wishes = {}, self._wishes(any(self._kinds()))
+        self.lacks, options = {}, self._options(any(self._kinds()))
         with precision(self._model.dtype):
             while True:
-                found = self._step(self._call, self._encoded, self._carry, wishes, steps)
+                found = self._step(self._call, self._encoded, self._carry, options, steps)
                 self._carry = found[-1]
                 self._begins, self._ends = np.zeros_like(self._begins), np.zeros_like(self._ends)
                 decoded, done, more = jax.device_get(found[:-1])
@@ -520,11 +520,11 @@ class RunningBatch:
                 self._slots = slots
                 self._carry = self._grow(self._call, self._encoded, self._carry, slots)
 
-    def _wishes(self, logits: bool) -> Wishes:
+    def _options(self, logits: bool) -> DecodingOptions:
         """The options of all places, for steps with or without logits."""
-        wishes = Wishes(forced=self._forced, grammar=self._grammar)
+        options = DecodingOptions(forced=self._forced, grammar=self._grammar)
         scored = self._scored.any()
-        return dataclasses.replace(wishes, sampling=self._sampling, scores=True, scored=scored) if logits else wishes
+        return dataclasses.replace(options, sampling=self._sampling, scores=True, scored=scored) if logits else options
 
     # The programs, traced.
 
@@ -535,7 +535,7 @@ class RunningBatch:
         if self._drafting:
             weights, small = weights
             assert encoded.source is not None
-            strategy = self._drafting.lend(strategy, small, encoded.source)
+            strategy = self._drafting.bind_draft_model(strategy, small, encoded.source)
         return cast(Refillable, strategy), self._backend.decoder(
             self._model, lora.choose(weights, memory.adapter), memory
         )
@@ -551,13 +551,13 @@ class RunningBatch:
             source = dataclasses.replace(source, ids=ids, memory=small)
         return Encoded(self._backend.widen(encoded.memory, slots), source)
 
-    def _emptied(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
+    def _empty_state(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
         """Encoded sources (zeros) and a carry for an empty batch; `one`: an encoded source, for its shapes."""
         many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), one)
         strategy, decoder = self._meet(weights, many)
-        state, wishes = strategy.init(self.places, many.source), Wishes(scores=True)
+        state, options = strategy.init(self.places, many.source), DecodingOptions(scores=True)
         state = strategy.stop(state, jnp.ones(self.places, bool))
-        carry = decoding.begin(strategy, decoder, state, self._sizes, wishes=wishes, apart=True)
+        carry = decoding.begin(strategy, decoder, state, self._sizes, options=options, apart=True)
         return many, decoding.grow(decoder, carry, slots)
 
     def _reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
@@ -573,7 +573,7 @@ class RunningBatch:
         weights: Tree,
         encoded: Encoded,
         carry: Carry,
-        wishes: Wishes,
+        options: DecodingOptions,
         begins: Array,
         ends: Array,
         most: Array,
@@ -586,7 +586,7 @@ class RunningBatch:
           weights: of the model and the small model.
           encoded: the sources of all places.
           carry: the state of all places.
-          wishes: the options of all places.
+          options: the options of all places.
           begins: bool [B], the examples to begin.
           ends: bool [B], the examples to stop.
           most: i32 scalar, the most steps.
@@ -598,15 +598,15 @@ class RunningBatch:
         """
         (strategy, decoder), sizes = self._meet(weights, encoded), self._sizes
         carry = decoding.refill(
-            strategy, carry, begins=begins, ends=ends, sizes=sizes, wishes=wishes, source=encoded.source
+            strategy, carry, begins=begins, ends=ends, sizes=sizes, options=options, source=encoded.source
         )
-        found: Stretch = decoding.decode(
+        found: Segment = decoding.decode(
             strategy,
             decoder,
             carry,
             sizes=sizes,
             slots=carry.filled.row.shape[1],
-            wishes=wishes,
+            options=options,
             pause_after=most,
             listen=lambda count: self._backend.listen(count, switch),
             watched=watched,

@@ -145,12 +145,12 @@ def _write(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
     """The cache [B * H, ..] with what is new in each example's slots along that axis."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start[0], axis=axis)
-    caches, news = (x.reshape(len(start), -1, *x.shape[1:]) for x in (cache, new))
+    caches, new_tokens = (x.reshape(len(start), -1, *x.shape[1:]) for x in (cache, new))
 
     def one(cache: Array, new: Array, start: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=axis)
 
-    return jax.vmap(one)(caches, news, start).reshape(cache.shape)
+    return jax.vmap(one)(caches, new_tokens, start).reshape(cache.shape)
 
 
 def _at_places(x: Array, step: Step) -> Array:

@@ -57,15 +57,15 @@ def _all_events(
     try:
         while not over:
             decoded, done = batch.advance()
-            over, news = bool(done[place]), batch.news(decoded, place, known)
-            for _, row, j in news:
+            over, new_tokens = bool(done[place]), batch.new_tokens(decoded, place, known)
+            for _, row, j in new_tokens:
                 known[row] = j + 1
             # An open row has gained a token in every step so far. A row without room for its end token was cut off.
             end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
             closed = np.flatnonzero((known < end) & ~ended & (known > 0)).tolist()
             ended[closed] = True
             written = decoded.tokens[place].tolist()
-            found = [(step, False, row, written[row][j]) for step, row, j in news]
+            found = [(step, False, row, written[row][j]) for step, row, j in new_tokens]
             found += [
                 (int(batch.starts[row] + known[row]), True, row, end_of(batch.strategy, written[row], known[row]))
                 for row in closed

@@ -59,7 +59,7 @@ class StepParams:
     others: Tree
 
 
-def take_apart(
+def split_kernel_weights(
     step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str, rough: bool = False
 ) -> StepParams:
     """The parameters that a step reads, of all; the matrices that it multiplies with are held in what `weights` says.

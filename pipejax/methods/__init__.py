@@ -7,8 +7,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
-from pipejax.methods.method import ABILITIES, Given, Ids, InTorch, Method, Target
-from pipejax.methods.method_checks import check_target, strategy_of, unread
+from pipejax.methods.method import ABILITIES, Ids, InTorch, Method, RowPrefixes, Target
+from pipejax.methods.method_checks import check_target, ignored_settings, strategy_of
 from pipejax.methods.pipelined import NamedRows, PipelinedMethod
 from pipejax.methods.sequential import Beams, SequentialMethod, joined_change, split_rows, tells_rows_apart
 from pipejax.methods.spelling import Spells, prefix_ids, separator_ids, shown, spell
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 __all__ = [
     "ABILITIES",
     "Beams",
-    "Given",
     "Ids",
     "InTorch",
     "Method",
     "NamedRows",
     "PipelinedMethod",
+    "RowPrefixes",
     "SequentialMethod",
     "Spells",
     "Target",
-    "able",
     "check",
     "check_target",
     "check_training",
     "default",
-    "doubts",
+    "ignored_settings",
     "joined_change",
     "make",
     "make_strategy",
+    "methods_with",
     "names",
     "prefix_ids",
     "separator_ids",
@@ -47,7 +47,7 @@ __all__ = [
     "strategy_of",
     "tells_rows_apart",
     "trained",
-    "unread",
+    "training_mismatches",
 ]
 
 
@@ -56,7 +56,7 @@ def names(config: Config) -> tuple[str, ...]:
     return (*STRATEGIES, own.name) if (own := _own(config)) else STRATEGIES
 
 
-def able(config: Config, ability: str) -> dict[str, Method]:
+def methods_with(config: Config, ability: str) -> dict[str, Method]:
     """The methods of a config that have one of ABILITIES and do not go against its settings, by name."""
     found = dict[str, Method]()
     for name in names(config):
@@ -152,7 +152,7 @@ def make_strategy(
     return drafted(made, decode, drafter)
 
 
-def doubts(name: str, config: Config, learned: Config) -> list[str]:
+def training_mismatches(name: str, config: Config, learned: Config) -> list[str]:
     """Lines that say why its output means little, if it does: the weights learned another, or other settings."""
     method, saved, lines = make(name, config), learned.method, list[str]()
     then = {"class": default(learned)} if saved is None else described(saved)

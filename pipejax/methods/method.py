@@ -60,7 +60,7 @@ class Ids(NamedTuple):
         return self.eos, *self.other_ends
 
 
-class Given(NamedTuple):
+class RowPrefixes(NamedTuple):
     """The known part of the rows of an answer before it is written."""
 
     prefixes: tuple[str | Sequence[int], ...] = ()  # texts or ids with which they begin, in turn
@@ -173,12 +173,12 @@ class Method:
         """The strategy that decodes it; static under jit."""
         raise NotImplementedError
 
-    def given(self, given: Given) -> Given:
+    def given(self, given: RowPrefixes) -> RowPrefixes:
         """The same with all that the method knows, such as names; raises a UserError if rows cannot begin so."""
         return given
 
     def exist(self, rows: int, most: int | None) -> int:
-        """The number of rows of the grid that an answer has, of so many that began; `most`: as in `Given`."""
+        """The number of rows of the grid that an answer has, of so many that began; `most`: as in `RowPrefixes`."""
         return rows
 
     def allowed(self, spells: Spells) -> list[int]:

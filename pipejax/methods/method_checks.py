@@ -66,7 +66,7 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
             made, "position", f"{position[:2, :4].tolist()} for rows 0, 1 and times 0 to 3", expected
         )
     is_ours = type(made).__module__.startswith("pipejax.")
-    if not is_ours and made.choose is None and not made.borrows:
+    if not is_ours and made.choose is None and not made.needs_draft_model:
         strategy_checks.rehearse(made, ordered=ordered, grows=grows)
 
 
@@ -88,7 +88,7 @@ def check_target(target: Target, method: Method, *, vocabulary: int, most: int, 
             raise UserError(f"{owner}: {part}: found {wrong}; expected 0 or more, below {below}")
 
 
-def unread(method: Method, config: Config, asked: Collection[str] = ()) -> list[str]:
+def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()) -> list[str]:
     """A line that names the given settings that decoding by the method does not read.
 
     `asked`: keys that a call gave; for a method of one's own those of the config count as well.

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.config import Config, GridConfig
-from pipejax.methods.method import ABILITIES, Given, Ids, InTorch, Method, Target
+from pipejax.methods.method import ABILITIES, Ids, InTorch, Method, RowPrefixes, Target
 from pipejax.methods.spelling import Spells, prefix_ids, spell
 from pipejax.system.errors import UserError
 
@@ -100,7 +100,7 @@ class PipelinedMethod(Method):
             other_ends=ids.other_ends,
         )
 
-    def given(self, given: Given) -> Given:
+    def given(self, given: RowPrefixes) -> RowPrefixes:
         """As the source says, if so many rows begin in time."""
         fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
@@ -148,7 +148,7 @@ class NamedRows(PipelinedMethod):
                 )
         return self._laid_out(found, ids, most=most, names=[*map(len, names)])
 
-    def given(self, given: Given) -> Given:
+    def given(self, given: RowPrefixes) -> RowPrefixes:
         """If the source says nothing, as the grid names them."""
         names, says_nothing = self.grid.row_names, not given.prefixes and given.most is None
         if says_nothing and self.grid.delay == 0 and not names:  # the setting is at fault, not a source
@@ -158,7 +158,7 @@ class NamedRows(PipelinedMethod):
             )
         if says_nothing and names:
             self.check()
-            given = Given(names, len(names), "grid.row_names")
+            given = RowPrefixes(names, len(names), "grid.row_names")
         if self.grid.delay:
             return super().given(given)
         # T5 has no positions: rows that see nothing but bos would all write the same token first.

@@ -103,7 +103,7 @@ def batch_loss(
     return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size)
 
 
-def take_apart(batch: Arrays, parts: int) -> Arrays:
+def split_kernel_weights(batch: Arrays, parts: int) -> Arrays:
     """[A, B / A, ...] and [A, G / A, ...]: every A-th row of slots, with its sources, makes a part.
 
     Every A-th, not the next G / A: so each device already holds its share of every part.
@@ -161,7 +161,7 @@ def train_step(
             return jax.tree.map(jnp.add, sums, own), None
 
         zero = (jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, trained)
-        parts = jnp.arange(accumulate), take_apart(batch, accumulate)
+        parts = jnp.arange(accumulate), split_kernel_weights(batch, accumulate)
         ((total, count), gradient), _ = jax.lax.scan(add, zero, parts)
     divisor = jnp.maximum(count, 1)
     norm = optax.tree.norm(gradient) / divisor

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.decoding import Carry, Decoded, GridStrategy, Plain, Query, Sizes, SourceIds, Step, Stretch
+from pipejax.decoding import Carry, Decoded, GridStrategy, Plain, Query, Segment, Sizes, SourceIds, Step
 
 Array = jax.Array
 
@@ -117,7 +117,7 @@ def _decoded(strategy: GridStrategy, source: SourceIds, script: Array) -> Decode
     scripted, model = Scripted(strategy), NoModel()
     sizes = Sizes.fit(scripted, len(script))
 
-    def stretch(slots: int, carry: Carry | None) -> Stretch:
+    def stretch(slots: int, carry: Carry | None) -> Segment:
         begun = carry or decoding.begin(scripted, model, scripted.begun(source, script), sizes)
         return decoding.decode(scripted, model, begun, sizes=sizes, slots=slots)
 

@@ -44,7 +44,7 @@ def table_1(statistics: dict[str, dict[str, Any]]) -> str:
         test = statistics.get(task, {})
         ours = [f"{test[key]:,}" if test.get(key) else NONE for key in ("train", "examples")]
         ours += [_number(test.get(key)) for key in ("words_per_target", "rows_per_target", "words_per_row")]
-        lines.append([paper.TITLES[task], *_beside(ours, [_number(value) for value in reported])])
+        lines.append([paper.TITLES[task], *_had_company(ours, [_number(value) for value in reported])])
     return "Words and rows are those of the test split.\n\n" + _markdown(head, lines)
 
 
@@ -100,7 +100,7 @@ def table_5(tasks: Sequence[str], size: str, dtype: str, results: Results) -> st
             found, reported = results.get((cell, "test", way)), paper.TABLE_5.get((task, cell.delay))
             known = reported if size == "base" else None
             ours = [_number(_of(found, score)) for score in scores]
-            line = _beside(ours, [_number(x) for x in known.scores["test"]] if known else [NONE] * len(scores))
+            line = _had_company(ours, [_number(x) for x in known.scores["test"]] if known else [NONE] * len(scores))
             speed = [_number(_of(found, "examples_per_second"), 2), _number(known and known.examples_per_second)]
             lines.append([paper.TITLES[task], str(cell.delay), *line, _number(_of(found, "steps")), *speed])
     return _markdown(head, lines) if lines else ""
@@ -131,7 +131,7 @@ def _line(
     for split in splits:
         found = results.get((cell, split, way))
         theirs = reported.scores.get(split) if reported else None
-        line += _beside(
+        line += _had_company(
             [_number(_of(found, score)) for score in scores],
             [_number(x) for x in theirs] if theirs else [NONE] * len(scores),
         )
@@ -154,7 +154,7 @@ def _headline(task: str) -> str:
     return HEADLINES[PUBLISHED[task].metric]
 
 
-def _beside(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+def _had_company(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
     return [x for pair in zip(ours, theirs, strict=True) for x in pair]
 
 

@@ -86,7 +86,9 @@ def describe(work: BulkWork) -> Said:
     """The "settings" that the records depend on, "doubts" whether they mean much, and the template's "fields"."""
     generator = _open(work)
     config = generator.config
-    doubts = methods.doubts(work.strategy or generator.default_strategy, config, generator.trained or config)
+    doubts = methods.training_mismatches(
+        work.strategy or generator.default_strategy, config, generator.trained or config
+    )
     return {"settings": _settings(work, generator), "doubts": doubts, "fields": fields_of(config)}
 
 

@@ -27,7 +27,7 @@ from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import TRUNCATIONS, Carry, Decoded, SourceIds, Strategy, Wishes
+from pipejax.decoding import TRUNCATIONS, Carry, Decoded, DecodingOptions, SourceIds, Strategy
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
 from pipejax.inference.decoding_options import forced_of, rows_of
@@ -91,13 +91,13 @@ def export(
     used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
     for name, method in used.items():
         method.require("export")
-        for line in methods.doubts(name, config, restored.config):
+        for line in methods.training_mismatches(name, config, restored.config):
             logger.warning(line)
     made = {f"{name}-{platform}.jax": (name, platform) for name in used for platform in platforms}
     model, backend, ready = _prepare(config, restored.items["params"], platforms)
     ids, costs = Ids.of(model.config), call_costs(ready.decoding)
     plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
-    chosen = {file: plain[name].suit(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
+    chosen = {file: plain[name].tuned_for(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
     rows = {name: rows_of(Source("any", ""), method, spells, ids.ends) for name, method in used.items()}
     forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
@@ -179,11 +179,11 @@ def _decode(
     if strategy.reads_source:
         read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
 
-    wishes = Wishes(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
+    options = DecodingOptions(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
 
     def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
         """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""
-        given = ready.decoding, memory, carry, read, wishes
+        given = ready.decoding, memory, carry, read, options
         found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0], backend=backend)
         if not slots[1:]:
             return found.decoded

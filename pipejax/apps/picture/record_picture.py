@@ -60,14 +60,14 @@ def draw(flags: argparse.Namespace) -> int:
     if output.suffix not in (".html", ".svg"):
         raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
     place, found = record.find_record(flags.inputs[0], flags.id)
-    settings, can_draw = None, [*methods.able(Config(), "draw")]
+    settings, can_draw = None, [*methods.methods_with(Config(), "draw")]
     if flags.checkpoint:
         from pipejax.data.tokenizer import Tokenizer  # takes a second
 
         settings = config.load(Path(flags.checkpoint) / "config.json", imports=False)
         if settings.method is not None:
             methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
-            can_draw = [*methods.able(Config(method=settings.method), "draw")]
+            can_draw = [*methods.methods_with(Config(method=settings.method), "draw")]
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
     if (name := found.get("method")) is not None and name not in can_draw:  # former records do not say it

@@ -20,7 +20,7 @@ from pipejax.config.row_names import columns_of
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Grammar, Strategy, Table, ends_of
 from pipejax.decoding.grammar import FAR, TableTooLarge
-from pipejax.methods import Given, Method, prefix_ids
+from pipejax.methods import Method, RowPrefixes, prefix_ids
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.fields import named, shown_value
@@ -66,9 +66,9 @@ class Schema:
     spelled: Sequence[bytes]  # by each token
 
     @property
-    def given(self) -> Given:
+    def given(self) -> RowPrefixes:
         """The known part of the rows of an answer."""
-        return Given(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
+        return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
     def grammar(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
         """The grammar of a batch; `bounds`: tokens of a row at the most in each example, None: of the grid."""

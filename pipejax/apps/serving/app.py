@@ -27,7 +27,7 @@ from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.engine import Closed, Engine
 from pipejax.apps.serving.example import example_of
 from pipejax.apps.serving.refusals import Refused
-from pipejax.apps.serving.requests import ClientRequest, Form
+from pipejax.apps.serving.requests import ClientRequest, RequestFields
 from pipejax.apps.serving.responses import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.turns import Share, Turns
 from pipejax.inference.generator import Generator
@@ -67,7 +67,7 @@ class Limits:
 
 
 # Of each route the fields of what is asked, and the objects of the answers.
-POSTS: dict[str, tuple[Form, type[Completions] | type[Responses]]] = {
+POSTS: dict[str, tuple[RequestFields, type[Completions] | type[Responses]]] = {
     "/v1/completions": (requests.COMPLETIONS, Completions),
     "/v1/chat/completions": (requests.CHAT, Chats),
     "/v1/responses": (requests.RESPONSES, Responses),
@@ -119,7 +119,7 @@ class Service:
             form, made = POSTS[scope["path"]]
             reading = self._read(body, form, self._client_of(scope))
             wanted: ClientRequest = await _race(reading, receive, begun + self.limits.seconds)
-            if wanted.unread and not self._told_of_turns:
+            if wanted.ignored_settings and not self._told_of_turns:
                 self._told_of_turns = True
                 said = "no system message and no earlier turn (the first such request; later ones are not told)"
                 logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
@@ -150,7 +150,7 @@ class Service:
     def is_warm(self) -> bool:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
-    async def _read(self, body: bytes, form: Form, client: Hashable) -> ClientRequest:
+    async def _read(self, body: bytes, form: RequestFields, client: Hashable) -> ClientRequest:
         """Reads a request. A new schema is compiled in another thread, and in a second one if it takes long."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
         given = await run(self._readers, requests.parse_body, body)
@@ -188,7 +188,7 @@ class Service:
     def _shown(self, name: str) -> dict[str, object]:
         generator = self.models[name]
         config, template = generator.config, template_of(generator.config)
-        ids, served = generator.ids, methods.able(config, "serve")
+        ids, served = generator.ids, methods.methods_with(config, "serve")
         return {
             "id": name,
             "object": "model",

@@ -4,7 +4,7 @@ The engine decodes in a thread of its own. The thread repeats two phases: it adm
 (`_admit`), and advances the batch of each lane by some steps (`_advance`). A lane is a running batch for requests that
 can be decoded together: the same method, strategy, number of places and schema. Programs are compiled in another
 thread: a request whose programs are not compiled keeps waiting, while the others continue. A running request whose
-answer outgrows the compiled cache sizes gives up its place and begins again later (`_put_off`).
+answer outgrows the compiled cache sizes gives up its place and begins again later (`_requeue`).
 """
 
 import dataclasses
@@ -170,7 +170,7 @@ class Engine:
         self._waiting: deque[Answer] = deque()
         self._batches: dict[_Lane, RunningBatch] = {}
         self._running: dict[_Lane, dict[int, _Running]] = {}
-        self._beside = False  # whether other requests were present at the last admission; a hint for the next one
+        self._had_company = False  # whether other requests were present at the last admission; a hint for the next one
         self._change, self._switch = threading.Condition(), Switch()
         self._open, self._stops, self._lacks = True, False, False
         self._told_of = set[Hashable]()  # needs that were logged
@@ -372,13 +372,13 @@ class Engine:
         with self._change:
             others = any(one.kind == kind and not one.cancelled for one in self._waiting if one is not answer)
         beside = others or self._running_with(kind) > 0
-        sizes = [self.places] if beside or self._beside else [1, self.places]
+        sizes = [self.places] if beside or self._had_company else [1, self.places]
         lanes = [_Lane(kind, places, schema) for places in dict.fromkeys(sizes)]
         needs = dict[_Lane, Needs]()
         for lane in lanes:
             needs[lane] = self._needs(lane, answer)
             if not needs[lane]:
-                self._beside = beside
+                self._had_company = beside
                 return lane, {}
         nearest = min(
             lanes, key=lambda lane: len(needs[lane])
@@ -458,7 +458,7 @@ class Engine:
                 batch = self._batches.pop(idle)
                 del self._running[idle]
             elif kin:
-                batch = self._batches[kin[0]].twin()
+                batch = self._batches[kin[0]].empty_copy()
             else:
                 batch = self._new_batch(*lane[:2])
             self._batches[lane], self._running[lane] = self._give(batch, lane.kind, source), {}
@@ -494,7 +494,7 @@ class Engine:
         most = min((batch.steps_for(n - one.count, one.steps) for one, n in bounds if n is not None), default=NO_END)
         decoded, done = batch.advance(most, often=often)
         if batch.lacks:
-            self._put_off(lane, batch.fullest, batch.lacks)
+            self._requeue(lane, batch.fullest, batch.lacks)
             return
         for place, one in [*self._running[lane].items()]:
             self._tell(one, batch, decoded, place)
@@ -508,7 +508,7 @@ class Engine:
                     self.failed += 1
                 self._leave(lane, place)
 
-    def _put_off(self, lane: _Lane, place: int, needs: Needs) -> None:
+    def _requeue(self, lane: _Lane, place: int, needs: Needs) -> None:
         """Requeues an answer that has outgrown the compiled cache sizes: it begins again once `needs` are compiled."""
         one = self._running[lane].pop(place)
         self._batches[lane].drop(place)
@@ -521,7 +521,7 @@ class Engine:
         """Delivers the new tokens of a request, up to its `max_tokens`."""
         assert decoded.log_probs is not None, "a `RunningBatch` has log-probabilities"
         most, one.steps = one.answer.request.max_tokens, int(decoded.steps[place])
-        new, events = batch.news(decoded, place, one.lengths), []
+        new, events = batch.new_tokens(decoded, place, one.lengths), []
         for time, row, j in new[: None if most is None else max(most - one.count, 0)]:
             log_prob = float(decoded.log_probs[place, row, time])
             events.append(Event(row, int(decoded.tokens[place, row, j]), log_prob))

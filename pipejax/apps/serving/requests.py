@@ -25,7 +25,7 @@ Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change no
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class RequestFields:
     """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
 
     prompts: Callable[
@@ -69,7 +69,7 @@ class ClientRequest:
     stream: bool
     include_usage: bool
     rows: bool
-    unread: bool  # whether there are messages that the model does not read
+    ignored_settings: bool  # whether there are messages that the model does not read
 
     @property
     def schema(self) -> Schema | None:
@@ -105,7 +105,7 @@ def _no_number(name: str) -> None:
 
 def read_request(
     body: Object,
-    form: Form,
+    form: RequestFields,
     models: Mapping[str, Generator],
     *,
     most: int,
@@ -129,7 +129,7 @@ def read_request(
     if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
     strategy = given.get("strategy", generator.default_strategy)
-    served = methods.able(generator.config, "serve")
+    served = methods.methods_with(generator.config, "serve")
     if not isinstance(strategy, str) or strategy not in served:
         raise unsuitable("strategy", strategy, f"one of {', '.join(served)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
@@ -144,7 +144,7 @@ def read_request(
         raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
     if options and not stream:
         raise unsuitable("stream_options", options, "none without stream")
-    prompts, unread = form.prompts(given, form.source, generator.config)
+    prompts, ignored_settings = form.prompts(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
     under = apply_format(given, generator, strategy, apply)
@@ -176,7 +176,7 @@ def read_request(
         stream=stream,
         include_usage=_flag(options, "include_usage"),
         rows=rows,
-        unread=unread,
+        ignored_settings=ignored_settings,
     )
 
 
@@ -184,7 +184,7 @@ ECHOED: dict[str, type] = {"instructions": str, "metadata": Mapping, "user": str
 ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
 
 
-def _supported(body: Object, form: Form) -> Object:
+def _supported(body: Object, form: RequestFields) -> Object:
     """The fields of a body that ask for something; refuses unknown ones, and values that are not supported."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in [*given.items()]:
@@ -282,8 +282,8 @@ def _last_message(given: Object, field: str, config: Config) -> tuple[list[objec
     text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
     # A template of one field is filled by the text. One of several cannot be, so the text is the whole source then.
     fields = {*template_of(config).fields}
-    unread = len(messages) > 1 or bool(given.get("instructions"))
-    return [{fields.pop(): text} if len(fields) == 1 else text], unread
+    ignored_settings = len(messages) > 1 or bool(given.get("instructions"))
+    return [{fields.pop(): text} if len(fields) == 1 else text], ignored_settings
 
 
 def _text_of_parts(content: object, place: str) -> str:
@@ -418,7 +418,7 @@ _UNUSED = (
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
 
-COMPLETIONS = Form(
+COMPLETIONS = RequestFields(
     prompts=_prompts,
     source="prompt",
     most_tokens=("max_tokens",),
@@ -426,7 +426,7 @@ COMPLETIONS = Form(
     neutral={"best_of": (1,), "echo": (False,), "suffix": ("",), **_PENALTIES},
     unused=("user",),
 )
-CHAT = Form(
+CHAT = RequestFields(
     prompts=_last_message,
     source="messages",
     most_tokens=("max_completion_tokens", "max_tokens"),
@@ -443,7 +443,7 @@ CHAT = Form(
     },
     unused=(*_UNUSED, "reasoning_effort", "verbosity", "prediction"),
 )
-RESPONSES = Form(
+RESPONSES = RequestFields(
     prompts=_last_message,
     source="input",
     most_tokens=("max_output_tokens",),
