@@ -7,7 +7,8 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 # Modules that pages of the documentation named, or that a config names as MODULE:CLASS, by their former names.
 MOVED = {
@@ -28,6 +29,25 @@ MOVED = {
     "pipejax.apps.records": "pipejax.offline.records",
     "pipejax.apps.evaluation": "pipejax.offline.evaluation",
 }
+
+
+def present_class(name: str) -> str:
+    """Returns the present name of a class MODULE:CLASS, as configs and checkpoints name it."""
+    module, colon, attribute = name.partition(":")
+    return f"{MOVED.get(module, module)}{colon}{attribute}"
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module: its names by their former names, with a warning."""
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        line = f"{module}.{name} is now {names[name]}; the former name will be removed in the next release"
+        warnings.warn(line, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

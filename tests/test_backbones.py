@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -311,8 +312,27 @@ def test_classes_of_a_file_that_is_run_are_refused(monkeypatch):
 
 
 def test_another_class_than_the_checkpoints_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"found .pipejax\.model\.umt5:UMT5Config.; expected "):
+    with pytest.raises(UserError, match=r"found .pipejax\.backbones\.umt5:UMT5Config.; expected "):
         resolve_model(Config(model=TINY), Config(model=T5Config(**vars(TINY))))
+
+
+def test_configs_with_a_former_module_name_are_read():
+    described = config_lib.to_json(Config(model=TINY)).replace("pipejax.backbones.umt5", "pipejax.model.umt5")
+    assert '"pipejax.model.umt5:UMT5Config"' in described
+    assert config_lib.from_json(described, where="here").model == TINY
+    assert config_lib.find_class("pipejax.model.umt5:UMT5Config", "model") is UMT5Config
+
+
+def test_former_module_names_give_the_present_modules_with_a_warning():
+    names = ["model.interface", "methods.interface", "decoding.pipelined", "inference.kernels", "model.t5gemma2"]
+    code = "import importlib, pipejax, warnings\nwarnings.simplefilter('error')\n"
+    for name in names:
+        code += f"try: importlib.import_module('pipejax.{name}')\nexcept DeprecationWarning as w: print(w)\n"
+    code += "warnings.simplefilter('ignore')\nfrom pipejax.model.interface import Backbone\n"
+    code += "from pipejax.model import backbone\nassert Backbone is backbone.Backbone\n"
+    code += "assert backbone.__spec__.name == 'pipejax.model.backbone'\n"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in said] == [f"pipejax.{name}" for name in names]
 
 
 def test_what_a_backbone_does_not_say_is_one_line():
@@ -550,7 +570,7 @@ def test_the_commands_bring_a_backbone_in(spelling, tmp_path, capsys):
         "picture": (picture, ["records.jsonl", "--output", "x.html", "--checkpoint", run]),
     }
     for name, (command, argv) in commands.items():
-        with pytest.raises(UserError, match=r"model: found 'pipejax\.model\.umt5:Nothing', which cannot be imported"):
+        with pytest.raises(UserError, match=r"model: found 'pipejax\.backbones\.umt5:Nothing', which cannot be "):
             command([*argv, flag, wrong])
         with pytest.raises(UserError, match=r"^--set grid\.delay: cannot change here; expected model=MODULE:CLASS"):
             command([*argv, "--set", "grid.delay=2"])

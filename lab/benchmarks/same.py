@@ -296,7 +296,7 @@ def _names() -> Iterator[str]:
 
     for name in pipejax.__all__:
         yield from _signatures(f"pipejax.{name}", getattr(pipejax, name))
-    for room in ("config", "convert", "checkpoint", "methods", "decoding", "metrics", "model.interface", "testing"):
+    for room in ("config", "convert", "checkpoint", "methods", "decoding", "metrics", "model.backbone", "testing"):
         module = importlib.import_module(f"pipejax.{room}")
         public = getattr(module, "__all__", None) or [
             name

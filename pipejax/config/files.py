@@ -18,6 +18,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pipejax import moved
 from pipejax.config.row_names import names_of, quoted
 from pipejax.config.sections import Config, check
 from pipejax.model.backbone import BACKBONES, Backbone
@@ -182,6 +183,7 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
 
 def made(section: dict[str, Any], key: str = "method") -> Any:
     """The method or backbone that a run describes: no file of a run imports code other than pipejax's own."""
+    section = {**section, "class": moved.present_class(section["class"])}
     if (name := section["class"]) not in BACKBONES.values() and name.partition(":")[0] not in sys.modules:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
         raise UserError(
@@ -200,6 +202,7 @@ def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
 
 def find_class(name: str, key: str = "method") -> Any:
     """The class of "MODULE:CLASS"; to import it, and what it imports later, the current directory is searched."""
+    name = moved.present_class(name)
     module, _, attribute = name.partition(":")
     is_known = module in sys.modules or name in BACKBONES.values()
     if not is_known and (here := os.getcwd()) not in sys.path:

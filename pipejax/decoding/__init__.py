@@ -3,6 +3,7 @@
 import dataclasses
 from typing import cast
 
+from pipejax import moved
 from pipejax.config import DecodeConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
@@ -76,6 +77,8 @@ __all__ = [
     "run",
     "with_drafts",
 ]
+
+__getattr__ = moved.renamed("pipejax.decoding", {"Wishes": "DecodingOptions", "Stretch": "Segment"})
 
 
 def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> GridStrategy:

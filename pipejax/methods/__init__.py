@@ -6,6 +6,7 @@ A method of one's own comes in a config, as `method=Branching(0.3)` or `method="
 import contextlib
 from typing import TYPE_CHECKING
 
+from pipejax import moved
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
 from pipejax.methods.method import ABILITIES, Ids, InTorch, Method, RowPrefixes, Target
 from pipejax.methods.method_checks import check_target, ignored_settings, strategy_of
@@ -49,6 +50,16 @@ __all__ = [
     "trained",
     "training_mismatches",
 ]
+
+__getattr__ = moved.renamed(
+    "pipejax.methods",
+    {
+        "Given": "RowPrefixes",
+        "able": "methods_with",
+        "doubts": "training_mismatches",
+        "unread": "ignored_settings",
+    },
+)
 
 
 def names(config: Config) -> tuple[str, ...]:
