@@ -1,1 +1,1 @@
-"""From a config to a run directory: the loop, a step of it, the optimizer, what is logged, what it will cost."""
+"""Training: the training loop, the compiled step, the optimizer, the log and the memory estimate."""

@@ -1,4 +1,4 @@
-"""Training runs side by side, from their logs: what each reached, and what it cost.
+"""Compares training runs by their logs: the scores that each run reached, and the steps and minutes it took.
 
 pipejax compare RUN RUN ...
 """
@@ -17,7 +17,11 @@ COLUMNS = ("run", "step", "epoch", "loss", "best at", "dev loss", "metric", "bes
 
 
 def log_of(run: str) -> list[Line]:
-    """The lines of a run's log that can be read."""
+    """Reads the lines of a run's log; lines that are not valid JSON are skipped.
+
+    Raises:
+      UserError: the log cannot be read, or none of its lines is valid.
+    """
     path = Path(run) / "metrics.jsonl"
     try:
         lines = [values for _, values in run_log.read_log(path)]
@@ -29,7 +33,11 @@ def log_of(run: str) -> list[Line]:
 
 
 def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
-    """A run in one line, by `COLUMNS`; "steps" are the decoder's at the best evaluation."""
+    """Returns a run as one table row, by the names in `COLUMNS`.
+
+    "steps" is the mean number of decoder steps per example at the best evaluation. A value that the log does not have
+    is absent from the row.
+    """
     trained = [line for line in lines if line["event"] == "train"]
     evaluations = [line for line in lines if line["event"] == "evaluation" and line.get("metric") in HEADLINES]
     found = {"run": run, "step": str(max(line["step"] for line in lines))}
@@ -38,7 +46,8 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
         found["epoch"] = f"{last['epoch']:.1f}" if "epoch" in last else "-"
         found["loss"] = f"{last['loss']:.4f}" if last["loss"] is not None else "none"
         found["minutes"] = f"{sum(sum(line['seconds'].values()) for line in trained) / 60:.1f}"
-    if evaluations:  # those by another metric, of a former version, are on another scale
+    # evaluations by another metric (an older release's default) are on another scale, so they are left out below
+    if evaluations:
         best = max((x for x in evaluations if x["metric"] == evaluations[-1]["metric"]), key=score_of)
         found |= {"best at": str(best["step"]), "dev loss": f"{best['dev_loss']:.4f}", "steps": f"{best['steps']:.1f}"}
         found |= {"metric": HEADLINES[best["metric"]], "best": f"{score_of(best)[0]:.2f}"}

@@ -1,11 +1,12 @@
-"""The floating-point operations that devices make in a second, to hold those of a training step against."""
+"""Peak floating-point throughput of accelerators, the reference for a training step's utilisation (MFU)."""
 
 import jax
 
-# Dense bfloat16 operations a second, from the makers' data sheets; what is not here has no utilisation reported.
+# Dense bfloat16 operations per second, from the vendors' data sheets. For a device that is not listed, no utilisation
+# is reported.
 PEAKS = {
     "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,  # the SXM form
+    "NVIDIA H100": 989e12,  # the SXM variant
     "NVIDIA A100": 312e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
@@ -20,8 +21,8 @@ PEAKS = {
 
 
 def peak(device: jax.Device) -> float | None:
-    """Operations a second of one device in bfloat16, or None if it is not known."""
-    if "H100" in device.device_kind and "HBM3" not in device.device_kind:  # the PCIe form does less
+    """Returns the bfloat16 operations per second of one device, or None for an unknown device."""
+    if "H100" in device.device_kind and "HBM3" not in device.device_kind:  # the PCIe variant is slower
         return None
     names = [name for name in PEAKS if device.device_kind.startswith(name)]
     return PEAKS[max(names, key=len)] if names else None

@@ -1,4 +1,4 @@
-"""The dry run of a training: tries config, data, memory, the first batch and one step, and leaves no files."""
+"""The dry run of a training: checks the config, the data, the memory, the first batch and one step; leaves no files."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from pipejax.training.start import as_begun, start_run
 from pipejax.training.stop import Stop
 
 logger = logging.getLogger(__name__)
-SHOWN = 80  # characters of a text
+SHOWN = 80  # characters of a text that the log shows
 
 
 def dry_run(config: Config, workdir: str | Path) -> int:
@@ -34,7 +34,8 @@ def dry_run(config: Config, workdir: str | Path) -> int:
       0; 1 if the loss or the gradient of the step is not finite.
 
     Raises:
-      UserError: as `pipejax.training.loop.fit`, also if the run in WORKDIR could not be continued.
+      UserError: for the same reasons as `pipejax.training.loop.fit`; also if `workdir` holds a run that cannot
+        continue with this config.
     """
     check_objective(config)
     methods.check_training(config)
@@ -70,7 +71,7 @@ def dry_run(config: Config, workdir: str | Path) -> int:
 
 
 def _check_workdir(config: Config, directory: RunDirectory) -> None:
-    """Raises a UserError if the directory has a run that could not continue with this config."""
+    """Raises a UserError if the directory holds a run that cannot continue with this config."""
     store = Store(directory.path / "checkpoints")
     if steps := store.steps():
         as_begun(config, store.describe(max(steps)).config, directory.path)
@@ -80,7 +81,7 @@ def _check_workdir(config: Config, directory: RunDirectory) -> None:
 
 
 def _describe(batch: Batch, tokenizer: Tokenizer) -> str:
-    """A line with the shapes of a batch and its first example as text."""
+    """Returns one line for the log: the shapes of a batch, and its first example as text."""
     sizes = {name: x.shape for name, x in batch.arrays.items()}
     real = int(np.count_nonzero(batch.arrays["weights"]))
     source = tokenizer.decode(batch.arrays["source"][0, : batch.arrays["source_length"][0]])

@@ -1,4 +1,4 @@
-"""The dev split of a run: its loss, its scores as decoded, the best parameters, and when patience ends."""
+"""Evaluation on the dev split during training: loss, decoding scores, the best parameters, and early stopping."""
 
 import dataclasses
 import logging
@@ -30,14 +30,16 @@ from pipejax.training.run_log import Line, score_of
 
 Array = jax.Array
 logger = logging.getLogger(__name__)
-SAMPLES = 3  # documents whose predictions each evaluation shows
+SAMPLES = 3  # examples whose predictions are shown after each evaluation
 
 
 def bound_decoding(config: Config, encoded: Sequence[Encoded]) -> Config:
-    """The config with bounds of decoding that are no wider than these targets, and half as much again, call for.
+    """Returns the config with the limits of decoding reduced to the size of the dev targets, plus half.
 
-    A model that has not learned to stop fills whatever it may, and its first evaluation would take minutes. What a
-    `data.max_target` has cut tells no bound.
+    The limits are `grid.time_max`, `grid.sub_max` and `decode.max_length`; each becomes at most 1.5 times the longest
+    target plus 8. A model that has not learned to end its rows decodes up to its limits, so without this reduction the
+    first evaluations would take minutes. The config is returned unchanged for a custom method, and if
+    `data.max_target` cut a target, because the true lengths are then unknown.
     """
     if not encoded or config.method is not None or any(e.target_was_cut for e in encoded):
         return config
@@ -54,10 +56,15 @@ def bound_decoding(config: Config, encoded: Sequence[Encoded]) -> Config:
 
 
 class _Stopped(Exception):
-    """Ends a decode between two batches."""
+    """Raised between two batches to end a decoding run when the training has to stop."""
 
 
 class Examiner:
+    """Evaluates the trained parameters on the dev split and keeps the state of early stopping.
+
+    On resume, the best score and the number of evaluations without improvement are rebuilt from the run's log.
+    """
+
     def __init__(
         self,
         config: Config,
@@ -82,17 +89,19 @@ class Examiner:
             before = line["metric"]
             if before == metric:
                 self._count(score_of(line))
-        if distributed.same(before) not in ("", metric) and best is not None:  # the default of a former version
+        # an older release had another default metric
+        if distributed.same(before) not in ("", metric) and best is not None:
             logger.warning(f"scores by {before} so far, by {metric} from here on: best/ is chosen anew")
             best.score = ()
         self.highest, self.without_better = distributed.same((self.highest, self.without_better))
-        # No more at once than a training step has: what fits there fits here.
+        # Batches of the dev loss are no larger than one part of a training batch, so they fit in the memory if training
+        # does.
         part = config.train.batch_size // config.train.accumulate
         self.parts = dataclasses.replace(config.train, batch_size=part, pack=pack_size(config.train))
 
     @property
     def lost_patience(self) -> bool:
-        """Whether `train.patience` evaluations in a row were no better than the best."""
+        """Whether the last `train.patience` evaluations in a row were no better than the best one."""
         return 0 < self.config.train.patience <= self.without_better
 
     def evaluate(
@@ -103,11 +112,22 @@ class Examiner:
         stopped: Callable[[], bool],
         reach: Callable[[str], None] = lambda count: None,
     ) -> bool:
-        """Dev loss and quality of decoding with the trained strategy; the best by score, then loss, is kept.
+        """Computes the dev loss and decodes the dev split; offers the parameters to `best`, by score, then by loss.
 
-        `reach` gets the number of answers so far, of all processes. `stopped` is asked before and after each batch:
-        once it says True the evaluation is given up, which leaves nothing behind, and this is False. The line in the
-        log comes last: a run that is killed before it evaluates again, so no best step is missed.
+        The line in the log is written last. A run that is killed before that evaluates again on resume, so no best step
+        is
+        missed.
+
+        Args:
+          step: the number of updates made.
+          params: the parameters after that step.
+          progress: the progress display, which gets the scores and a few samples.
+          stopped: whether the training has to stop; called before and after each batch. After True the evaluation is
+            abandoned, and neither `best` nor the log changes.
+          reach: called with the progress as text, such as "8 of 64 answers", counted over all processes.
+
+        Returns:
+          Whether the evaluation was completed.
         """
         if stopped():
             return False
@@ -120,7 +140,8 @@ class Examiner:
 
         def tick(count: int) -> None:
             nonlocal answers
-            answers += count * jax.process_count()  # each decodes as many, and the rest, which all decode
+            # all processes decode equally many examples, and each decodes the remainder as well
+            answers += count * jax.process_count()
             reach(f"{min(answers, total)} of {total} answers")
             if stopped():
                 raise _Stopped
@@ -131,7 +152,7 @@ class Examiner:
         except _Stopped:
             return False
         finally:
-            self.generator.programs.forget_params()  # training needs the room
+            self.generator.programs.forget_params()  # frees device memory for training
         reach("the loss of the dev split")
         loss = self._dev_loss(params, stopped)
         if loss is None:

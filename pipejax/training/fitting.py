@@ -1,4 +1,4 @@
-"""Training from Python: what `pipejax.fit` does."""
+"""Training from Python: the implementation of `pipejax.fit`."""
 
 import dataclasses
 import os
@@ -29,6 +29,13 @@ def train_run(
     overrides: Overrides,
     method: Method | None = None,
 ) -> Path:
+    """Trains a run in `workdir` and returns its path; see `pipejax.fit` for the arguments.
+
+    Raises:
+      UserError: a setting or the data cannot be used, or the last or the best checkpoint could not be written.
+      KeyboardInterrupt: SIGINT stopped the training; the checkpoint of the last step is written.
+      SystemExit: another signal stopped the training, with the code 128 + signal.
+    """
     if isinstance(config, Mapping):
         config = config_lib.override(Config(), config, where="config")
     elif isinstance(config, str | os.PathLike):
@@ -49,7 +56,8 @@ def train_run(
             config = config_lib.override(config, {f"data.{split}": source}, where=split)
         elif source is not None:
             given[split] = examples_of(source, split, config.data, config.grid.row_names)
-            # A cell in memory may hold a list; one of CSV, which `jsonl` reads by its name as well, does not.
+            # A cell of a record in memory may be a list. A cell of a CSV file may not, and the task `jsonl` also
+            # accepts files named .csv, so the task is set explicitly and the path is cleared.
             data = dataclasses.replace(config.data, task="jsonl")
             data = dataclasses.replace(data, train="") if split == "train" else dataclasses.replace(data, dev="")
             config = dataclasses.replace(config, data=data)
@@ -68,7 +76,10 @@ def train_run(
 
 
 def examples_of(source: object, split: str, data: DataConfig, row_names: Sequence[str] = ()) -> list[Example]:
-    """The examples of records in memory; one without an id has its number, from 1 on, as lines of files have."""
+    """Returns the examples of records in memory.
+
+    A record without an id gets its number, counted from 1, as a line of a file does.
+    """
     if data.task not in OWN_FILES:
         raise UserError(f"{split}: found records in memory with data.task = {data.task}; expected jsonl")
     if data.split:

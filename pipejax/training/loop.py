@@ -1,4 +1,7 @@
-"""Fine-tuning and training from scratch, with the pipelined or the sequential objective. Read it top to bottom."""
+"""The training loop, for fine-tuning and training from scratch with the pipelined or the sequential objective.
+
+Read the module from top to bottom: `fit` is the whole loop, and `Run` holds the operations that it calls.
+"""
 
 import contextlib
 import dataclasses
@@ -42,17 +45,17 @@ logger = logging.getLogger(__name__)
 def fit(
     config: Config, workdir: str | Path, *, given: Mapping[str, Sequence[Example]] | None = None, profile: int = 0
 ) -> int:
-    """Trains until `train.steps`, from wherever the run in `workdir` stands.
+    """Trains until `train.steps`, starting from the newest good checkpoint in `workdir` or, without one, from step 0.
 
     Args:
       config: the experiment.
       workdir: the run's directory.
-      given: the splits "train" and "dev"; one that is absent is that of the config's task.
-      profile: traces that many steps, from the third of this call on, into WORKDIR/profile.
+      given: examples for the splits "train" and "dev"; an absent split is read by the config's task.
+      profile: the number of steps to trace into WORKDIR/profile, from the third step of this call on.
 
     Returns:
-      0; 1 if the last checkpoint or the best could not be written; or 128 + the signal that stopped it, between two
-      steps or in an evaluation, after a checkpoint.
+      0 on success; 1 if the last or the best checkpoint could not be written; or 128 + the number of the signal that
+      stopped the run between two steps or during an evaluation. The run then has a checkpoint of its last step.
 
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
@@ -67,8 +70,8 @@ def fit(
         start = start_run(config, directory, store, examples.fingerprints)
         if start.step:
             store.retire(start.step)
-        # An evaluation may be due by the new intervals or have been due by the old ones: of a run that was stopped
-        # in it the log lacks it.
+        # On resume, an evaluation of this step may be due by the new intervals, or by the old ones if the run was
+        # stopped during it. The log then has no evaluation of this step.
         configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
         owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
         if start.step >= config.train.steps and not owed:
@@ -86,9 +89,11 @@ def fit(
                 run.evaluate()
             while not run.is_over():
                 run.make_step()
-                # The log before the checkpoint: a run that resumes there must not log this step twice.
+                # The log is written before the checkpoint, so that a run that resumes from the checkpoint does not log
+                # this step twice.
                 run.log_if_due()
-                # The evaluation, too: a run that is killed in it repeats it; one that is stopped makes up for it.
+                # The evaluation comes before the checkpoint as well: a run killed during the evaluation repeats it from
+                # the checkpoint before, and a run stopped during it catches up on resume.
                 if run.evaluation_is_due():
                     run.evaluate()
                 run.save_if_due()
@@ -105,15 +110,22 @@ def check_objective(config: Config) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The examples that a run is trained on and examined with."""
+    """The examples that a run trains on, and the examples for its evaluations."""
 
     train: Sequence[Example]
     dev: Sequence[Example]
-    fingerprints: dict[str, str]  # of "data", those trained on, of "data_whole" if it is in memory, and of "dev"
+    # by name: "data", the training examples; "data_whole", all of them, if they are in memory; "dev"
+    fingerprints: dict[str, str]
 
     @classmethod
     def of(cls, config: Config, given: Mapping[str, Sequence[Example]] | None = None) -> "Examples":
-        """Those that are given, else those of the config's task; the same in all processes."""
+        """Returns the given examples, and reads the absent splits by the config's task.
+
+        Checks that all processes have the same examples.
+
+        Raises:
+          UserError: there are no training examples, a split cannot be read, or the processes differ.
+        """
         with distributed.fail_together(UserError):
             task = make_task(config.data, config.grid.row_names)
 
@@ -143,7 +155,7 @@ class Examples:
 
 
 class Run:
-    """A training under way: it makes steps, and what is due after one."""
+    """A training run in progress: makes the steps, and the logging, evaluations and checkpoints that become due."""
 
     def __init__(
         self, start: Start, examples: Examples, directory: RunDirectory, store: Store, stop: Stop, *, profile: int
@@ -151,9 +163,9 @@ class Run:
         self.trainer, self.state, self.step = start.trainer, start.state, start.step
         self.config = config = start.trainer.config
         self.directory, self.store, self.stop = directory, store, stop
-        self.saved = start.step  # the newest step that was given to the store
+        self.saved = start.step  # the newest step that was passed to the store
         self.evaluates = len(examples.dev) > 0
-        self.examined = True  # whether the last evaluation came to its end
+        self.examined = True  # whether the last evaluation was completed
         self.clock = Clock()
         directory.begin(config, start.tokenizer, start.step, examples.fingerprints)
         self.trackers = Trackers(config.train, directory.path, start.step, start.run)
@@ -162,7 +174,8 @@ class Run:
             if start.step == 0:
                 warn_of_examples(examples.train, start.tokenizer, config)
             if (shapes := start.shapes) is None:
-                # Process 0's: the choice compares sums of floats, which another kind of CPU rounds otherwise.
+                # Process 0 chooses for all processes: the choice compares sums of floats, which other kinds of CPUs may
+                # round differently.
                 chosen = choose_shapes(examples.train, start.tokenizer, config, config.model)
                 shapes = Shapes.from_json(distributed.same(chosen.to_json()))
             self.shapes = shapes
@@ -188,27 +201,32 @@ class Run:
         self.note = ""
 
     def trace_steps(self, count: int) -> None:
-        """Has so many steps traced, from the third that is made on."""
+        """Schedules a profiler trace of `count` steps, from the third step that follows on."""
         self.profile, self.profiled = contextlib.ExitStack(), range(self.step + 2, self.step + 2 + count)
 
     def is_over(self) -> bool:
-        """Whether no step is left, or the run is to stop here; all processes ask alike."""
+        """Whether the run ends here. All processes must call it.
+
+        A run ends after `train.steps`, after a signal, and when `train.patience` is exhausted.
+        """
         return self.step >= self.config.train.steps or self.stop.asked() or self.examiner.lost_patience
 
     def make_step(self) -> None:
-        """One update; it is under way on the devices when this returns."""
+        """Dispatches one update; the devices may still compute it when this method returns."""
         self.window.settle()
         with self.clock("data"):
             batch = next(self.batches)
             arrays = sharding.put_batch(batch.arrays, self.trainer.mesh)
         program = self._program(batch)
-        if not distributed.several():  # else all would have to compile in the same order
+        # several processes would have to compile in the same order, so they do not compile ahead
+        if not distributed.several():
             self.trainer.prepare(self.shapes.in_use(min(self.step + EVERY, self.config.train.steps - 1)))
         if self.step == self.profiled.start and self.profiled:
             self.profile.enter_context(jax.profiler.trace(self.directory.path / "profile"))
         self.state, metrics = program(self.state, arrays, self.trainer.dropout_key(self.step + 1))
         self.step += 1
-        if self.step == self.saved + 1:  # the save ran beside this one step; now it ends, so a crash costs one interval
+        # the save overlapped with this one step and is completed now, so a crash loses at most one interval
+        if self.step == self.saved + 1:
             jax.block_until_ready(metrics)
             with self.clock("checkpoint"):
                 self.store.settle()
@@ -217,9 +235,11 @@ class Run:
             self.profile.close()
         self.window.add(self.step, batch, metrics)
         if self.evaluation_is_due() or self._save_is_due():
-            jax.block_until_ready(metrics)  # so that the step's time is not booked as that of an evaluation or a save
+            # so that the time of the step is not counted as part of the evaluation or the save
+            jax.block_until_ready(metrics)
 
     def log_if_due(self) -> None:
+        """Writes a line to metrics.jsonl every `train.log_every` steps and after the last step."""
         self.note = ""
         if self.step == self.config.train.steps or self.step % self.config.train.log_every == 0:
             with distributed.fail_together(UserError):
@@ -228,26 +248,31 @@ class Run:
             self.note = loss + (f", epoch {values['epoch']:.1f}" if "epoch" in values else "")
 
     def log_the_rest(self) -> None:
+        """Logs the steps since the last line, when the loop has ended between two lines."""
         if self.window.steps:
             with distributed.fail_together(UserError):
                 self.window.flush()
 
     def evaluate(self) -> None:
+        """Evaluates the dev split at the current step; `self.examined` then says whether it was completed."""
         of = f"{len(self.examiner.examples)} examples"
         with self.clock("evaluation"), self.progress.aside("evaluating", of) as reach:
             self.examined = self.examiner.evaluate(self.step, self.state.params, self.progress, self.stop.asked, reach)
 
     def save_if_due(self) -> None:
+        """Starts saving a checkpoint every `train.checkpoint_every` steps; the writing overlaps with the next step."""
         if self._save_is_due():
             with self.clock("checkpoint"):
                 if self._save():
                     self.saved = self.step
 
     def write(self, values: Line) -> None:
+        """Writes a line to metrics.jsonl and its numbers to the trackers."""
         self.directory.log_metrics(values)
         self.trackers.write(values)
 
     def end(self) -> int:
+        """Writes the last checkpoint and the last line of the log, and returns the exit code as in `fit`."""
         with self.clock("checkpoint"):
             done = self.store.settle()
             if self.saved < self.step or not done:
@@ -282,13 +307,14 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ends the work beside the steps; after an error also the save under way, the bar and the trackers."""
+        """Ends the background work; after an error also completes a pending save and closes the displays."""
         if error is None:
             self.exchange.close()
         else:
-            if not distributed.several() or distributed.shared(error):  # else the others do not come to its end
+            # after an error of this process alone the others would not take part in the save, which would never end
+            if not distributed.several() or distributed.shared(error):
                 self.store.settle()
-            if not distributed.lost(error):  # else whom we would tell is gone
+            if not distributed.lost(error):  # a process that is gone cannot be notified
                 self.exchange.close()
             self.progress.close()
         self.profile.close()
@@ -297,7 +323,7 @@ class Run:
             self.trackers.close()
 
     def evaluation_is_due(self) -> bool:
-        """Whether the dev split is scored after this step: every `train.evaluate_every` steps and after the last."""
+        """Whether the dev split is evaluated after this step: every `train.evaluate_every` steps and after the last."""
         return self.evaluates and _evaluated(self.step, self.config)
 
     def _save_is_due(self) -> bool:
@@ -308,6 +334,7 @@ class Run:
         return self.store.save(self.step, items, config=self.config, metadata=self.metadata, wait=wait)
 
     def _program(self, batch: Batch) -> jax.stages.Compiled:
+        """Returns the compiled step for the shapes of this batch; shows a note while it is compiled."""
         shapes = {name: x.shape for name, x in batch.arrays.items()}
         if self.trainer.is_ready(shapes):
             return self.trainer.program(shapes)

@@ -1,11 +1,11 @@
-"""The memory that a training step needs on each device, before anything is bought or started.
+"""Estimates the memory that a training step needs on each device, without allocating it.
 
     pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--target NAME | --compile | --measure]
 
-An estimate by arithmetic for the longest batch that the config allows: every source and target as long as it may be.
-With --target, beside it, what XLA sets aside for the step compiled for that device, which need not be there. With
---compile, the same for this machine's CPU (as many devices as the mesh wants are pretended); it counts bfloat16 as
-float32. With --measure, one real step on this machine's accelerators, and the peak that they report.
+The estimate is computed for the longest batch that the config allows: every source and every target has its maximum
+length. --target also compiles the step for that device, which need not be present, and shows the memory that XLA
+allocates. --compile does the same for this machine's CPU, simulating as many devices as the mesh needs; a CPU stores
+bfloat16 as float32. --measure runs real steps on this machine's accelerators and shows the peak that they report.
 """
 
 import argparse
@@ -36,17 +36,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
-SHARE = 0.75  # of a card that JAX sets aside, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-ROOM = 0.75  # of a device's memory: the compiler sets aside at most a third more than the estimate (tests/test_plan.py)
+SHARE = 0.75  # the share of a GPU's memory that JAX reserves, unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another one
+# the usable share of a device's memory: XLA allocates at most a third more than the estimate (tests/test_plan.py)
+ROOM = 0.75
 
 
 def estimate(
     config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int, blocks: bool
 ) -> dict[str, float]:
-    """Bytes on each device by term, from those of parameters with moments and of gradients, float32.
+    """Returns the bytes on each device by term.
 
-    `shapes` are one device's share of one part of a batch: [B, L] of "source" and [G, N] of "inputs" are looked at.
-    `blocks`: whether attention runs in blocks.
+    Args:
+      config: the experiment, with a model whose arithmetic is that of a T5.
+      shapes: one device's share of one part of a batch; "source" [B, L] and "inputs" [G, N] are used.
+      state: bytes of the parameters and the optimizer's moments, float32.
+      gradients: bytes of the gradients of the trained parameters, float32.
+      layers: the number of parameters in the stacked layers of encoder and decoder.
+      blocks: whether attention runs in blocks.
     """
     assert config.model is not None, "`_resolve` checks it"
     model, train = config.model.like_t5(), config.train
@@ -56,12 +62,13 @@ def estimate(
     heads = math.ceil(model.num_heads / config.mesh.tensor)
     inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
     gates = 1 if model.feed_forward == "relu" else 2
-    dropped = wide if train.dropout else 0  # what dropout leaves of an array lies beside it; its mask is nowhere
+    # dropout stores its output beside its input; its mask is recomputed, not stored
+    dropped = wide if train.dropout else 0
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
         scores = rows * heads * queries * keys
         dots = rows * queries * (inner + model.d_model) * wide
-        if blocks:  # all but dots are in float32 for each query, or gradients of what the kernels read
+        if blocks:  # apart from the dots, arrays are float32 per query, or gradients of the inputs of the kernels
             by_bucket = 4 * (2 + model.relative_attention_num_buckets)
             return {
                 "dots": dots,
@@ -91,7 +98,7 @@ def estimate(
     decoder = [attention(slots, slots, groups), attention(slots, memory, groups), feed_forward(flat)]
     decoder[0]["dots"] += 2 * flat * inner * wide
     decoder[1]["dots"] += 2 * tokens * inner * wide
-    if train.lora_rank and train.remat == "dots":  # x W and x A B are both results of matrices
+    if train.lora_rank and train.remat == "dots":  # x W and x A B are both results of matrix products
         for cost in (*encoder, *decoder):
             cost["dots"] *= 2
     terms: dict[str, float] = {"parameters and moments": state, "gradient": gradients}
@@ -104,10 +111,10 @@ def estimate(
         dots, rest = (sum(cost[kind] for cost in costs) for kind in ("dots", "rest"))
         kept = {"none": dots + rest, "dots": dots, "layers": 0.0}[train.remat]
         terms[f"kept of {depth} {name} layers"] = depth * (kept + stream(count))
-        # In the backward pass of a layer everything is there, and the gradient of one of its parts.
+        # In the backward pass of a layer, all its activations are alive, and the gradient of one of its parts.
         gradient = max(sum(cost.values()) for cost in costs)
         terms[f"one {name} layer at work"] = dots + rest - kept + gradient
-    # Without a scan the gradient of the encoder's is held for each example.
+    # Without a scan over layers, the gradient of the encoder's position bias is held for each example.
     copies = 1 + (batch if train.remat == "none" else 1)
     if not blocks:
         terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
@@ -116,26 +123,33 @@ def estimate(
     terms["encoded source and its gradient"] = 2 * stream(tokens)
     table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
     if not train.lora_rank:
-        terms["gradients of the table, by use"] = 2 * 4 * table  # the lookups and the head, until they are added up
-    # The two stacks are at work one after the other.
+        # one gradient for the lookups and one for the output head, before they are added
+        terms["gradients of the table, by use"] = 2 * 4 * table
+    # The encoder and the decoder are computed one after the other, so only the larger working set counts.
     smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
     del terms[smaller]
     work = [name for name in terms if "at work" in name or "kept of" in name]
-    if blocks and train.remat != "none":  # the gradient of stacked layers is taken apart when all their work is done
+    # the stacked gradient is split into layers only after the layers' working memory is free, so the two never coexist
+    if blocks and train.remat != "none":
         for name in work if sum(terms[name] for name in work) < gradients else ["gradient"]:
             del terms[name]
     return terms
 
 
 def longest_batch(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays of a batch whose sources and targets are all as long as they may be."""
+    """Returns the shapes of the arrays of a batch whose sources and targets all have their maximum length."""
     from pipejax.data.batches import abstract_batch, longest
 
     return abstract_batch(config.train, longest(config), methods.trained(config).choices)
 
 
 def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tuple[Trainer, dict[str, float]]":
-    """The trainer, which has compiled nothing yet, and the estimate in bytes by term; `devices`: None for our own."""
+    """Returns a trainer, which has compiled nothing yet, and the estimate in bytes by term.
+
+    Args:
+      config: the experiment.
+      devices: the devices to plan for; None: this machine's devices.
+    """
     from pipejax.training.step import Trainer
 
     trainer = Trainer(config, devices)
@@ -143,7 +157,7 @@ def plan(config: Config, devices: "Sequence[jax.Device] | None" = None) -> "tupl
 
 
 def estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
-    """`estimate` with the sizes of this trainer's arrays."""
+    """Returns `estimate` with the array sizes of this trainer filled in."""
     import jax
 
     from pipejax.model import sharding
@@ -169,7 +183,7 @@ def estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
 
 
 def device_memory() -> int | None:
-    """The bytes that JAX may take of each device here; None: a device does not tell."""
+    """Returns the bytes that JAX may allocate on each local device, or None if a device does not report them."""
     import jax
 
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
@@ -178,9 +192,14 @@ def device_memory() -> int | None:
 
 
 def choose_remat(config: Config, memory: float | None, devices: "Sequence[jax.Device] | None" = None) -> Config:
-    """The config with "auto" of `train.remat` replaced by the fastest that leaves room in the memory, in one line.
+    """Replaces "auto" in `train.remat` by the fastest choice that leaves a quarter of the memory free; logs the choice.
 
-    Where memory, in bytes of each device, or a model's arithmetic is not known, nothing is computed again.
+    If the memory or the model's arithmetic is unknown, the choice is to recompute nothing ("none").
+
+    Args:
+      config: the experiment.
+      memory: bytes on each device; None: unknown.
+      devices: the devices of the mesh; None: this machine's devices.
     """
     from pipejax.model.precision import compute_dtype
     from pipejax.training.step import Trainer
@@ -204,7 +223,7 @@ def choose_remat(config: Config, memory: float | None, devices: "Sequence[jax.De
 
 
 def compiled_bytes(trainer: "Trainer", config: Config) -> float:
-    """The bytes that XLA sets aside on each device for the compiled step, everything included."""
+    """Returns the total bytes that XLA allocates on each device for the compiled step."""
     analysis = trainer.program(longest_batch(config)).memory_analysis()
     assert analysis is not None, "all of our compilers have one"
     return (
@@ -216,7 +235,7 @@ def compiled_bytes(trainer: "Trainer", config: Config) -> float:
 
 
 def stepper(trainer: "Trainer", config: Config) -> Callable[[], float]:
-    """Makes a real step on random tokens at each call, and gives its seconds."""
+    """Returns a function that makes one real step on random tokens per call and returns its seconds."""
     import jax
 
     from pipejax.model.sharding import put_batch
@@ -231,7 +250,7 @@ def stepper(trainer: "Trainer", config: Config) -> Callable[[], float]:
     arrays["slots"][:] = shapes["inputs"][1]
     arrays["time"][:] = np.arange(shapes["inputs"][1])
     arrays["weights"] = np.ones(shapes["weights"], np.float32)
-    # JAX's own random weights take longer to compile than the step.
+    # JAX's random initialisation takes longer to compile than the step.
     shapes_of = jax.eval_shape(config.model.init_params, trainer.key)
     params = jax.tree.map(lambda x: 0.05 * rng.standard_normal(x.shape, np.float32), shapes_of)
     held, batch = [trainer.fresh(params)], put_batch(arrays, trainer.mesh)
@@ -247,7 +266,12 @@ def stepper(trainer: "Trainer", config: Config) -> Callable[[], float]:
 
 
 def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tuple[float | None, float]:
-    """The peak on the fullest device after a few real steps on random tokens, and the seconds of the last one."""
+    """Runs a few real steps on random tokens.
+
+    Returns:
+      The peak in bytes on the device with the highest one (None if a device does not report it), and the seconds of the
+      last step.
+    """
     step = stepper(trainer, config)
     seconds = [step() for _ in range(steps)][-1]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in trainer.mesh.devices.flat]
@@ -289,16 +313,16 @@ def main(argv: Sequence[str]) -> int:
 
     kind = targets.find_target(flags.target, "--target") if flags.target is not None else None
 
-    import jax  # after all names are known to be good
+    import jax  # imported once all names are known to be valid
 
     mesh = config.mesh
     if flags.measure and jax.default_backend() == "cpu":
         raise UserError("--measure: found no GPU or TPU here; expected one (--compile needs none)")
-    if not flags.measure:  # plan for any machine on any machine
+    if not flags.measure:  # planning needs no accelerator: simulate the devices on the CPU
         devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
-    if config.train.dtype == "auto":  # what it would be on a GPU or TPU
+    if config.train.dtype == "auto":  # the value that "auto" has on a GPU or TPU
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
     absent = kind.devices(devices) if kind else None
     if flags.memory:
@@ -333,6 +357,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resolve(config: Config, name: str | None) -> Config:
+    """Returns the config with a model: `--model`, the config's model, or the architecture of `train.init_from`."""
     from pipejax.model.t5_config import architecture
 
     if name is not None:

@@ -1,4 +1,4 @@
-"""The view of a training run: its data at the start, where the time goes, the log's windows of steps."""
+"""Monitoring of a training run: warnings about the data, a clock for where the time goes, and the lines of the log."""
 
 import contextlib
 import logging
@@ -21,15 +21,15 @@ from pipejax.training.costs import peak
 from pipejax.training.run_log import Line
 
 Array = jax.Array
-FEW = 0.05  # of the examples: with more the user had better know
-ENOUGH = 1000  # examples tell how many of all are concerned
-MANY = 20_000  # examples take a while to be encoded
-CHARACTERS = 2_000_000  # of sources, too
+FEW = 0.05  # the share of affected examples above which a warning is logged
+ENOUGH = 1000  # examples that suffice to estimate the share of affected ones
+MANY = 20_000  # examples that take noticeably long to encode
+CHARACTERS = 2_000_000  # characters of sources after which the sample of ENOUGH examples ends early
 logger = logging.getLogger(__name__)
 
 
 class Clock:
-    """Seconds by what they went to. What nothing else is named for is "step": the devices are at work then."""
+    """Measures seconds by activity. Time that no named block covers counts as "step", the work of the devices."""
 
     def __init__(self) -> None:
         self.totals: dict[str, float] = defaultdict(float)
@@ -38,7 +38,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Counts the time of a block; blocks do not nest."""
+        """Counts the time of a `with` block under a name. Blocks must not be nested."""
         begun = time.perf_counter()
         try:
             yield
@@ -46,7 +46,7 @@ class Clock:
             self._named[name] += time.perf_counter() - begun
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last lap, which add up to the time that passed."""
+        """Returns the seconds by activity since the previous lap; they add up to the elapsed time."""
         now = time.perf_counter()
         lap = {name: self._named[name] for name in ("compile", "data", "checkpoint", "evaluation")}
         lap["step"] = max(now - self._since - sum(lap.values()), 0.0)
@@ -58,7 +58,7 @@ class Clock:
 
 
 class Window:
-    """The steps since the last log line; values stay on the device until then."""
+    """The steps since the last line of the log; their metrics stay on the device until the next line."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Window:
         assert config.model is not None
         self.examples, self.data, self.train, self.model = examples, config.data, config.train, config.model
         self.warned: set[str] = set()
-        self.seen, self.missing = 0, Counter[str]()  # examples, and those from which something is missing
+        self.seen, self.missing = 0, Counter[str]()  # examples seen, and by field how many were cut
         self.log, self.progress = log, progress
         self.clock, self.steps, self.bad = clock, list[tuple[int, Batch, dict[str, Array]]](), 0
         peaks = [peak(device) for device in devices]
@@ -84,7 +84,11 @@ class Window:
         self.steps.append((step, batch._replace(arrays={}), metrics))
 
     def flush(self) -> Line:
-        """Writes a line of metrics.jsonl over all steps since the last, and one for each step that was left out."""
+        """Writes one line of metrics.jsonl for all steps since the last line, and one for each skipped update.
+
+        Raises:
+          UserError: `train.max_bad_steps` steps in a row had a loss or gradient that is not finite.
+        """
         fetched = jax.device_get([metrics for _, _, metrics in self.steps])
         seconds = self.clock.lap()
         batches = [batch for _, batch, _ in self.steps]
@@ -118,7 +122,7 @@ class Window:
         return values
 
     def _warn(self, values: Line, examples: int) -> None:
-        """Says once what is missing from more than a few of the examples, when more than a few batches tell."""
+        """Warns once per field if more than `FEW` of the examples seen so far were cut, after enough examples."""
         said = {
             "cut_sources": f"sources are cut at data.max_source = {self.data.max_source} tokens",
             "cut_targets": f"targets are cut at data.max_target = {self.data.max_target} tokens and lose their ends",
@@ -133,11 +137,12 @@ class Window:
                 logger.warning(f"{100 * self.missing[name] / self.seen:.0f} % of the {words} ({name} in metrics.jsonl)")
 
     def settle(self) -> None:
-        """Waits until no more than one step is under way: whoever wants to stop need not wait for many."""
+        """Waits until at most one step is in flight, so that a stop request never waits for many steps."""
         if len(self.steps) > 1:
             jax.block_until_ready(self.steps[-2][2])
 
     def _judge(self, step: int, batch: Batch, metrics: dict[str, np.ndarray]) -> None:
+        """Logs an update that was skipped because its loss or gradient is not finite; counts such steps in a row."""
         if metrics["good"]:
             self.bad = 0
             return
@@ -155,7 +160,10 @@ class Window:
 
 
 def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: Config) -> None:
-    """Says at the start if batches are large, and which texts of ENOUGH drawn ones do not come back from tokens."""
+    """Warns at the start of a run if batches are large, and if texts change when they are encoded and decoded.
+
+    The round trip is checked on a random sample of at most `ENOUGH` examples.
+    """
     size, total = config.train.batch_size, len(examples)
     if (drawn := min(size * config.train.length_group, total)) > MANY:
         logger.info(f"{drawn} examples are encoded before the first step: train.length_group batches of them")
@@ -180,5 +188,5 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
 
 
 def few(ids: list[str]) -> str:
-    """The first eight of them, and how many more there are."""
+    """Returns the first eight ids, and the number of the others."""
     return ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

@@ -1,4 +1,4 @@
-"""The optimizer, which turns gradients into updates: schedules, AdamW and Adafactor, and what is left as it is."""
+"""The optimizer: learning rate schedules, AdamW and Adafactor, and the split into trained and frozen parameters."""
 
 from collections.abc import Callable
 
@@ -16,16 +16,19 @@ from pipejax.system.extras import extra
 with extra("train", "training"):
     import optax
 
-FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # how the paths of parameters begin that are not trained
+FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # prefixes of the paths of parameters that are frozen
 
 
 def warmup(config: TrainConfig) -> int:
-    """The number of warm-up updates."""
+    """Returns the number of warm-up updates."""
     return round(config.warmup_share * config.steps) if config.warmup_share else config.warmup_steps
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up to `learning_rate`, then constant, or down to 0 at `steps` in a line or half a cosine."""
+    """Returns the schedule: linear warm-up to `learning_rate`, then constant, linear or cosine.
+
+    The linear and the cosine schedule decay to 0 at `steps`.
+    """
     rising, peak = max(warmup(config), 1), config.learning_rate
     rest = max(config.steps - rising, 1)
     after = {
@@ -33,30 +36,34 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest),
     }[config.schedule]
-    # Step 1 is count 0: its rate is already above 0, and step `rising` is the first with the full rate.
+    # Step 1 has count 0. Its rate is already above 0, and step `rising` is the first one with the full rate.
     return optax.join_schedules([optax.linear_schedule(peak / rising, peak, rising - 1), after], [rising])
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW or Adafactor, for gradients clipped already; norms and relative biases do not decay."""
+    """Returns AdamW or Adafactor, without weight decay for norms and relative biases.
+
+    The gradients must be clipped already.
+    """
 
     def decays(params: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(lambda keys, _: not path_of(keys).endswith(VECTORS), params)
 
     rate, decay = learning_rate(config), config.weight_decay
     if config.optimizer == "adafactor":
-        # Rates are relative to a parameter's own size here (Shazeer and Stern 2018); 1e-3 is usual for T5. optax's own
-        # decay for it knows no rate.
-        # But not to that of low-rank factors, of which one begins as zero.
+        # Adafactor scales each update by the parameter's own magnitude (Shazeer and Stern 2018); 1e-3 is a usual rate
+        # for T5. This scaling is off for low-rank factors, because one of them starts at zero. The weight decay of
+        # optax.adafactor ignores the schedule, so `_decay` replaces it.
         adafactor = optax.adafactor(rate, multiply_by_parameter_scale=not config.lora_rank)
         update = optax.chain(adafactor, _decay(rate, decay, decays))
     else:
         update = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
-    return optax.chain(optax.identity(), update)  # clipping was first here once: so its states are read still
+    # keeps the place of the clipping of former releases, so that their optimizer states can still be restored
+    return optax.chain(optax.identity(), update)
 
 
 def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Tree], Tree]) -> optax.GradientTransformation:
-    """Adds -rate x decay x parameter to finished updates, where `decays` says so."""
+    """Adds -rate x decay x parameter to the final updates of those parameters that `decays` selects."""
 
     def update(updates: Tree, state: optax.ScaleByScheduleState, params: Tree) -> tuple[Tree, Tree]:
         scale = rate(state.count) * decay
@@ -69,17 +76,18 @@ def _decay(rate: optax.Schedule, decay: float, decays: Callable[[Tree], Tree]) -
 
 
 def updates_made(state: optax.OptState) -> jax.Array:
-    """The count that the schedule goes by: steps that were left out are not in it."""
+    """Returns the count that the schedule uses, i32 []; skipped updates are not counted."""
     count: jax.Array = optax.tree.get_all_with_path(state, "count")[0][1]
     return count
 
 
 def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
+    """Returns a predicate on parameter paths: whether `train.freeze` and `train.lora_rank` leave it trained."""
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
 
 
 def partition(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tree]:
-    """The trees of parameters that are trained and that are not."""
+    """Splits the parameters into two trees: the trained and the frozen ones."""
     flat = flatten_dict(params, sep="/")
     trained = {path: x for path, x in flat.items() if is_trained(path)}
     fixed = {path: x for path, x in flat.items() if path not in trained}
@@ -87,4 +95,5 @@ def partition(params: Tree, is_trained: Callable[[str], bool]) -> tuple[Tree, Tr
 
 
 def combine(trained: Tree, fixed: Tree) -> Tree:
+    """Merges the two trees of `partition` into one."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(fixed))

@@ -1,6 +1,6 @@
-"""A training run on disk, apart from its checkpoints: lock, config, tokenizer, log; and what may change on resume.
+"""A training run on disk, apart from its checkpoints: lock, config, tokenizer and log; and the checks on resume.
 
-Where a run has several processes, only the first one writes here.
+In a run with several processes, only the first process writes here.
 """
 
 import contextlib
@@ -41,20 +41,22 @@ from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
 
-# Everything else decides what is learned or which step counts as best: with another value it is another run. The mesh
-# says where a run is computed: neither the data order nor the saved state depends on it. A name is a label, and
-# copies of the log are copies. Nobody trains on `data.test`, and drafts change no token of an evaluation.
+# The settings that may change on resume. Every other setting affects what the model learns or which step is the best,
+# so changing it makes another run. The mesh affects neither the order of the data nor the saved state. `name` is only a
+# label, trackers hold only copies of the log, `data.test` is not used in training, and drafts do not change the tokens
+# of an evaluation.
 CHANGEABLE = (
     *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor"),
-    "train.shapes",  # those that a run began with are in its checkpoints
+    "train.shapes",  # the checkpoints keep the shapes that the run began with
     *("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every", "train.evaluate_examples"),
     "train.new_dropout",
     *("train.patience", "train.keep_checkpoints", "train.keep_every"),
     *("train.tensorboard", "train.wandb", "train.mlflow"),
     *("decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"),
 )
-# Of a place, and of how its files are read, the content counts, by these fingerprints in a checkpoint's metadata. Where
-# a former version left them out, another spelling of the same path is all that is known to be the same.
+# For settings that name a place, or say how its files are read, the content is compared, by these fingerprints in a
+# checkpoint's metadata. Checkpoints of older releases may lack the fingerprints; then only another spelling of the same
+# path counts as the same.
 EXAMPLES = {
     "data.train": ("data",),
     "data.dev": ("dev",),
@@ -67,12 +69,13 @@ PLACES = (*EXAMPLES, "data.tokenizer", "train.init_from", "train.init_best")
 
 
 class RunDirectory:
-    """WORKDIR, held by one trainer at a time. Use it as a context manager."""
+    """The directory of a run (--workdir), locked by one training process at a time. Use it as a context manager."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.writes = absolute(path), distributed.first()
-        self._waiting: list[str] = []  # lines of the log that the disk did not take
-        self._made: list[Path] | None = None  # directories of a run that is new; None once it has begun
+        self._waiting: list[str] = []  # lines of the log that could not be written yet
+        # directories created for a new run, removed if it does not begin; None once it has begun
+        self._made: list[Path] | None = None
         self._lock: IO[str] | None = None
         with distributed.fail_together(UserError):
             if self.writes:
@@ -89,10 +92,15 @@ class RunDirectory:
 
     @property
     def is_run(self) -> bool:
+        """Whether the directory already holds a run."""
         return (self.path / ".lock").is_file()
 
     def __enter__(self) -> Self:
-        """Creates the directory and locks it; the lock goes with the process, however that ends."""
+        """Creates the directory and locks it. The lock ends with the process, even if the process is killed.
+
+        Raises:
+          UserError: another process holds the lock, or the directory cannot be written.
+        """
         with distributed.fail_together(UserError):
             if self.writes:
                 self._take()
@@ -106,13 +114,14 @@ class RunDirectory:
             self._lock.close()
             raise UserError(f"{self.path}: another trainer is at work here; expected a directory of one's own")
         self._made = made if new else None
-        with writing(self.path):  # what killed ones have left
+        with writing(self.path):  # remove temporary files of killed processes
             for name in ("config.json", "metrics.jsonl"):
                 sweep_text(self.path / name)
             sweep_partial(self.path / "tokenizer")
             sweep(self.path, ".gone-*")
 
     def __exit__(self, *_: object) -> None:
+        """Releases the lock. If the run has not begun, removes the directories that `__enter__` created."""
         if self._lock is None:
             return
         if self._made is not None:
@@ -123,15 +132,22 @@ class RunDirectory:
         self._lock.close()
 
     def begin(self, config: Config, tokenizer: Tokenizer, step: int, data: Mapping[str, str]) -> None:
-        """Brings config.json, the tokenizer and the log to where training goes on from `step`, with this data.
+        """Sets config.json, the tokenizer and the log to the state from which training continues.
 
-        From step 0 it is another run, whatever stood here: the tokenizer is replaced, and best/ is kept aside.
+        From step 0 a new run begins, even if the directory holds an older one: the tokenizer is replaced, and best/ is
+        renamed to keep it.
+
+        Args:
+          config: the resolved config.
+          tokenizer: written if the run has none yet.
+          step: the step to continue from; later lines of the log are removed.
+          data: the fingerprints of the examples, by name.
         """
         with distributed.fail_together(UserError):
             if self.writes:
                 self._made = None
                 with writing(self.path):
-                    # For people; the one that counts is in each checkpoint's manifest.
+                    # For people to read; on resume the config in each checkpoint's manifest counts.
                     write_text(self.path / "config.json", config_lib.to_json(config))
                     if step == 0:
                         self._remove(self.path / "tokenizer")
@@ -141,7 +157,12 @@ class RunDirectory:
                     self._cut_metrics(step)
 
     def _set_aside_best(self, config: Config, data: Mapping[str, str]) -> None:
-        """Unless it is of this very run, which then was killed before its first checkpoint and passes there again."""
+        """Renames best/ unless it belongs to this run.
+
+        It does belong to this run if the run was killed before its first checkpoint: it then starts from step 0 again
+        and
+        passes the same steps.
+        """
         best = self.path / "best"
         if _same_run(best, config, data):
             return
@@ -150,7 +171,8 @@ class RunDirectory:
         logger.warning(f"{best}: of a run that is lost; kept aside as {target.name}")
 
     def _remove(self, directory: Path) -> None:
-        if directory.is_dir():  # renamed first: a kill leaves no half of it
+        """Removes a directory in two steps, so that an interruption never leaves a partial one under its name."""
+        if directory.is_dir():  # renamed first, so that a kill during the removal leaves no partial directory
             gone = free_name(directory.with_name(f".gone-{directory.name}"))
             directory.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -162,11 +184,12 @@ class RunDirectory:
         with new_directory(target) as partial:
             try:
                 tokenizer.save(partial)
-            except Exception as error:  # what tokenizers raises when the disk is full is no OSError
+            except Exception as error:
+                # the tokenizers library raises other exceptions than OSError when the disk is full
                 raise UserError(f"{target}: cannot be written ({error})") from error
 
     def _cut_metrics(self, step: int) -> None:
-        """Drops lines of later steps than the one that training resumes at, those of ends, and one torn by a crash."""
+        """Removes from the log the lines after step `step`, the lines of earlier ends, and a line torn by a crash."""
         if (self.path / "metrics.jsonl").is_file():
             kept = (
                 line
@@ -180,24 +203,27 @@ class RunDirectory:
         return run_log.read_log(path) if path.is_file() else []
 
     def logged(self, event: str) -> list[Line]:
-        """The lines of that event; in processes that do not write none."""
+        """Returns the lines of an event; an empty list in processes that do not write."""
         return [values for _, values in self._log() if values["event"] == event] if self.writes else []
 
     def has(self, event: str, step: int) -> bool:
-        """Whether the log has such a line of that step; all processes are told what the first one finds."""
+        """Whether the log has a line of this event and step. All processes get the answer of the first one."""
         return distributed.same(any(values["step"] == step for values in self.logged(event)))
 
     def finish(self, last: Line) -> None:
-        """Sees to it that the log of a finished run has its last line: a kill may have come before it was written."""
+        """Adds the last line to the log of a finished run if it is missing, as after a kill before it was written."""
         if not self.has(last["event"], last["step"]) and self.writes:
             self._cut_metrics(last["step"])
             self.log_metrics(last)
 
     def log_metrics(self, values: Line) -> None:
-        """Appends one object to metrics.jsonl, now or, if the disk does not take it, before the next one."""
+        """Appends a line to metrics.jsonl and syncs it to the disk.
+
+        If the disk refuses the line, it is kept in memory, written before the next line, and a warning is logged once.
+        """
         if not self.writes:
             return
-        self._waiting.append(json.dumps(values) + "\n")  # ASCII: an id may hold what is no UTF-8
+        self._waiting.append(json.dumps(values) + "\n")  # ASCII, because an id may hold text that is not valid UTF-8
         path = self.path / "metrics.jsonl"
         text = "".join(self._waiting).encode()
         try:
@@ -208,9 +234,9 @@ class RunDirectory:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(file.fileno())
                     if end == 0:
-                        sync(self.path)  # its name
+                        sync(self.path)  # the directory entry of a new file
                 except OSError:
-                    file.truncate(end)  # no half line
+                    file.truncate(end)  # removes a partially written line
                     raise
         except OSError as error:
             if len(self._waiting) == 1:
@@ -220,9 +246,10 @@ class RunDirectory:
 
 
 def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
-    """Whether each step there can be read and is of a run of this config (but for what may change), tokenizer and data.
+    """Whether every step in `best` can be read and belongs to a run with this config, tokenizer and data.
 
-    Steps of former versions do not tell their data.
+    Settings that may change on resume are not compared. Steps of older releases carry no fingerprints of the data;
+    a missing fingerprint counts as equal.
     """
     store = Store(best)
     try:
@@ -239,7 +266,10 @@ def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
 
 
 def check_resume(old: Config, new: Config, where: Path) -> None:
-    """Raises a UserError with `old -> new` for the first key that must not change on resume, but for PLACES."""
+    """Raises a UserError with `old -> new` for the first setting that must not change on resume.
+
+    The settings in PLACES are left to `check_places`, which compares the content.
+    """
     before, after = config_lib.flat(old), config_lib.flat(new)
     for key in [*before, *(k for k in after if k not in before)]:
         was, now = before.get(key), after.get(key)
@@ -251,7 +281,7 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
 
 
 def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: Path) -> None:
-    """Raises a UserError for the first of PLACES with other content than the run began with."""
+    """Raises a UserError for the first setting in PLACES whose content differs from the one the run began with."""
     before, after = config_lib.flat(saved.config), config_lib.flat(new)
     for key in PLACES:
         was, now = before.get(key), after[key]
@@ -263,6 +293,7 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
 
 
 def _same_content(key: str, was: object, now: object, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
+    """Whether two values of a setting in PLACES have the same content, by fingerprints or else by path."""
     if key in EXAMPLES and all(saved.metadata.get(name) == data[name] for name in EXAMPLES[key]):
         return True
     if key.startswith("train.init") and (init := saved.metadata.get("init")):
@@ -277,6 +308,7 @@ def _same_content(key: str, was: object, now: object, saved: Restored, new: Conf
 
 
 def _params_fp(directory: str, *, best: bool) -> str:
+    """Returns the fingerprint of the parameters in the newest readable step, or "" if there is none."""
     store = Store(Path(directory) / ("best" if best else "checkpoints"))
     for step in sorted(store.steps(), reverse=True) if directory else ():
         with contextlib.suppress(Damaged):
@@ -285,6 +317,11 @@ def _params_fp(directory: str, *, best: bool) -> str:
 
 
 def resolve_model(config: Config, other: Config) -> Config:
+    """Returns the config with the architecture of the checkpoint that training starts from.
+
+    Raises:
+      UserError: the config has another architecture.
+    """
     begun = choose_end(dataclasses.replace(config, model=other.model))
     if config.model is not None and config.model != begun.model:
         a, b = (config_lib.flat(Config(model=model)) for model in (config.model, begun.model))
@@ -298,7 +335,11 @@ def resolve_model(config: Config, other: Config) -> Config:
 
 
 def choose_end(config: Config) -> Config:
-    """The config with `train.eos_token_id`, if set, as the first end token of the model."""
+    """Returns the config with `train.eos_token_id`, if set, as the first end token of the model.
+
+    Raises:
+      UserError: the id is not an end token of the model.
+    """
     model, eos = config.model, config.train.eos_token_id
     if model is None or eos in (-1, model.eos_token_id):
         return config

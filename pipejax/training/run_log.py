@@ -1,4 +1,4 @@
-"""Reading the log of a training, metrics.jsonl."""
+"""Reads the log of a training run, metrics.jsonl."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 from pipejax.metrics import HEADLINES
 from pipejax.system import strict_json
 
-Line = dict[str, Any]  # an object of the log; its "event" says which other keys it has
+Line = dict[str, Any]  # one object of the log; the value of "event" determines the other keys
 
 
 def read_log(path: Path) -> list[tuple[str, Line]]:
-    """The lines of a log and what they hold; what is no line of a log, such as one torn by a crash, is left out."""
+    """Returns the valid lines of a log, each as text and as an object.
+
+    Invalid lines, such as one torn by a crash, are skipped.
+    """
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
@@ -23,5 +26,5 @@ def read_log(path: Path) -> list[tuple[str, Line]]:
 
 
 def score_of(line: Line) -> tuple[float, float]:
-    """The key by which evaluations are compared, higher being better: the metric's chief score, then the loss."""
+    """Returns the key for comparing evaluations, higher is better: the headline score, then the negated loss."""
     return line[HEADLINES[line["metric"]]], -line["dev_loss"]

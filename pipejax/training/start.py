@@ -1,4 +1,4 @@
-"""Where a run begins: at its own newest good checkpoint, at another's weights, or at random ones."""
+"""The start of a run: from its newest good checkpoint, from the weights of another run, or from random weights."""
 
 import dataclasses
 import hashlib
@@ -26,21 +26,33 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Start:
+    """The state from which training continues."""
+
     trainer: Trainer
     state: TrainState
-    step: int  # updates already made
+    step: int  # the number of updates already made
     tokenizer: Tokenizer
-    before: Config | None = None  # of the run so far; its steps and intervals may have been others
-    shapes: Shapes | None = None  # that its batches had so far
-    init: str = ""  # fingerprint of the weights that the run began with; "": random ones, or a former version's run
-    conversion: int | None = None  # of those weights; None: not known
-    run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))  # its id on boards
+    # the config of the run so far; None: the run is new. Its steps and intervals may differ from the new ones
+    before: Config | None = None
+    shapes: Shapes | None = None  # the batch shapes of the run so far; None: not chosen yet
+    # fingerprint of the weights that the run began with; "": random weights, or a run of an older release
+    init: str = ""
+    conversion: int | None = None  # version of the conversion of those weights; None: unknown
+    # the id on tracker boards
+    run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))
 
 
 def start_run(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
-    """Order: the run's own newest good checkpoint, then `train.init_from`, then random weights; says which."""
+    """Returns the run's newest good checkpoint, else the weights of `train.init_from`, else random weights.
+
+    The choice is logged.
+
+    Raises:
+      UserError: the config or the data differ from the run's in a way that resume does not allow, or the starting
+        checkpoint or the tokenizer cannot be used.
+    """
     config = choose_end(config)
-    trainers: list[Trainer] = []  # one, once a step says what the run began with
+    trainers: list[Trainer] = []  # empty until a checkpoint's config is read; then one trainer
 
     def expect(saved: Config) -> dict[str, Tree]:
         wanted = as_begun(config, saved, directory.path)
@@ -68,7 +80,13 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
 
 
 def as_begun(config: Config, saved: Config, where: Path) -> Config:
-    """The config of a run that goes on, with all that was found out when it began."""
+    """Returns the config of a resumed run, with the values that were determined when the run began.
+
+    These are the model, the resolved `data.special_tokens` and the resolved `train.remat`.
+
+    Raises:
+      UserError: a setting that must not change on resume has changed.
+    """
     wanted = config if config.model is not None else dataclasses.replace(config, model=saved.model)
     wanted = _with_special_tokens(wanted, saved.data.special_tokens)
     if wanted.train.remat == "auto":
@@ -78,13 +96,14 @@ def as_begun(config: Config, saved: Config, where: Path) -> Config:
 
 
 def _with_special_tokens(config: Config, found: str) -> Config:
-    """The config with this value of `data.special_tokens`, if it is "auto"."""
+    """Returns the config with `data.special_tokens` set to `found` if it is "auto"."""
     if config.data.special_tokens != "auto":
         return config
     return dataclasses.replace(config, data=dataclasses.replace(config.data, special_tokens=found))
 
 
 def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapping[str, str]) -> Start:
+    """Returns the state of a restored checkpoint, after checking that data, places and dropout masks still match."""
     wanted, before = trainer.config.train, own.config.train
     if before.evaluate_examples != wanted.evaluate_examples:
         logger.info("train.evaluate_examples: found another number than before; best/ goes by the scores of both alike")
@@ -105,7 +124,8 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     with distributed.fail_together(UserError):
         tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
     shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
-    by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]  # a former version's id
+    # runs of older releases derived the id from the path
+    by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]
     init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
     state = TrainState(own.items["params"], own.items["state"])
     checkpoint.report_conversion(own)
@@ -113,7 +133,7 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
 
 
 def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
-    """Refuses to continue a run with other dropout masks than it began with, unless `train.new_dropout`."""
+    """Raises a UserError if the run began with other dropout masks, unless `train.new_dropout` is set."""
     if not train.dropout or own.step >= train.steps or own.metadata.get("dropout", 1) == dropout.VERSION:
         return
     if not train.new_dropout:
@@ -125,6 +145,7 @@ def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
 
 
 def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:
+    """Returns the trainer and the tokenizer of a new run, and the checkpoint of `train.init_from`, if set."""
     origin: Restored | None = None
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
@@ -149,6 +170,11 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
 
 
 def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
+    """Returns the tokenizer of the config or its task, else the one of the starting checkpoint.
+
+    Raises:
+      UserError: there is no tokenizer, or it does not fit the starting checkpoint.
+    """
     chosen, name = None, f"data.tokenizer={config.data.tokenizer}"
     if config.data.tokenizer:
         chosen = Tokenizer.load(config.data.tokenizer)
@@ -183,7 +209,11 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
 
 
 def _compare_pieces(chosen: Tokenizer, own: Tokenizer, name: str, config: Config) -> bool:
-    """Whether all ids mean the pieces that the weights learned; refuses another tokenizer unless it is asked for."""
+    """Whether every id means the same piece as in the tokenizer of the starting checkpoint.
+
+    Raises:
+      UserError: an id means another piece, and `data.new_tokenizer` is not set.
+    """
     if not (others := chosen.other_pieces(own)):
         return True
     first, start = others[0], config.train.init_from

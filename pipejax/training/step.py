@@ -1,6 +1,6 @@
-"""One training step, compiled and sharded: loss, gradient, update. No files, no loop.
+"""One training step, compiled and sharded: loss, gradient and update. No files and no loop.
 
-Shapes: B batch, L source length, G rows of slots, N slots of a row, A parts of a batch.
+Shapes: B batch, L source length, G rows of slots, N slots per row, A parts of a batch (`train.accumulate`).
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ with extra("train", "training"):
     import optax
 
 Array = jax.Array
-Arrays = dict[str, Array]  # of a batch, by name
-ArrayShapes = Mapping[str, tuple[int, ...]]  # of a batch's arrays
+Arrays = dict[str, Array]  # the arrays of a batch, by name
+ArrayShapes = Mapping[str, tuple[int, ...]]  # the shapes of a batch's arrays, by name
 Position = Callable[[Array, Array], Array]
-SOURCES = ("source", "source_length", "number")  # arrays of a batch with a row for each example; the others have G rows
+SOURCES = ("source", "source_length", "number")  # arrays of a batch with one row per example; the others have G rows
 
 
 @flax.struct.dataclass
 class TrainState:
-    """All that training changes. RNG and data position follow from seed and step."""
+    """The state that training changes. Random numbers and the data position follow from the seed and the step."""
 
     params: Tree
     optimizer: optax.OptState
@@ -61,9 +61,18 @@ def batch_loss(
     position: Position = grid.position,
     part: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Summed loss and target tokens of a batch of flat slots (paper section 3.3).
+    """Returns the summed loss and the number of target tokens of a batch of flat slots (paper section 3.3).
 
-    `dropout`: the key of the step; None: no dropout. `part`: the number of this part of a batch; None: a whole batch.
+    Args:
+      model: the module.
+      params: its parameters.
+      batch: i32 "source" [B, L], "source_length" [B], "inputs", "row", "time" and "example" [G, N], "slots" [G];
+        "targets"
+        and f32 "weights" as the loss takes them.
+      dropout: the key of the step; None: no dropout.
+      loss: the loss of the method.
+      position: gives the decoder's positions from rows and times.
+      part: the index of this part of a batch; None: the batch is whole.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -75,7 +84,8 @@ def batch_loss(
         pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
         together = example[:, :, None] == example[:, None, :]
         mask = grid.visible(*pairs) & together & real[:, None, :]
-        owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])  # of a group's tokens
+        # the example, within its row of slots, of each source token
+        owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])
         of_source = example[:, :, None] == owner
     variables = {"params": params}
     rngs = None
@@ -104,9 +114,10 @@ def batch_loss(
 
 
 def split_kernel_weights(batch: Arrays, parts: int) -> Arrays:
-    """[A, B / A, ...] and [A, G / A, ...]: every A-th row of slots, with its sources, makes a part.
+    """Splits a batch into `parts`: arrays [B, ...] become [A, B / A, ...], and [G, ...] become [A, G / A, ...].
 
-    Every A-th, not the next G / A: so each device already holds its share of every part.
+    Part i takes the rows of slots i, i + A, i + 2 A, ... with their sources. A strided split leaves every device with a
+    share of every part, so no data moves between devices.
     """
     groups = batch["inputs"].shape[0]
 
@@ -134,15 +145,33 @@ def train_step(
     rate: optax.Schedule = lambda count: 0.0,
     branch: bool = True,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update with the mean loss over the real target tokens of the global batch.
+    """Makes one update with the mean loss over the real target tokens of the global batch.
 
-    The batch is computed in `accumulate` parts. Their loss sums and gradients of sums are added up and divided once,
-    by the tokens of all, so that parts of uneven lengths give what the whole batch would. If loss or gradient is not
-    finite, the state stays as it was, to the bit.
+    The batch is computed in `accumulate` parts. The sums of the losses and of their gradients are added over the parts
+    and divided once, by the number of tokens in all parts, so the result equals that of the whole batch even if the
+    parts have different numbers of tokens. If the loss or the gradient is not finite, the state does not change.
 
-    The program decides on the update by a branch or, with `branch` False, by a choice between old and new in each
-    array. On a CPU, XLA works in the donated buffers inside a branch only. On a GPU a branch waits for the host; a
-    choice is computed together with the update.
+    With `branch`, the update is skipped by a branch (`lax.cond`); without it, by selecting the old or the new value in
+    each array. On a CPU, XLA updates the donated buffers in place only inside a branch. On a GPU a branch waits for the
+    host, whereas the selection is fused with the update.
+
+    Args:
+      model: the module.
+      optimizer: the transformation of the trained parameters' gradients.
+      state: the parameters and the optimizer's state.
+      batch: the arrays of a batch; see `batch_loss`.
+      key: the dropout key of the step.
+      loss: the loss of the method.
+      position: gives the decoder's positions from rows and times.
+      accumulate: the number of parts, A.
+      clip_norm: the largest global norm of the gradient.
+      is_trained: whether the parameter at a path is trained.
+      place: applied to the parameters before the forward pass, to gather sharded tables.
+      rate: the learning rate by update count, for the metrics only.
+      branch: how an update that is not finite is skipped.
+
+    Returns:
+      The new state, and the scalars "loss", "tokens", "grad_norm", "good" and "learning_rate".
     """
     trained, fixed = partition(state.params, is_trained)
 
@@ -166,7 +195,8 @@ def train_step(
     divisor = jnp.maximum(count, 1)
     norm = optax.tree.norm(gradient) / divisor
     good = jnp.isfinite(total) & jnp.isfinite(norm)
-    # Mean and clipping by global norm in one factor: a division of its own would be a pass over all parameters.
+    # One factor does both the mean and the clipping by global norm; a separate division would pass over all parameters
+    # once more.
     factor = clip_norm / jnp.maximum(norm, clip_norm) / divisor
 
     def update(state: TrainState) -> TrainState:
@@ -184,11 +214,19 @@ def train_step(
 
 
 class Trainer:
-    """The compiled step, the shardings, and the state's birth, for one resolved config on one mesh."""
+    """The compiled step, the shardings and the initial state, for one resolved config on one mesh."""
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
-        """Compiles nothing yet; checks that the batch divides over the mesh. `devices`: see `sharding.make_mesh`."""
-        if config.train.remat == "auto":  # and nobody has asked `plan.choose_remat`
+        """Checks that the batch divides over the mesh; compiles nothing yet.
+
+        Args:
+          config: the resolved config; "auto" of `train.remat` counts as "none".
+          devices: see `sharding.make_mesh`.
+
+        Raises:
+          UserError: the batch does not divide, or a parameter's path or shape does not fit the model.
+        """
+        if config.train.remat == "auto":  # `memory.choose_remat` was not called
             config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="none"))
         assert config.model is not None
         self.config, self.mesh = config, sharding.make_mesh(**vars(config.mesh), devices=devices)
@@ -198,7 +236,7 @@ class Trainer:
         pin = partial(sharding.split_batch, mesh=self.mesh)
         make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
         self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
-        if self.blocks:  # a module that does not take them is not told
+        if self.blocks:  # only modules that support blocks have this argument
             make = partial(make, blocks=self.blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
         self.optimizer = make_optimizer(train)
@@ -208,7 +246,7 @@ class Trainer:
         check_paths(
             "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
         )
-        if train.lora_rank and not is_stock(self.model):  # whose layers read them
+        if train.lora_rank and not is_stock(self.model):  # the layers of other modules may not read the factors
             check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
         replicated = sharding.replicated(self.mesh)
@@ -231,19 +269,23 @@ class Trainer:
         self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, **asked))
 
     def _newborn(self, params: Tree) -> TrainState:
-        key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)  # 0: no step's; initial weights are drawn with it
+        """Returns the initial state of these parameters: adds the low-rank factors and initialises the optimizer."""
+        # 0 is no step's number; the initial weights are drawn with it
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)
         params = lora.add(params, self.config.train.lora_rank, key, self._is_trained)
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Tree) -> Tree:
+        """Returns the subtree of the trained parameters."""
         return partition(params, self._is_trained)[0]
 
     def _shardings(self) -> TrainState:
+        """Returns the shardings of the state; moments are sharded as their parameters."""
         params = sharding.param_shardings(self.model.config, self.abstract.params, self.mesh)
         replicated = sharding.replicated(self.mesh)
         optimizer = optax.tree.map_params(
             self.optimizer,
-            # What Adafactor keeps of a matrix is a row and a column.
+            # Adafactor keeps a row and a column for a matrix; these are replicated.
             lambda own, param, where: where if own.shape == param.shape else replicated,
             self.abstract.optimizer,
             self.trained(self.abstract.params),
@@ -253,7 +295,7 @@ class Trainer:
         return TrainState(params, optimizer)
 
     def fresh(self, params: Tree | None = None) -> TrainState:
-        """A state from the seed, or from given parameters."""
+        """Returns a new state from the given parameters or, if None, from random ones drawn with the seed."""
         config = self.model.config
         if params is None:
             params = initial(config, jax.random.fold_in(self.key, 0), self.mesh)
@@ -262,36 +304,44 @@ class Trainer:
         return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Tree]:
+        """Returns the shapes, dtypes and shardings of "params" and "state", for restoring a checkpoint."""
         placed = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
         return {"params": placed.params, "state": placed.optimizer}
 
     def step(self, state: TrainState, batch: Arrays, key: Array) -> tuple[TrainState, dict[str, Array]]:
+        """Makes one step, compiling the program first if needed; `state` is donated."""
         return self.program({name: x.shape for name, x in batch.items()})(state, batch, key)
 
     def program(self, batch: ArrayShapes) -> jax.stages.Compiled:
-        """The compiled step for such batches: called with state (used up), batch and dropout key. It is kept."""
+        """Returns the compiled step for a batch of these shapes, from the cache or compiled now.
+
+        The program takes the state, the batch and the dropout key. The state's buffers are donated.
+        """
         key = _key(batch)
         known = self._programs.get(key)
-        # A program that waits behind another one is compiled sooner here; one that failed there may succeed now.
+        # A program that waits in the background queue is compiled here instead, because that is sooner. A background
+        # compilation that failed is repeated, because it may succeed now.
         if known is None or known.cancel() or known.exception():
             known = self._programs[key] = Future()
             known.set_result(self.lower(batch).compile())
         return known.result()
 
     def is_ready(self, batch: ArrayShapes) -> bool:
+        """Whether the program for these shapes is already compiled."""
         known = self._programs.get(_key(batch))
         return known is not None and known.done() and not known.cancelled() and not known.exception()
 
     def prepare(self, pairs: Iterable[Pair]) -> None:
-        """Compiles programs for batches of these shapes beside the work, one after the other."""
+        """Compiles the programs for batches of these shapes in a background thread, one after the other."""
         for pair in pairs:
             batch = abstract_batch(self.config.train, pair, self.method.choices)
             if _key(batch) not in self._programs:
                 self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
 
     def close(self) -> None:
+        """Ends the background thread; compilations that have not begun are cancelled."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile_ahead(self, batch: ArrayShapes) -> jax.stages.Compiled:
@@ -299,11 +349,12 @@ class Trainer:
             return self.lower(batch).compile()
 
     def lower(self, batch: ArrayShapes) -> Tree:
+        """Lowers the step for a batch of these shapes, for the device type of the mesh."""
         with targets.named(self.mesh.devices.flat[0]):
             return self.trace(batch).lower()
 
     def trace(self, batch: ArrayShapes) -> Tree:
-        """The step for such batches, not lowered yet."""
+        """Traces the step for a batch of these shapes, without lowering it."""
         placed = sharding.batch_sharding(self.mesh)
         arrays = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32, sharding=placed)
@@ -314,11 +365,12 @@ class Trainer:
             return self._step.trace(TrainState(*(self.templates()[name] for name in ("params", "state"))), arrays, key)
 
     def dev_loss(self, params: Tree, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
-        """Summed loss and token count of a host batch, without dropout."""
+        """Returns the summed loss and the token count of a host batch, without dropout."""
         with precision(self.model.dtype):
             return self._loss(params, sharding.put_batch(arrays, self.mesh))
 
     def dropout_key(self, step: int) -> Array:
+        """Returns the dropout key of a step, counted from 1."""
         return jax.random.fold_in(self.key, step)
 
 
@@ -327,7 +379,7 @@ def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
 
 
 def check_batch(config: Config, mesh: Mesh) -> None:
-    """Raises a UserError unless every part of a batch, and every device's share of it, holds whole rows of slots."""
+    """Raises a UserError unless every part of a batch, and every device's share of a part, has whole rows of slots."""
     train = config.train
     shards, pack = sharding.batch_shards(mesh), pack_size(train)
     if train.batch_size % (shards * train.accumulate):

@@ -1,4 +1,4 @@
-"""Ending a run in good order when a signal asks for it."""
+"""Stops a training run in an orderly way when it receives a signal."""
 
 import logging
 import signal
@@ -11,15 +11,16 @@ logger = logging.getLogger(__name__)
 
 
 class Stop:
-    """SIGTERM and SIGINT ask for a checkpoint at the next step boundary; a second one ends the process at once.
+    """Handles SIGTERM and SIGINT: the first asks for a checkpoint at the next step, the second ends the process.
 
-    A signal to any one of several processes stops all of them, at the same step. Only a main thread gets signals.
+    A signal to any process of a run stops all processes at the same step. Python delivers signals to the main thread
+    only, so no handler is installed when the object is created in another thread.
     """
 
     def __init__(self) -> None:
         numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        self.signal: int | None = None  # that this process got
-        self.agreed = 0  # that all know of
+        self.signal: int | None = None  # the signal that this process received
+        self.agreed = 0  # the signal that all processes agreed on; 0: none
         self._vote = distributed.Vote()
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
 
@@ -32,12 +33,16 @@ class Stop:
         self.signal = number
 
     def asked(self) -> bool:
-        """Whether to stop here. All processes must call it alike: at each step, and in evaluations at each batch."""
+        """Whether to stop here.
+
+        All processes must call it at the same points: each step, and each batch of an evaluation.
+        """
         if not self.agreed and (found := self._vote(self.signal or 0)):
             self.agreed = found
             logger.info(f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second one ends it at once")
         return self.agreed > 0
 
     def close(self) -> None:
+        """Restores the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)

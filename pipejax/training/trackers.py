@@ -1,4 +1,4 @@
-"""Copies of the log's numbers where people look at curves; metrics.jsonl stays the truth."""
+"""Experiment trackers, which get copies of the log's numbers; metrics.jsonl remains authoritative."""
 
 import logging
 import re
@@ -19,11 +19,11 @@ Write = Callable[[int, dict[str, float]], None]
 
 
 class Trackers:
-    """The trackers of the config, in the first process alone. Training goes on without a board or value that fails."""
+    """The trackers of the config, in the first process only. A tracker or a value that fails does not stop training."""
 
     def __init__(self, config: TrainConfig, directory: Path, step: int, run: str) -> None:
         self._writers, self._ends = dict[str, Write](), dict[str, Callable[[], None]]()
-        self._told = set[str]()  # names of values that a board did not take
+        self._told = set[str]()  # names of values that a tracker has already refused
         if not distributed.first():
             return
         if config.tensorboard:
@@ -35,6 +35,12 @@ class Trackers:
             self._writers["MLflow"], self._ends["MLflow"] = _mlflow(config.mlflow, directory, run)
 
     def write(self, values: Line) -> None:
+        """Sends the numbers of a log line to each tracker.
+
+        After a failure, the values are sent one by one, to find those that the tracker refuses; these are left out with
+        a
+        warning. If the first two values both fail, the tracker itself is unavailable and is dropped.
+        """
         numbers = {
             name_of(values["event"], name): float(value)
             for name, value in values.items()
@@ -44,7 +50,7 @@ class Trackers:
             lost, failure = list[str](), _failure(write, values["step"], numbers)
             for place, (name, value) in enumerate(numbers.items() if failure else ()):
                 lost += [name] if _failure(write, values["step"], {name: value}) else []
-                if is_down := len(lost) == place + 1 == 2:  # the first two: no value is at fault
+                if is_down := len(lost) == place + 1 == 2:  # the first two values failed: the tracker is unavailable
                     del self._writers[board]
                     break
             if lost and not self._told.issuperset(lost):
@@ -60,12 +66,18 @@ class Trackers:
 
 
 def name_of(event: str, name: str) -> str:
-    """The name of a value on all boards: MLflow refuses an @, W&B and TensorBoard other signs."""
+    """Returns the name of a value on all trackers. Characters that one of them refuses are replaced.
+
+    MLflow refuses "@"; W&B and TensorBoard refuse other signs.
+    """
     return re.sub(r"[^A-Za-z0-9_/]", "_", f"{event}/{name}".replace("@", "_at_"))
 
 
 def _failure(act: Callable[..., None], *arguments: object) -> str:
-    """The error in one line, whatever a library may raise: it is only a copy. "" if there is none."""
+    """Calls a tracker's function and returns its error as one line, or "" if it succeeds.
+
+    Catches all exceptions, because the trackers hold only copies of the log.
+    """
     try:
         act(*arguments)
     except Exception as error:
@@ -74,14 +86,19 @@ def _failure(act: Callable[..., None], *arguments: object) -> str:
 
 
 def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]:
-    """Writes events itself: the library's own writer has a thread, and who waits for that on a full disk waits long."""
+    """Writes TensorBoard events directly.
+
+    The writer class of tensorboardX uses a thread, and waiting for that thread blocks for a long time when the disk is
+    full.
+    """
     files = module("tensorboardX.event_file_writer", "tensorboard", "train.tensorboard")
     events = module("tensorboardX.proto.event_pb2", "tensorboard", "train.tensorboard")
     summary = module("tensorboardX.summary", "tensorboard", "train.tensorboard")
     with writing(directory):
         directory.mkdir(exist_ok=True)
         writer = files.EventsWriter(str(directory / "events"))
-        started = events.SessionLog(status=events.SessionLog.START)  # hides what a lost stretch left behind
+        # hides the values of steps that were lost before a resume
+        started = events.SessionLog(status=events.SessionLog.START)
         writer.write_event(events.Event(wall_time=time.time(), step=step + 1, session_log=started))
 
     def write(step: int, values: dict[str, float]) -> None:
@@ -96,10 +113,11 @@ def _wandb(project: str, directory: Path, name: str) -> tuple[Write, Callable[[]
     wandb = module("wandb", "wandb", "train.wandb")
     try:
         run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
-        # Not by W&B's own count of steps: behind that nothing can be logged, and a resumed run goes on behind it.
+        # W&B refuses values with a step before the last one in its own count, and a resumed run has such steps. So the
+        # step is a value of its own.
         for event in ("train", "evaluation"):
             run.define_metric(f"{event}/*", step_metric="step")
-    except Exception as error:  # no key, no network, ...
+    except Exception as error:  # such as a missing key or network
         raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
     return lambda step, values: run.log({"step": step} | values), run.finish
 
@@ -111,6 +129,6 @@ def _mlflow(experiment: str, directory: Path, name: str) -> tuple[Write, Callabl
         found = mlflow.search_runs(filter_string=f"tags.pipejax = '{name}'", output_format="list", max_results=1)
         run = found[0].info.run_id if found else None
         mlflow.start_run(run_id=run, run_name=None if run else directory.name, tags={"pipejax": name})
-    except Exception as error:  # no server, no rights, ...
+    except Exception as error:  # such as an absent server or missing rights
         raise UserError(f"train.mlflow: {first_line(error)[:200]}; expected MLflow to be ready") from error
     return lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run

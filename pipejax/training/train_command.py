@@ -2,9 +2,9 @@
 
     pipejax train --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
 
-The same command again goes on from the newest good checkpoint. Several processes, on one machine or many: started by
-srun, mpirun or a Kubernetes JobSet they find each other; otherwise each is told with the flags (docs/clusters.md).
-Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
+The same command again continues from the newest good checkpoint. Several processes, on one machine or many, find
+each other when srun, mpirun or a Kubernetes JobSet starts them; otherwise pass the flags below (docs/clusters.md).
+Compiled programs are cached in the user's cache directory, or in $PIPEJAX_CACHE if it is set ("off" disables it).
 """
 
 import traceback
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     skip = ["data.skip_bad=true"] if flags.skip_bad else []
     config = config_lib.load(flags.config, [*flags.overrides, *skip])
 
-    from pipejax.system import distributed  # imports JAX: after the flags and the config are known to be good
+    from pipejax.system import distributed  # imports JAX, so it follows the checks of the flags and the config
 
     told = flags.coordinator, flags.processes, flags.process_id
     joined = distributed.join_processes(*told, heartbeat=flags.heartbeat, alone=flags.alone)
@@ -80,6 +80,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_libraries() -> None:
-    """Raises a UserError if grain is absent: `data.batches` asks for it only when the model stands, which is late."""
+    """Raises a UserError if grain is not installed; `data.batches` would import it only after the model is built."""
     with extra("train", "training"):
         import grain  # noqa: F401
