@@ -1,8 +1,9 @@
-"""Draws docs/rooms.svg: the rooms of pipejax/ on their floors, and which stands on which, read off the imports.
+"""Draws docs/rooms.svg: the packages of pipejax/ ("rooms") in layers, with arrows for the imports between them.
 
     python docs/rooms.py
 
-An arrow that follows from two others is left out, and so are all arrows to `system`, which every room may use.
+The arrows are read from the code. Left out are arrows that follow from two others, arrows to `system`, which every room
+may import, imports by commands, and the few imports of a higher room, which functions run on demand.
 """
 
 import ast
@@ -12,26 +13,31 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "pipejax"
-# Of each room: column (of 0 to 2), floor (0 is the lowest), and what lies in it.
+# Of each room: column (0 to 2), layer (0 is the lowest), and its content.
 ROOMS = {
-    "training": (0.35, 9, "steps, log, going on, memory plan"),
-    "apps": (0.35, 8, "files, scores, bulk, server, exports"),
-    "inference": (0.35, 7, "text in, record out; own kernel"),
+    "apps": (0.35, 11, "server, schemas, bulk, export, pictures"),
+    "training": (0.35, 10, "steps, log, resuming, memory plan"),
+    "offline": (0.35, 9, "decode and evaluate files"),
+    "kernels": (1.65, 9, "fast products and attention"),
+    "inference": (0.35, 8, "from text to record"),
     "convert": (2, 7, "Hugging Face weights, in and out"),
-    "checkpoint": (1.65, 6, "steps on disk, and why to trust them"),
+    "checkpoint": (1.65, 6, "verified steps on disk"),
     "data": (0, 5, "tasks, tokenizer, padded batches"),
     "methods": (1, 4, "from target to text, a file for each"),
     "decoding": (1, 3, "the loop, and a file for each strategy"),
+    "backbones": (2, 3, "UMT5, T5Gemma, T5Gemma 2"),
+    "config": (1.5, 2, "sections, files, --set"),
     "metrics": (0, 1, "spans, keyphrases, ROUGE"),
     "grid": (1, 1, "the paper in integers"),
-    "config": (2, 2, "schema, files, --set"),
-    "model": (2, 1, "backbones: masks in, logits out"),
+    "model": (2, 1, "the T5: masks in, logits out"),
     "system": (1, 0, "errors, files, streams, processes, caches: for all rooms"),
 }
-WIDTH, HEIGHT, COLUMN, FLOOR, EDGE = 236, 50, 256, 92, 8  # of a box, between boxes, around all
+WIDTH, HEIGHT, COLUMN, FLOOR, EDGE = 236, 50, 256, 88, 8  # of a box, between boxes, around all
 FILLS = [
     "#dfe6ee",
     "#e6edf8",
+    "#e1ecf9",
+    "#e0eafa",
     "#dcebf9",
     "#e4e6f9",
     "#efe6f6",
@@ -40,12 +46,12 @@ FILLS = [
     "#eef3dc",
     "#e2f2e2",
     "#dff0ee",
-]  # by floor
+]  # by layer
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
 def imports() -> dict[str, set[str]]:
-    """The rooms that each room imports from; commands, which only open doors, are left out."""
+    """Returns the lower rooms that each room imports from."""
     found: dict[str, set[str]] = {name: set() for name in ROOMS}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -60,13 +66,13 @@ def imports() -> dict[str, set[str]]:
             for name in names:
                 package, _, rest = name.partition(".")
                 room = rest.partition(".")[0]
-                if package == "pipejax" and room in found and room != parts[0]:
+                if package == "pipejax" and room in found and ROOMS[room][1] < ROOMS[parts[0]][1]:
                     found[parts[0]].add(room)
     return found
 
 
 def needed(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """The edges that do not follow from others; none to `system`."""
+    """Returns the edges that do not follow from others, without those to `system`."""
 
     def below(room: str) -> set[str]:
         return edges[room].union(*(below(other) for other in edges[room]))
@@ -80,21 +86,21 @@ def needed(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def box(name: str) -> tuple[float, float, float]:
-    """Left, top and width of a room's box."""
-    column, floor, _ = ROOMS[name]
-    top = EDGE + (max(f for _, f, _ in ROOMS.values()) - floor) * FLOOR
+    """Returns left, top and width of a room's box."""
+    column, layer, _ = ROOMS[name]
+    top = EDGE + (max(f for _, f, _ in ROOMS.values()) - layer) * FLOOR
     if name == "system":
         return EDGE, top, 2 * COLUMN + WIDTH
     return EDGE + column * COLUMN, top, WIDTH
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """Returns the picture as SVG."""
     width, height = 2 * EDGE + 2 * COLUMN + WIDTH, 2 * EDGE + max(f for _, f, _ in ROOMS.values()) * FLOOR + HEIGHT
     edges = needed(imports())
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="The rooms of pipejax and which stands on which" font-family="{escape(FONT)}">',
+        f'role="img" aria-label="The packages of pipejax and the imports between them" font-family="{escape(FONT)}">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0.5L8 4L0 7.5z" fill="#768290"/></marker></defs>',
     ]
@@ -109,9 +115,9 @@ def draw() -> str:
         bend = min(40.0, (v - y) / 2)
         path = f"M{begin:.0f} {y:.0f}C{begin:.0f} {y + bend:.0f} {end:.0f} {v - bend:.0f} {end:.0f} {v - 1:.0f}"
         lines.append(f'<path d="{path}" fill="none" stroke="#768290" stroke-width="1.3" marker-end="url(#tip)"/>')
-    for name, (_, floor, words) in ROOMS.items():
+    for name, (_, layer, words) in ROOMS.items():
         x, y, w = box(name)
-        fill = FILLS[floor]
+        fill = FILLS[layer]
         middle = x + w / 2
         lines += [
             f'<rect x="{x:.0f}" y="{y}" width="{w}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="#9aa7b5"/>',

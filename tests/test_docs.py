@@ -49,7 +49,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 def test_what_the_architecture_says_where_to_find_is_there() -> None:
     rows = re.findall(r"^\| .*\? \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-    assert len(rows) > 20
+    assert len(rows) > 12
     for row in rows:
         ticked = re.findall(r"`([^`]+)`", row)
         places = [ROOT / x for x in ticked if "/" in x]
@@ -70,7 +70,7 @@ def test_the_page_of_results_has_every_file() -> None:
 
 def test_every_page_is_in_the_contents() -> None:
     text = (ROOT / "docs" / "index.md").read_text() + (ROOT / "docs" / "decisions" / "index.md").read_text()
-    top = [page.stem for page in PAGES if page.parent.name == "docs" and page.stem != "index"]
+    top = [page.stem for page in PAGES if page.parent == ROOT / "docs" and page.stem != "index"]
     assert not [page for page in top if not re.search(rf"^{page}$", text, re.MULTILINE)]
 
 
