@@ -29,7 +29,8 @@ __version__ = VERSION
 
 moved.install()
 
-# Public names that are imported when they are first asked for: importing pipejax alone must not start JAX.
+# The module of each public name. A module is imported at the first access to its name, because `import pipejax` alone
+# must not start JAX.
 _PLACES = {
     "Backbone": "pipejax.model.backbone",
     "Config": "pipejax.config",
@@ -49,19 +50,23 @@ def load(
     method: "Method | None" = None,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> "Generator":
-    """Opens the newest good step of a checkpoint or run directory for decoding.
+    """Opens the newest intact step of a checkpoint or run directory for decoding.
 
     Args:
-      path: what `pipejax convert from-hf` or `pipejax train` wrote.
-      best: take the best evaluated step.
-      revision: the branch, tag or commit of a model of the hub; "owner/name@revision" as `path` says the same.
-      overrides: settings of the sections grid and decode, and some of data: a dict such as {"grid.delay": 2,
-        "decode.temperature": 0.7}, or a list of "key=value" texts.
-      method: a way of your own to write answers (docs/methods.md), instead of the run's.
-      adapters: the directories of LoRA runs or of PEFT's, by names for `Generator.adapted`.
+      path: a directory written by `pipejax convert from-hf` or `pipejax train`, or the name of a model on the hub.
+      best: opens the best evaluated step instead of the newest one.
+      revision: the branch, tag or commit of a model on the hub. The path "owner/name@revision" is equivalent.
+      overrides: settings of the sections grid and decode, and some settings of data: a dict such as {"grid.delay": 2,
+        "decode.temperature": 0.7}, or a list of "key=value" strings.
+      method: a method object (docs/methods.md) that replaces the method of the run.
+      adapters: directories of LoRA runs or of PEFT adapters, by the names that `Generator.adapted` accepts.
+
+    Returns:
+      A generator, whose `decode` maps sources to records.
 
     Raises:
-      UserError: no such directory, no good step in it, an override that does not fit, or an adapter of other weights.
+      UserError: the directory does not exist or has no intact step, an override is not valid, or an adapter was
+        trained on other weights.
     """
     _begin()
     from pipejax.data import hub
@@ -80,24 +85,24 @@ def fit(
     overrides: "Overrides" = (),
     method: "Method | None" = None,
 ) -> Path:
-    """Trains until `train.steps`, as `pipejax train` does. The same call again goes on where the run stopped.
+    """Trains until step `train.steps`, like `pipejax train`. Repeating the call resumes a run that was interrupted.
 
     Args:
-      config: a Config, the file of one, or a dict of the settings that differ from the defaults.
-      workdir: where checkpoints and the log go.
-      train: the examples to train on, in the place of `data.train`: a path, or records in memory as a list of dicts, a
-        data frame (pandas, Polars), an Arrow table or a data set of the library datasets. Fields and template are those
-        of the section data.
-      dev: the examples of evaluations, in the place of `data.dev`; as `train`.
-      overrides: settings, as of `load`; of any section.
-      method: a way of your own to write answers (docs/methods.md), in the place of `method` in the config.
+      config: a Config, the path of a config file, or a dict of the settings that differ from the defaults.
+      workdir: the directory for checkpoints and the log.
+      train: the training examples, which replace `data.train`: a path, or records in memory as a list of dicts, a data
+        frame (pandas, Polars), an Arrow table or a dataset of the library datasets. The settings of the section data
+        name the fields and the template.
+      dev: the examples of evaluations, which replace `data.dev`; the same types as `train`.
+      overrides: settings of any section, in the same form as the `overrides` of `load`.
+      method: a method object (docs/methods.md) that replaces `method` in the config.
 
     Returns:
-      the run's directory, which `load` opens.
+      The directory of the run, which `load` opens.
 
     Raises:
-      UserError: something given cannot be used, or the last checkpoint could not be written.
-      KeyboardInterrupt: after Ctrl-C, once a checkpoint is written. After SIGTERM that is a SystemExit.
+      UserError: an argument or a setting is not valid, or the last checkpoint could not be written.
+      KeyboardInterrupt: Ctrl-C was pressed; a checkpoint has been written. SIGTERM raises SystemExit instead.
     """
     _begin()
     from pipejax.training.fitting import train_run
@@ -106,7 +111,7 @@ def fit(
 
 
 def _begin() -> None:
-    """Looks whether JAX can run here, and warns of settings of JAX that are not followed."""
+    """Checks that JAX can run on this machine, and warns about environment settings of JAX that were reset."""
     environment.check_platform()
     for setting in environment.IGNORED:
         warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=3)

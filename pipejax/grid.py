@@ -1,13 +1,14 @@
-"""The paper in integers: who sees whom, how far apart, and how a target lies on the grid.
+"""The coordinates of the paper: visibility and distance of tokens, start times of rows, and the layout of a target.
 
-Rows and times are 0-based here (the paper's i is 1-based): the bos of row i stands at time i * delay and its
-j-th generated token (j = 1, 2, ..., eos included) at time i * delay + j. The time-step t of Algorithm 1 feeds the
-tokens at time t - 1 and generates those at time t. Everything works on NumPy and on traced arrays alike; no model, no
-files.
+A token has two coordinates, its row (the paper's subsequence i) and its time (the paper's time-step t). Rows and times
+are 0-based here, while the paper's i is 1-based: the bos of row i has the time i * delay, and the j-th generated token
+of row i (j = 1, 2, ..., eos included) has the time i * delay + j. Time-step t of Algorithm 1 feeds the tokens at time
+t - 1 and generates the tokens at time t. All functions except the layouts accept NumPy arrays and traced JAX arrays.
+This module uses no model and no files.
 
-With a delay of 0, which the paper does not have, all rows start at time 0, side by side, each with a name that is
-given. The names say how many there are: no empty row ends the answer, so training has none either. Who sees whom stays
-as it is: a row sees those above it up to its own time.
+The delay 0 is not in the paper: all rows start at time 0, and each row begins with a given name. The number of names
+is the number of rows, so no empty row ends the answer, and training targets have no empty row either. Visibility does
+not change: a row sees the rows above it (the rows with lower numbers) up to its own time.
 """
 
 from collections.abc import Sequence
@@ -19,27 +20,35 @@ Numbers = Any  # a number, or an array of NumPy or JAX
 
 
 def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
-    """Whether a query may see a key: its own and earlier rows, up to its own time (paper section 3.2, eq. 4).
+    """Whether a query sees a key (paper section 3.2, eq. 4).
+
+    A query sees the keys of its own row and of earlier rows, up to and including its own time.
 
     Args:
-      query_row, query_time: coordinates of the query.
-      key_row, key_time: those of the key; arrays are broadcast.
+      query_row, query_time: the coordinates of the query.
+      key_row, key_time: the coordinates of the key. Arrays are broadcast against each other.
     """
     return (key_row <= query_row) & (key_time <= query_time)
 
 
 def distance(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
-    """Manhattan distance on the grid, the relative position of T5's bias (paper section 4.3).
+    """The Manhattan distance on the grid, |t1 - t2| + |i1 - i2| for rows i and times t (paper section 4.3).
+
+    It is the relative position of which T5's attention bias is a function.
 
     Args:
-      query_row, query_time: coordinates of the query.
-      key_row, key_time: those of the key; arrays are broadcast.
+      query_row, query_time: the coordinates of the query.
+      key_row, key_time: the coordinates of the key. Arrays are broadcast against each other.
     """
     return abs(query_time - key_time) + abs(query_row - key_row)
 
 
 def position(row: Numbers, time: Numbers) -> Numbers:
-    """Where a slot stands: a query lies as far from a key that it sees as its position exceeds the key's."""
+    """The position of a slot, row + time.
+
+    The `distance` of a query and a visible key is the query's position minus the key's position, since a visible key
+    has neither a later row nor a later time than the query.
+    """
     return row + time
 
 
@@ -49,33 +58,33 @@ def start(row: Numbers, delay: int) -> Numbers:
 
 
 def is_start(time: Numbers, delay: int) -> Numbers:
-    """Whether a row starts at that time."""
+    """Whether a row starts at a time (line 5 of Algorithm 1)."""
     return time % delay == 0 if delay else time == 0
 
 
 def next_start(time: Numbers, delay: int) -> Numbers:
-    """The first time from `time` on at which a row starts; `time` itself if none does any more."""
+    """The first time at or after `time` at which a row starts. With a delay of 0 it is `time` itself."""
     return -(-time // delay) * delay if delay else time
 
 
 def count_rows(delay: int, time_max: int, sub_max: int) -> int:
-    """The number of rows that start before time runs out."""
+    """The number of rows of the grid: at most `sub_max`, and only rows that start before `time_max`."""
     return min(sub_max, -(-time_max // delay)) if delay else sub_max
 
 
 def count_starts(delay: int, rows: int) -> int:
-    """The number, of so many rows, that start at a time at which any does."""
+    """The number of the `rows` rows that start at the same time: one, or with a delay of 0 all of them."""
     return 1 if delay else rows
 
 
 class Flat(NamedTuple):
-    """A target laid out on the grid as N slots, real tokens only."""
+    """A target laid out on the grid as N slots, one for each fed token. There is no padding."""
 
-    inputs: np.ndarray  # i32 [N], what is fed
+    inputs: np.ndarray  # i32 [N], the token that the decoder is fed at each slot
     targets: np.ndarray  # i32 [N], the next token of the same row
-    weights: np.ndarray  # f32 [N], 1 where `targets` counts, 0 at a fed eos
-    row: np.ndarray  # i32 [N]
-    time: np.ndarray  # i32 [N]
+    weights: np.ndarray  # f32 [N], the weight of the slot in the loss: 1, or 0 at a fed eos and where a name follows
+    row: np.ndarray  # i32 [N], the row of the fed token
+    time: np.ndarray  # i32 [N], its time
 
 
 def flatten(
@@ -83,19 +92,21 @@ def flatten(
 ) -> Flat:
     """Lays rows of token ids out for teacher forcing (paper section 3.3, eq. 5).
 
-    Each row becomes [bos, tokens, eos]; with `final` the empty row [bos, eos] follows the last, unless the delay is 0.
-    An eos is fed, without a target of its own, only where a token that has a target can see it: elsewhere the slot
-    would change nothing. One row without `final` is an ordinary T5 target.
+    Each row becomes [bos, tokens, eos]. With `final` the empty row [bos, eos] follows the last row, unless the delay
+    is 0. The slots that feed bos and the tokens have the next token as their target; the last of them has eos. The eos
+    itself is fed only if a later row has a slot with a target that sees it, and this slot has weight 0. Otherwise no
+    other slot depends on it, so it is left out. One row without `final` is an ordinary T5 target.
 
     Args:
       rows: token ids without bos and eos.
-      delay: Δt.
-      bos, eos: ids.
+      delay: Δt, in time-steps.
+      bos, eos: the ids of these tokens.
       final: whether the empty row follows.
-      names: how many tokens at the beginning of each row decoding puts there: they are fed like others, with weight 0.
+      names: the number of tokens at the beginning of each row that decoding forces. These tokens are fed like others,
+        but the slots that generate them have weight 0.
     """
     every = [list(row) for row in rows] + ([[]] if final and delay else [])
-    last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # of each row's last query
+    last_times = [start(i, delay) + len(row) for i, row in enumerate(every)]  # the time of each row's last query
     inputs: list[int] = []
     targets: list[int] = []
     weights: list[float] = []
@@ -116,13 +127,13 @@ def flatten(
 
 
 def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_max: int) -> int:
-    """Time-steps that Algorithm 1 takes for rows under the default stop.
+    """The number of time-steps that Algorithm 1 takes to generate given rows, with the default stop rule.
 
     Args:
-      lengths: of the rows, in tokens without eos.
-      delay: Δt.
-      sub_max: rows at the most.
-      time_max: time-steps at the most.
+      lengths: the lengths of the rows, in tokens without eos.
+      delay: Δt, in time-steps.
+      sub_max: the largest number of rows.
+      time_max: the largest number of time-steps.
     """
     started = [length for i, length in enumerate(lengths[:sub_max]) if start(i, delay) < time_max]
     steps: list[int] = [start(i, delay) + length + 1 for i, length in enumerate(started)]
@@ -132,12 +143,12 @@ def pipelined_steps(lengths: Sequence[int], *, delay: int, sub_max: int, time_ma
 
 
 def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
-    """Of the time-steps of a decode those in which a row was open, so that the decoder was asked.
+    """The number of decoder calls of a decode: the time-steps in which at least one row was open.
 
     Args:
-      lengths: of all rows that started, in tokens, and perhaps zeros after them.
-      delay: Δt.
-      steps: that the decode took.
+      lengths: the lengths of all rows that started, in tokens without eos; zeros may follow.
+      delay: Δt, in time-steps.
+      steps: the number of time-steps of the decode.
     """
     asked: set[int] = set()
     for i, length in enumerate(lengths):
@@ -148,10 +159,11 @@ def pipelined_calls(lengths: Sequence[int], *, delay: int, steps: int) -> int:
 
 
 def sequential_steps(lengths: Sequence[int], *, separator: int = 1) -> int:
-    """Tokens that a sequential decoder generates for the same rows, the eos included.
+    """The number of tokens that a sequential decoder generates for the same rows, separators and eos included.
 
     Args:
-      lengths: of the rows, in tokens.
-      separator: tokens of each separator; T5 spends none on a space between two sentences.
+      lengths: the lengths of the rows, in tokens.
+      separator: the number of tokens of a separator. It is 0 for a space between two sentences, which T5's tokenizer
+        joins to the next word.
     """
     return sum(lengths) + separator * max(len(lengths) - 1, 0) + 1

@@ -1,4 +1,4 @@
-"""Former names of modules: an import by such a name works, with a warning, until the next release."""
+"""Former names of modules and classes. Imports by a former name work until the next release, with a warning."""
 
 import importlib
 import importlib.abc
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Modules that pages of the documentation named, or that a config names as MODULE:CLASS, by their former names.
+# Former module name -> present name, for modules that the documentation named or that a config names as MODULE:CLASS.
 MOVED = {
     "pipejax.model.interface": "pipejax.model.backbone",
     "pipejax.model.umt5": "pipejax.backbones.umt5",
@@ -32,13 +32,18 @@ MOVED = {
 
 
 def present_class(name: str) -> str:
-    """Returns the present name of a class MODULE:CLASS, as configs and checkpoints name it."""
+    """Returns the present name of a class "MODULE:CLASS", the form in which configs and checkpoints name classes."""
     module, colon, attribute = name.partition(":")
     return f"{MOVED.get(module, module)}{colon}{attribute}"
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module: its names by their former names, with a warning."""
+    """Returns a module-level `__getattr__` that resolves former names of a module's attributes, with a warning.
+
+    Args:
+      module: the name of the module.
+      names: the present name of each attribute, by its former name.
+    """
 
     def find(name: str) -> Any:
         if name not in names:
@@ -51,38 +56,38 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module by its former name: the import gives the same module object as the present name."""
+    """Imports modules by their former names. The import returns the same module object as the present name."""
 
     def __init__(self) -> None:
         """Creates a finder that has loaded nothing."""
-        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}  # of the present modules
+        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}  # specs of present modules, by former name
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns a spec for a former name, None for any other."""
+        """Returns a spec if `name` is a former name, otherwise None."""
         return importlib.util.spec_from_loader(name, self) if name in MOVED else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Imports the module by its present name, and warns at the line that imports it."""
+        """Imports the module by its present name. The warning points at the line of the import statement."""
         present = MOVED[spec.name]
         module = importlib.import_module(present)
         self._specs[spec.name] = module.__spec__
         warnings.warn(
             f"{spec.name} is now {present}; the former name will be removed in the next release",
             DeprecationWarning,
-            stacklevel=2,  # frames of the import system are not counted
+            stacklevel=2,  # `warnings` skips the frames of the import system
         )
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Restores the module's own spec, which the import system replaced; the module has run before."""
+        """Restores the spec of the module, which the import system replaced. The module's code is not run again."""
         for former, spec in self._specs.items():
             if spec is not None and MOVED[former] == spec.name and module.__name__ == spec.name:
                 module.__spec__ = spec
 
 
 def install() -> None:
-    """Makes former names importable."""
+    """Makes former names importable, once for the process."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())
