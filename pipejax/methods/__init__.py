@@ -1,6 +1,6 @@
-"""Methods of writing an answer, each one object from target to text: `interface` says what it is asked.
+"""Decoding methods. A method is one object that covers the way from target to text; `method` defines its interface.
 
-A method of one's own comes in a config, as `method=Branching(0.3)` or `method="module:Branching"`.
+A config can name a custom method, as `method=Branching(0.3)` or `method="module:Branching"` (docs/methods.md).
 """
 
 import contextlib
@@ -63,12 +63,17 @@ __getattr__ = moved.renamed(
 
 
 def names(config: Config) -> tuple[str, ...]:
-    """The methods that the weights of this config can be asked for."""
+    """The names of the methods with which weights of this config can decode: the built-in ones and `config.method`."""
     return (*STRATEGIES, own.name) if (own := _own(config)) else STRATEGIES
 
 
 def methods_with(config: Config, ability: str) -> dict[str, Method]:
-    """The methods of a config that have one of ABILITIES and do not go against its settings, by name."""
+    """The methods of a config that have an ability and are compatible with the config's settings, by name.
+
+    Args:
+      config: the config.
+      ability: one of ABILITIES.
+    """
     found = dict[str, Method]()
     for name in names(config):
         with contextlib.suppress(UserError):
@@ -78,14 +83,17 @@ def methods_with(config: Config, ability: str) -> dict[str, Method]:
 
 
 def default(config: Config) -> str:
-    """The method that the weights were trained for; of weights that were never trained here, the sequential one."""
+    """The name of the method for which the weights were trained; "sequential" if pipejax has not trained them."""
     if own := _own(config):
         return own.name
     return "sequential" if config.train.objective == "none" else config.train.objective
 
 
 def trained(config: Config) -> Method:
-    """The method by which a run is trained; if its class is not imported, one of its name that cannot do anything."""
+    """The method by which a run is trained.
+
+    If the class of the method is not imported, the result is a placeholder with its name, without abilities.
+    """
     try:
         if own := _own(config):
             return own
@@ -98,10 +106,10 @@ def trained(config: Config) -> Method:
 
 
 def make(name: str, config: Config) -> Method:
-    """The method of that name with the settings of a config.
+    """The method with this name and the settings of a config.
 
     Raises:
-      UserError: there is none; or its settings contradict each other.
+      UserError: the config has no method with this name, or settings contradict each other.
     """
     known = names(config)
     if name not in known:
@@ -120,7 +128,13 @@ def make(name: str, config: Config) -> Method:
 
 
 def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None:
-    """Raises a UserError if the method cannot do what is asked for, or settings contradict each other."""
+    """Raises a UserError if decoding needs an ability that the method lacks, or if settings contradict each other.
+
+    Args:
+      method: the method.
+      decode: the settings of decoding.
+      drafts: whether the caller passes a drafter, which needs the ability "draft".
+    """
     if decode.samples > 1 and decode.temperature == 0:
         raise UserError(
             f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, "
@@ -144,16 +158,27 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
 
 
 def check_training(config: Config) -> None:
-    """Raises a UserError unless a run can be trained by its method, and evaluations can decode by it."""
+    """Raises a UserError unless the method of a run can train it and can decode its evaluations."""
     method = make(default(config), config)
-    method.check()  # else the first decode would refuse it
+    method.check()  # otherwise only the first decode would raise the error
     check(method, config.decode)
 
 
 def make_strategy(
     method: Method, decode: DecodeConfig, ids: Ids, drafter: "Drafter | None" = None, *, drafts: bool = True
 ) -> "Strategy":
-    """The strategy that decodes by a method, with drafts if the settings and `drafts` say so."""
+    """The decoding strategy of a method.
+
+    Args:
+      method: the method.
+      decode: the settings of decoding.
+      ids: the token ids of the model.
+      drafter: the drafter; None: the one named by `decode.draft`.
+      drafts: whether the strategy drafts, if there is a drafter.
+
+    Raises:
+      UserError: see `check` and `strategy_of`.
+    """
     check(method, decode, drafts=drafter is not None)
     made = strategy_of(method, ids)
     if not drafts or (drafter is None and decode.draft == "none"):
@@ -164,7 +189,17 @@ def make_strategy(
 
 
 def training_mismatches(name: str, config: Config, learned: Config) -> list[str]:
-    """Lines that say why its output means little, if it does: the weights learned another, or other settings."""
+    """Warnings about differences between decoding and training, as these make poor output likely.
+
+    Args:
+      name: the name of the method that decodes.
+      config: the config of decoding.
+      learned: the config with which the weights were trained.
+
+    Returns:
+      One line for a method that the weights were not trained for, and one for each setting of `Method.learned` that
+      had another value in training.
+    """
     method, saved, lines = make(name, config), learned.method, list[str]()
     then = {"class": default(learned)} if saved is None else described(saved)
     if then["class"] != (name if name in STRATEGIES else described(method)["class"]):
@@ -180,7 +215,7 @@ def training_mismatches(name: str, config: Config, learned: Config) -> list[str]
 
 
 def _own(config: Config) -> Method | None:
-    """The config's own method."""
+    """The method object of `config.method`, or None. Raises a UserError if it is not a valid method."""
     own = made(config.method) if isinstance(config.method, dict) else config.method
     if own is None:
         return None

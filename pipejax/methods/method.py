@@ -1,11 +1,12 @@
-"""The interface of a method: one object from target to text.
+"""The interface of a method: one object that covers the way from target to text.
 
-A method says how a target is laid out for training, by which loss it is learned, which strategy decodes it, and how
-rows and text are read off the result. It also names its abilities: a wish beyond them is refused in one line. The
-trainer, the generator, the server and bulk decoding ask it, and none of them asks for its name or type.
+A method lays a target out for training, defines the loss, makes the strategy that decodes, and reads rows and text from
+the decoded tokens. It also declares its abilities; a request that needs another ability raises a one-line UserError.
+The trainer, the generator, the server and bulk decoding use only this interface: their code does not depend on the name
+or type of a method.
 
-A method of your own is a frozen dataclass in a file of your own: see docs/methods.md. Importing this room does not
-import JAX: data are read without it. So what computes with JAX is imported when it is asked for.
+A custom method is a frozen dataclass in a file outside pipejax: see docs/methods.md. Importing this package does not
+import JAX, because the data pipeline runs without it. Functions that need JAX import it when they are called.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from pipejax.decoding import Strategy
     from pipejax.model.backbone import Backbone
 
-# What may be wished for beside plain decoding. Each is refused unless `Method.can` names it.
+# The abilities beyond plain decoding, with the verb phrases that error messages use. A request that needs an ability
+# raises a UserError unless `Method.can` contains it.
 ABILITIES = {
     "sample": "draw tokens by a temperature",
     "score": "keep log-probabilities",
@@ -42,10 +44,10 @@ ABILITIES = {
 
 
 class Ids(NamedTuple):
-    """Token ids that a model gives a meaning."""
+    """The ids of the special tokens of a model."""
 
-    bos: int  # the token that every row begins with
-    eos: int  # the token that training writes at the end of a row
+    bos: int  # the token with which every row begins
+    eos: int  # the token that training puts at the end of a row
     other_ends: tuple[int, ...] = ()  # further tokens that end a row in decoding
 
     @classmethod
@@ -61,124 +63,137 @@ class Ids(NamedTuple):
 
 
 class RowPrefixes(NamedTuple):
-    """The known part of the rows of an answer before it is written."""
+    """The part of an answer's rows that is given before decoding."""
 
-    prefixes: tuple[str | Sequence[int], ...] = ()  # texts or ids with which they begin, in turn
-    most: int | None = None  # after so many the answer ends; None: the model decides
-    where: str = ""  # the place that says so, for messages
+    prefixes: tuple[str | Sequence[int], ...] = ()  # the text or ids with which each row begins, from the first row on
+    most: int | None = None  # the number of rows after which the answer ends; None: the model decides
+    where: str = ""  # the setting or field that gave the prefixes, for messages
 
 
 class Target(NamedTuple):
     """A target laid out for training."""
 
     flat: grid.Flat
-    was_cut: bool = False  # rows or tokens of it are left out, as it is too long
+    was_cut: bool = False  # whether rows or tokens were left out because the target was too long
 
 
 class InTorch(TypedDict):
-    """The settings with which `pipejax/convert/rows_in_torch.py` writes the answers of a method."""
+    """The settings with which `pipejax/convert/rows_in_torch.py` generates the same answers as a method."""
 
     delay: int
     time_max: int
     sub_max: int
     literal: bool
     unique: bool
-    row_names: Sequence[str]  # texts
+    row_names: Sequence[str]  # the texts of the names
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to write an answer; subclasses are frozen dataclasses whose fields are settings (`fields.setting`)."""
+    """A way to generate an answer. Subclasses are frozen dataclasses whose fields are settings (`fields.setting`)."""
 
-    name: ClassVar[str] = ""  # as commands and records call it
-    can: ClassVar[frozenset[str]] = frozenset()  # of ABILITIES
-    choices: ClassVar[int] = 0  # right tokens of a slot, if there are several: targets and weights are [N, choices]
-    rival: ClassVar[str] = "sequential"  # the method whose steps for the same rows stand beside its own in reports
-    parts_text: ClassVar[bool] = False  # whether rows are parts of one text, so that nobody knows their token ids
+    name: ClassVar[str] = ""  # the name in commands and records
+    can: ClassVar[frozenset[str]] = frozenset()  # the abilities, a subset of ABILITIES
+    choices: ClassVar[int] = 0  # number of right tokens of a slot; targets and weights are [N, choices], or [N] if 0
+    rival: ClassVar[str] = "sequential"  # the method with whose steps for the same rows reports compare this method
+    parts_text: ClassVar[bool] = False  # whether rows are parts of one decoded text and so have no token ids
 
     @property
     def label(self) -> str:
-        """The method as messages call it."""
+        """The noun phrase by which messages name the method."""
         return f"{self.name} decoding"
 
     @property
     def about(self) -> str:
-        """The sentence that tells people what a model that was trained for it writes."""
+        """The sentence of a model card that describes the output of a model trained with the method."""
         return f"A T5 that was trained for {self.label}."
 
     @property
     def generated(self) -> str:
-        """The sentence that says what transformers' `generate` writes with such a model."""
+        """The sentence of a model card that describes the output of transformers' `generate` for such models."""
         return f"`generate` does not know {self.label}: what it writes means little."
 
     @property
     def in_torch(self) -> InTorch | None:
-        """The settings with which transformers writes the same answers; None: nothing does."""
+        """The settings with which `rows_in_torch.py` generates the same answers; None: it cannot generate them."""
         return None
 
     @property
     def setting(self) -> str:
-        """The setting by which it was asked for, for messages."""
+        """The beginning of a message about the setting that selects the method."""
         return f"strategy: found {self.name}"
 
     def check(self) -> None:
-        """Raises a UserError if its settings contradict each other."""
+        """Raises a UserError if settings of the method contradict each other."""
 
     def check_text(self, spells: Spells) -> None:
-        """Raises a UserError if rows cannot be read off an answer with this tokenizer."""
+        """Raises a UserError if the rows of an answer cannot be recovered from its text with the tokenizer `spells`."""
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
         """Lays the rows of a target out for training.
 
         Args:
-          rows: texts.
-          spells: gives the ids of a text, without special tokens.
+          rows: the texts of the rows.
+          spells: the tokenizer, which encodes text without special tokens.
           ids: the ids of bos and of the tokens that end a row.
-          most: tokens, eos included, to which the target is cut.
-          where: the example, for messages.
+          most: the number of tokens, eos included, to which the target is cut.
+          where: the name of the example, for messages.
 
         Raises:
-          UserError: these rows cannot be written.
+          UserError: the method cannot generate these rows.
         """
         raise NotImplementedError
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> "np.ndarray":
-        """i32 [N], the row of the answer to which each slot of a target belongs: that of the token it generates.
+        """i32 [N], the row of the answer to which the token generated at each slot of a target belongs.
 
         Args:
-          flat: of `target`.
-          rows: texts.
-          spells: gives the ids of a text, without special tokens.
+          flat: the layout of the target, from `target`.
+          rows: the texts of the rows.
+          spells: the tokenizer, which encodes text without special tokens.
           ids: the ids of bos and of the tokens that end a row.
         """
         return flat.row
 
     def most_slots(self, most: int) -> int:
-        """Slots that a target of so many tokens takes at the most."""
+        """The largest number of slots of a target of `most` tokens, eos tokens included."""
         return 2 * most
 
     def loss(self, logits: "Array", targets: "Array", weights: "Array") -> "tuple[Array, Array]":
-        """The loss of a part of a batch, summed, and what it is divided by: f32 scalars, which add up over parts.
+        """The loss of a part of a batch. By default `losses.cross_entropy` (paper section 3.3, eq. 6).
 
         Args:
           logits: f32 [G, N, V].
           targets: i32 [G, N], or [G, N, choices].
           weights: f32 of the same shape, 0 at padding.
+
+        Returns:
+          Two f32 scalars, the summed loss and its divisor. The trainer adds both over the parts of a batch before it
+          divides.
         """
         from pipejax.methods.losses import cross_entropy
 
         return cross_entropy(logits, targets, weights)
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """The strategy that decodes it; static under jit."""
+        """The decoding strategy of the method: a hashable object, static under jit."""
         raise NotImplementedError
 
     def given(self, given: RowPrefixes) -> RowPrefixes:
-        """The same with all that the method knows, such as names; raises a UserError if rows cannot begin so."""
+        """Adds prefixes that the method defines, such as row names, to the prefixes given by a source.
+
+        Raises:
+          UserError: rows cannot begin with these prefixes.
+        """
         return given
 
     def exist(self, rows: int, most: int | None) -> int:
-        """The number of rows of the grid that an answer has, of so many that began; `most`: as in `RowPrefixes`."""
+        """The number of rows of the grid that belong to an answer.
+
+        Args:
+          rows: R, the number of rows of the grid.
+          most: the number of given rows, as in `RowPrefixes`.
+        """
         return rows
 
     def allowed(self, spells: Spells) -> list[int]:
@@ -186,19 +201,33 @@ class Method:
         return []
 
     def order(self, lengths: Sequence[int]) -> list[int]:
-        """Which rows of the grid are the rows of an answer, in its order; `lengths`: tokens of each."""
+        """The indices of the grid rows that are the rows of an answer, in the order of the answer.
+
+        Args:
+          lengths: the number of tokens of each grid row, without end tokens.
+        """
         return [row for row, length in enumerate(lengths) if length]
 
     def read(self, texts: Sequence[str], separator: str) -> tuple[str, list[str]]:
-        """The whole answer and its rows, from the texts of the rows in `order`."""
+        """The text of an answer and the texts of its rows.
+
+        Args:
+          texts: the texts of the grid rows that `order` selects, in its order.
+          separator: the text that joins rows, `data.separator`.
+        """
         return separator.join(text for text in texts if text.strip()), [*texts]
 
     def rival_steps(self, lengths: Sequence[int], *, separator: int) -> int:
-        """Steps that `rival` would take for rows of so many tokens; `separator`: tokens of one."""
+        """The number of steps that the method `rival` would take for the same rows.
+
+        Args:
+          lengths: the number of tokens of each row, without end tokens.
+          separator: the number of tokens of a separator.
+        """
         return grid.sequential_steps(lengths, separator=separator)
 
     def learned(self) -> dict[str, object]:
-        """The settings that weights learn, by key: with other values, what they write means little."""
+        """The settings that training bakes into the weights, by key: decoding with other values gives poor output."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def require(self, ability: str, wish: str = "", expected: object = "none") -> None:
@@ -206,8 +235,8 @@ class Method:
 
         Args:
           ability: one of ABILITIES.
-          wish: the setting or request that needs it, as found; "": that it is this method.
-          expected: in the place of the wish.
+          wish: the setting or request that needs the ability, for the message; "": the choice of this method.
+          expected: the expected value of that setting, for the message.
         """
         if ability not in self.can:
             if not wish:

@@ -1,4 +1,4 @@
-"""The rules of a method that it can break in silence: a broken one is told in a line where it enters."""
+"""Checks rules that a method could otherwise break silently. Each violation raises a one-line UserError."""
 
 import dataclasses
 import functools
@@ -14,15 +14,20 @@ from pipejax.system.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from pipejax.decoding import Strategy
 
-ORDERED = ("score", "prefix", "rows", "stream", "serve")  # abilities that know a token by row and time of its answer
-NEEDS = {"stop": ("stream", "serve"), "on_grid": ("draft",), "cut": ("draft",)}  # parts of strategies, for abilities
-READ = {"pipelined": "grid.", "sequential": "decode.max_length"}  # settings of a config that are a method's own
+ORDERED = ("score", "prefix", "rows", "stream", "serve")  # abilities that locate tokens by the row and time of a query
+NEEDS = {"stop": ("stream", "serve"), "on_grid": ("draft",), "cut": ("draft",)}  # attributes of strategies -> abilities
+READ = {"pipelined": "grid.", "sequential": "decode.max_length"}  # built-in method -> prefix of the settings it reads
+# Setting of the section decode -> the ability without which it is ignored.
 IDLE = {"temperature": "sample", "top_k": "sample", "top_p": "sample", "seed": "sample", "draft_tokens": "draft"}
-SIDE = 64  # rows and times, at the most, among which positions are compared
+SIDE = 64  # the largest number of rows and of times whose positions are compared
 
 
 def strategy_of(method: Method, ids: Ids) -> "Strategy":
-    """The strategy of a method; a UserError if it breaks a rule, or cannot do what `can` says."""
+    """The strategy of a method.
+
+    Raises:
+      UserError: the strategy violates the interface `Strategy`, or lacks a property that an ability in `can` needs.
+    """
     from pipejax.decoding import strategy_checks
 
     made: Any = method.strategy(ids)
@@ -37,7 +42,13 @@ def strategy_of(method: Method, ids: Ids) -> "Strategy":
 
 @functools.lru_cache(maxsize=256)
 def _check(name: str, can: frozenset[str], made: Any) -> None:
-    """Raises the UserError of `strategy_of`."""
+    """Does the checks of `strategy_of`, once for each combination of arguments.
+
+    Args:
+      name: the class name of the method, for messages.
+      can: the abilities of the method.
+      made: the strategy.
+    """
     from pipejax.decoding import Strategy, strategy_checks
 
     for ability in sorted(can - ABILITIES.keys()):
@@ -71,7 +82,15 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
 
 
 def check_target(target: Target, method: Method, *, vocabulary: int, most: int, where: str) -> None:
-    """Raises a UserError if the layout of an example breaks a rule of `grid.Flat`; `most`: tokens, as of `target`."""
+    """Raises a UserError if the layout of an example has a wrong size, shape, dtype or value (see `grid.Flat`).
+
+    Args:
+      target: the layout.
+      method: the method that made it.
+      vocabulary: V, the number of token ids.
+      most: the `most` of `Method.target`, in tokens.
+      where: the name of the example, for messages.
+    """
     size, owner = len(target.flat.inputs), f"{where}: {type(method).__name__}.target"
     if not 0 < size <= method.most_slots(most):
         expected = f"1 to {method.most_slots(most)}, as most_slots says of {most} tokens"
@@ -89,9 +108,12 @@ def check_target(target: Target, method: Method, *, vocabulary: int, most: int, 
 
 
 def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()) -> list[str]:
-    """A line that names the given settings that decoding by the method does not read.
+    """At most one line, which names the given settings that decoding with the method ignores.
 
-    `asked`: keys that a call gave; for a method of one's own those of the config count as well.
+    Args:
+      method: the method.
+      config: the config. For a custom method, settings that differ from the defaults count as given.
+      asked: the keys of settings that a call or a command gave.
     """
     read, plain = READ.get(method.name), Config()
     keys = [f"grid.{field.name}" for field in dataclasses.fields(GridConfig)] + ["decode.max_length"]

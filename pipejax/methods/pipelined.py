@@ -1,4 +1,4 @@
-"""Rows side by side: Algorithm 1 of the paper, with free rows or with rows that begin as they are named."""
+"""The pipelined method: rows are generated side by side by Algorithm 1 of the paper, with or without row names."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedMethod(Method):
-    """A new row every Δt steps, and a token a step for every open row."""
+    """The pipelined decoder: a new row starts every Δt steps, and each step generates one token for every open row."""
 
     grid: GridConfig
-    unique: bool = False  # an answer that runs in circles ends
+    unique: bool = False  # whether an answer ends when its rows begin to repeat, see `Rows.find_circle`
 
     name: ClassVar[str] = "pipelined"
     can: ClassVar[frozenset[str]] = frozenset(ABILITIES) - {"generate"}
 
     @classmethod
     def of(cls, config: Config) -> "PipelinedMethod":
-        """With the settings of a config."""
+        """The method with the settings of a config; a `NamedRows` if rows have names or the delay is 0."""
         named = config.grid.row_names or config.grid.delay == 0
         return (NamedRows if named else cls)(config.grid, config.decode.unique_rows)
 
     @property
     def about(self) -> str:
-        """Rows side by side."""
+        """See `Method`. The sentence contains the bounds of the grid and the names of rows."""
         delay, names = self.grid.delay, self.grid.row_names
         begun = (
             f"a new one every {f'{delay} steps' if delay > 1 else 'step'}" if delay else "all from the first step on"
@@ -47,12 +47,12 @@ class PipelinedMethod(Method):
 
     @property
     def generated(self) -> str:
-        """The first row."""
+        """See `Method`. `generate` writes only the first row."""
         return "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
 
     @property
     def in_torch(self) -> InTorch | None:
-        """Algorithm 1, unless a subclass decodes or reads answers in another way."""
+        """See `Method`. None for a subclass that overrides `strategy`, `order` or `read`."""
         ours = PipelinedMethod.strategy, PipelinedMethod.order, PipelinedMethod.read
         if (type(self).strategy, type(self).order, type(self).read) != ours:
             return None
@@ -66,27 +66,37 @@ class PipelinedMethod(Method):
         }
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """A row of the grid for each; the last are left out if there are too many (paper section 3.3, eq. 5)."""
+        """See `Method`. Each row of the target is a row of the grid (paper section 3.3, eq. 5).
+
+        If the rows with their eos tokens exceed `most` tokens, the last rows are left out; a first row that is too long
+        alone is cut.
+        """
         return self._laid_out([row for row in spell(rows, spells, ids.ends) if row], ids, most=most)
 
     def _laid_out(self, rows: Sequence[list[int]], ids: Ids, *, most: int, names: Sequence[int] = ()) -> Target:
-        """The target of rows of ids; `names`: how many tokens at the beginning of each are given."""
+        """The target whose rows have the token ids `rows`, cut to `most` tokens.
+
+        `names`: the number of forced tokens at the beginning of each row.
+        """
         delay, ends = self.grid.delay, np.cumsum([len(row) + 1 for row in rows])
-        cut = bool(rows) and int(ends[-1]) + (delay > 0) > most  # the empty row has an eos of its own
+        cut = bool(rows) and int(ends[-1]) + (delay > 0) > most  # the final empty row has an eos, too
         kept = rows[: max(int((ends <= most).sum()), 1)] if cut else rows
         is_open = cut and len(kept[-1]) + 1 > most
         kept, names = [row[: most - 1] for row in kept], [min(length, most - 1) for length in names]
         flat = grid.flatten(kept, delay=delay, bos=ids.bos, eos=ids.eos, final=not cut, names=names)
         if is_open:
-            flat.weights[-1] = 0.0  # the row was cut, so the eos after it is not in the data
+            flat.weights[-1] = 0.0  # the row was cut, so the data has no eos at this place
         return Target(flat, cut)
 
     def most_slots(self, most: int) -> int:
-        """One a token, and one for each row whose eos is fed: a row but the last has at least two tokens."""
+        """See `Method`. One slot for each token, and one more for each row whose eos is fed.
+
+        The last row's eos is never fed, and every other row has at least two tokens, its eos included.
+        """
         return most + (most - 1) // 2
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """Algorithm 1."""
+        """The strategy of Algorithm 1, `Pipelined`."""
         from pipejax.decoding.grid_strategy import Pipelined
 
         return Pipelined(
@@ -101,7 +111,7 @@ class PipelinedMethod(Method):
         )
 
     def given(self, given: RowPrefixes) -> RowPrefixes:
-        """As the source says, if so many rows begin in time."""
+        """The prefixes of the source. Raises a UserError if there are more than rows that start in time."""
         fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
             raise UserError(
@@ -112,15 +122,15 @@ class PipelinedMethod(Method):
         return given
 
     def learned(self) -> dict[str, object]:
-        """When rows start, and what they begin with."""
+        """The delay and the row names."""
         return {f"grid.{key}": getattr(self.grid, key) for key in ("delay", "row_names")}
 
 
 class NamedRows(PipelinedMethod):
-    """Rows that begin as they are named, by the grid or by a source. With a delay of 0 they all start at once."""
+    """Rows with given names, from `grid.row_names` or from a source. With a delay of 0 all rows start at once."""
 
     def check(self) -> None:
-        """Raises a UserError if the grid names rows that begin too late, or none of those that start at once."""
+        """Raises a UserError if a named row would not start in time, or if the delay is 0 and rows have no names."""
         delay, names = self.grid.delay, len(self.grid.row_names)
         if delay == 0 and not names:
             raise UserError(
@@ -135,13 +145,17 @@ class NamedRows(PipelinedMethod):
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """Names are fed like other tokens, and have weight 0: decoding puts them there."""
+        """See `Method`. The slots that generate the tokens of names have weight 0, since decoding forces these tokens.
+
+        Raises:
+          UserError: the number of rows is not the number of names, or a row does not begin with its name.
+        """
         found = [row for row in spell(rows, spells, ids.ends) if row]
         names = [prefix_ids(spells, name, "grid.row_names", ids.ends) for name in self.grid.row_names]
         if names and len(found) != len(names):
             raise UserError(f"{where}: found {len(found)} rows; expected {len(names)}, as grid.row_names has")
         for i, (row, name) in enumerate(zip(found, names, strict=False)):
-            if (*row[: len(name)],) != name:  # as it will in decoding
+            if (*row[: len(name)],) != name:  # decoding forces these tokens
                 raise UserError(
                     f"{where}: found row {i + 1} of {tuple(rows)}; expected it to begin with the tokens of name "
                     f"{i + 1} in grid.row_names"
@@ -149,9 +163,13 @@ class NamedRows(PipelinedMethod):
         return self._laid_out(found, ids, most=most, names=[*map(len, names)])
 
     def given(self, given: RowPrefixes) -> RowPrefixes:
-        """If the source says nothing, as the grid names them."""
+        """The prefixes of the source, or `grid.row_names` if the source has none.
+
+        Raises:
+          UserError: more rows have prefixes than start in time, or the delay is 0 and a row has no prefix.
+        """
         names, says_nothing = self.grid.row_names, not given.prefixes and given.most is None
-        if says_nothing and self.grid.delay == 0 and not names:  # the setting is at fault, not a source
+        if says_nothing and self.grid.delay == 0 and not names:  # the message names the setting, not a source
             raise UserError(
                 "grid.delay: found 0 without grid.row_names; expected the names of the rows, or row_prefixes in each "
                 "source, since nothing else tells rows apart that start at once"
@@ -161,7 +179,7 @@ class NamedRows(PipelinedMethod):
             given = RowPrefixes(names, len(names), "grid.row_names")
         if self.grid.delay:
             return super().given(given)
-        # T5 has no positions: rows that see nothing but bos would all write the same token first.
+        # T5 has no absolute positions, so rows that see only bos would all generate the same first token.
         if not given.prefixes or (given.most or 0) > len(given.prefixes):
             otherwise = "no max_rows, for those of grid.row_names" if names else "grid.row_names"
             raise UserError(
@@ -177,5 +195,5 @@ class NamedRows(PipelinedMethod):
         return given._replace(most=count)
 
     def exist(self, rows: int, most: int | None) -> int:
-        """Of rows that start at once those that have a name: the others end as they begin."""
+        """See `Method`. If all rows start at once, only named rows count: the others end with their first token."""
         return rows if self.grid.delay else most or 0

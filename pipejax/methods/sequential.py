@@ -1,4 +1,7 @@
-"""Token by token: the whole answer is one row, in which a separator parts its rows. Greedily, or by beam search."""
+"""The sequential method: the decoder generates the whole answer as one row, in which separators divide its rows.
+
+`SequentialMethod` decodes greedily or by sampling, `Beams` by beam search.
+"""
 
 import dataclasses
 import itertools
@@ -23,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SequentialMethod(Method):
-    """The ordinary decoder of T5, the baseline."""
+    """The ordinary decoder of T5, the paper's baseline."""
 
-    max_length: int  # tokens of an answer, eos included
-    separator: str  # between the rows of a target
-    delay: int  # of the pipelined decoder whose steps are reported beside
+    max_length: int  # the most tokens of an answer, eos included
+    separator: str  # the text between the rows of a target
+    delay: int  # the delay of the pipelined decoder with whose steps reports compare
 
     name: ClassVar[str] = "sequential"
     can: ClassVar[frozenset[str]] = frozenset(
@@ -38,12 +41,12 @@ class SequentialMethod(Method):
 
     @classmethod
     def of(cls, config: Config) -> "SequentialMethod":
-        """With the settings of a config."""
+        """The method with the settings of a config."""
         return cls(config.decode.max_length, config.data.separator, config.grid.delay)
 
     @property
     def about(self) -> str:
-        """In one piece."""
+        """See `Method`. The sentence contains the separator."""
         between = self.separator
         parted = (
             f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
@@ -52,11 +55,11 @@ class SequentialMethod(Method):
 
     @property
     def generated(self) -> str:
-        """All of it."""
+        """See `Method`. `generate` writes the whole answer."""
         return "`generate` writes the whole answer."
 
     def check_text(self, spells: Spells) -> None:
-        """A target can be taken apart again only if the tokenizer knows what parts its rows."""
+        """Raises a UserError if encoding and decoding lose the separator, since rows could not be split again."""
         between = self.separator
         if (
             tells_rows_apart(between)
@@ -68,59 +71,69 @@ class SequentialMethod(Method):
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """One row. If it is too long, its last rows are left out, and the end after them is not learned."""
+        """See `Method`. The rows are joined into one row of the grid.
+
+        If the joined text exceeds `most` tokens, the last rows are left out, and the slot after the kept rows has
+        weight 0.
+        """
         kept = [row for row in rows if not spells.vanishes(row, ids.ends)]
         joined, cut = _join(kept, lambda text: spell([text], spells, ids.ends)[0], self.separator, most - 1)
         flat = grid.flatten([joined[: most - 1]], delay=1, bos=ids.bos, eos=ids.eos, final=False)
         if cut:
-            flat.weights[-1] = 0.0  # what follows is not in the data
+            flat.weights[-1] = 0.0  # the data does not contain an eos at this place
         return Target(flat, cut)
 
     def most_slots(self, most: int) -> int:
-        """One a token."""
+        """See `Method`. One slot for each token."""
         return most
 
     def rows_of(self, flat: grid.Flat, rows: Sequence[str], spells: Spells, ids: Ids) -> np.ndarray:
-        """A separator ends the row before it. Its last token is fed where the next row begins, as bos of a grid is."""
+        """See `Method`. The tokens of a separator belong to the row before it.
+
+        The slot that feeds the last token of a separator generates the first token of the next row, so it belongs to
+        the next row, like the slot that feeds bos on a grid.
+        """
         kept, whole = [row for row in rows if not spells.vanishes(row, ids.ends)], flat.targets.tolist()
         starts = []
         for count in range(1, len(kept)):
             begun = spell([self.separator.join(kept[:count]) + self.separator], spells, ids.ends)[0]
             same = [a == b for a, b in zip(begun, whole, strict=False)]
-            starts.append(same.index(False) if False in same else len(same))  # a token of both rows is the later's
+            # A token that contains the end of one row and the beginning of the next belongs to the next row.
+            starts.append(same.index(False) if False in same else len(same))
         return np.searchsorted(starts, np.arange(len(whole)), side="right").astype(np.int32)
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """Greedy decoding."""
+        """The strategy of greedy decoding, `Sequential`."""
         from pipejax.decoding.grid_strategy import Sequential
 
         return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
 
     def allowed(self, spells: Spells) -> list[int]:
-        """Those that part rows."""
+        """See `Method`. The ids of the separator between two rows."""
         between = self.separator
         letter, begun, whole = (spells.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
         if begun[: len(letter)] != letter or whole[: len(letter)] != letter:
             return whole
-        # What follows has other ids after a separator that ends within a word, so it is told by what comes before.
+        # After a separator that ends within a word, the next row has other ids than at the beginning of a text. So the
+        # separator's ids are found by the text before it, not by the text after it.
         parts = begun[len(letter) :]
-        joined = whole[: len(begun)] != begun  # its end becomes one token with what follows
+        joined = whole[: len(begun)] != begun  # the end of the separator and the next row share a token
         return [*dict.fromkeys(parts + whole[len(letter) :])] if joined else parts
 
     def order(self, lengths: Sequence[int]) -> list[int]:
-        """The only row, even if it is empty."""
+        """The only row of the grid, even if it is empty."""
         return [0]
 
     def read(self, texts: Sequence[str], separator: str) -> tuple[str, list[str]]:
-        """The text as it is, and its parts."""
+        """The decoded text without changes, and the rows into which the separator splits it."""
         return texts[0], split_rows(texts[0], separator)
 
     def rival_steps(self, lengths: Sequence[int], *, separator: int) -> int:
-        """Algorithm 1 without bounds."""
+        """The number of steps of Algorithm 1 without bounds on rows and times."""
         return grid.pipelined_steps(lengths, delay=self.delay, sub_max=GRID, time_max=GRID**2)
 
     def learned(self) -> dict[str, object]:
-        """None: bounds may be others."""
+        """No settings: `max_length` may differ from training."""
         return {}
 
 
@@ -128,35 +141,35 @@ class SequentialMethod(Method):
 class Beams(SequentialMethod):
     """Beam search, the stronger baseline."""
 
-    beams: int = 2  # hypotheses side by side
-    length_penalty: float = 1.0  # they compare log-probability / length**this
+    beams: int = 2  # the number of hypotheses
+    length_penalty: float = 1.0  # the exponent p of the score log-probability / length**p
 
     can: ClassVar[frozenset[str]] = frozenset(("unique", "export", "generate"))
 
     @property
     def label(self) -> str:
-        """By its setting."""
+        """See `Method`. Messages name beam search by its setting."""
         return f"decode.beams = {self.beams}"
 
     @property
     def setting(self) -> str:
-        """By its setting."""
+        """See `Method`. Beam search is selected by `decode.beams`."""
         return f"decode.beams: found {self.beams}"
 
     def strategy(self, ids: Ids) -> "Strategy":
-        """Beam search."""
+        """The strategy of beam search, `Beam`."""
         from pipejax.decoding.beam import Beam
 
         return Beam(self.max_length, self.beams, self.length_penalty, ids.bos, ids.eos, ids.other_ends)
 
 
 def tells_rows_apart(separator: str) -> bool:
-    """Whether rows can be found again in a text that joins them with it: spaces alone separate nothing."""
+    """Whether rows joined with a separator can be split again. Rows joined with only spaces cannot."""
     return bool(separator.strip(" "))
 
 
 def split_rows(text: str, separator: str) -> list[str]:
-    """Splits a decoded sequential target into rows; if the separator is only spaces, the whole text is one row."""
+    """Splits a decoded sequential answer into its rows. If the separator has only spaces, the whole text is one row."""
     if not tells_rows_apart(separator):
         return [text] if text else []
     parts = re.split(separator_pattern(separator), text)
@@ -164,9 +177,14 @@ def split_rows(text: str, separator: str) -> list[str]:
 
 
 def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[str, str] | None:
-    """The first row that is not found again in the text that joins all, and the one in its place; None: all are.
+    """Finds a row that changes when the rows are joined, encoded, decoded and split again.
 
-    Rows are compared as the tokenizer gives them back one by one; white space does not count.
+    Rows are compared with their texts after encoding and decoding each row alone. Differences in white space are
+    ignored.
+
+    Returns:
+      The first row that changes and the row found in its place, either of which may be "" if the other has no
+      counterpart; None if no row changes.
     """
     kept = [row for row in rows if not spells.vanishes(row)]
     if not kept or not tells_rows_apart(separator):
@@ -178,7 +196,7 @@ def joined_change(rows: Sequence[str], spells: Spells, separator: str) -> tuple[
 
 
 def separator_pattern(separator: str) -> str:
-    """An expression for the separator in decoded text, around which tokenizers change or drop spaces."""
+    """A regular expression for the separator in decoded text. Tokenizers may change or drop the spaces around it."""
     core = separator.strip(" ")
     before = r"(?:^| +|(?<= ))" if separator.startswith(" ") else ""
     after = r"(?:$| +)" if separator.endswith(" ") else ""
@@ -186,7 +204,11 @@ def separator_pattern(separator: str) -> str:
 
 
 def _join(rows: Sequence[str], spell: Callable[[str], list[int]], separator: str, most: int) -> tuple[list[int], bool]:
-    """The joined ids of the first rows, one at least, that have at most `most` ids; and whether rows were left out."""
+    """Joins as many of the first rows as fit into `most` token ids, but at least one row.
+
+    Returns:
+      The ids of the joined text, and whether rows were left out.
+    """
 
     def joined(count: int) -> list[int]:
         return spell(separator.join(rows[:count]))
@@ -194,7 +216,7 @@ def _join(rows: Sequence[str], spell: Callable[[str], list[int]], separator: str
     whole = joined(len(rows))
     if len(whole) <= most:
         return whole, False
-    fit, beyond = 1, len(rows)  # bisection, because each attempt encodes the text anew
+    fit, beyond = 1, len(rows)  # bisection, because each attempt encodes the joined text again
     while beyond - fit > 1:
         middle = (fit + beyond) // 2
         fit, beyond = (middle, beyond) if len(joined(middle)) <= most else (fit, middle)

@@ -1,4 +1,4 @@
-"""Texts as token ids, as far as an answer is to contain them."""
+"""Converts the texts of rows, prefixes and separators to the token ids that an answer contains."""
 
 import functools
 import logging
@@ -14,41 +14,62 @@ Ends = int | Collection[int] | None  # the ids of the tokens that end a row
 
 
 class Spells(Hashable, Protocol):
-    """A tokenizer (`pipejax.data.tokenizer.Tokenizer`)."""
+    """The interface of a tokenizer, such as `pipejax.data.tokenizer.Tokenizer`."""
 
     @property
     def eos(self) -> int | None:
-        """The id that ends a text, if it has one."""
+        """The id of the tokenizer's eos token; None if it has none."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
+        """The token ids of a text, without special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids."""
+        """The text of token ids."""
 
     def vanishes(self, text: str, ends: Collection[int] = ()) -> bool:
         """Whether a text has no tokens except `eos` and the end tokens `ends`."""
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """The words of a text that do not come back from its ids, and those that come instead."""
+        """The part of a text that encoding and decoding change, before and after; None if they change nothing.
+
+        Args:
+          text: the text.
+          ids: its token ids, if the caller has them.
+        """
 
 
 def ids_of_ends(ends: Ends) -> frozenset[int]:
-    """The ids as a set."""
+    """The ids of end tokens as a set."""
     return frozenset((ends,) if isinstance(ends, int) else ends or ())
 
 
 def spell(targets: Sequence[str], tokenizer: Spells, ends: Ends) -> list[list[int]]:
-    """The ids of each row of a target. Rows without ids are left out, as in answers.
+    """The token ids of each row of a target. End tokens in the text, such as "</s>", are dropped, as they end a row.
 
-    End tokens in the text, such as "</s>", are left out, since they would end the row.
+    Args:
+      targets: the texts of the rows.
+      tokenizer: the tokenizer.
+      ends: the ids of the tokens that end a row.
+
+    Returns:
+      One list for each row; it is empty for a row without tokens.
     """
     left_out = ids_of_ends(ends)
     return [[i for i in tokenizer.encode(row) if i not in left_out] for row in targets]
 
 
 def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> tuple[int, ...]:
-    """The ids of a row's prefix; raises a UserError if one of them is an end token."""
+    """The token ids of a row's prefix.
+
+    Args:
+      tokenizer: the tokenizer.
+      text: the prefix.
+      where: the setting or field of the prefix, for messages.
+      ends: the ids of the tokens that end a row.
+
+    Raises:
+      UserError: the prefix has no token, or contains an end token.
+    """
     ids = _prefix_ids(tokenizer, text)
     if not ids or tokenizer.eos in ids or not ids_of_ends(ends).isdisjoint(ids):
         found = "ends the row" if ids else "has no token"
@@ -57,7 +78,7 @@ def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> t
 
 
 def separator_ids(tokenizer: Spells, separator: str) -> list[int]:
-    """The ids between two rows that a separator joins in a text; none where it leaves no token."""
+    """The token ids between two rows that a separator joins; empty if the separator leaves no token of its own."""
     word, words = tokenizer.encode("a"), tokenizer.encode(f"a{separator}a")
     size = len(word)
     return words[size:-size] if words[:size] == words[-size:] == word else tokenizer.encode(separator)
@@ -65,7 +86,10 @@ def separator_ids(tokenizer: Spells, separator: str) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
-    """The same few come again with every example."""
+    """The ids of a prefix, cached because the same few prefixes occur in every example.
+
+    Logs a warning if the tokenizer changes the text.
+    """
     ids = tuple(tokenizer.encode(text))
     if ids and (change := tokenizer.change(text, ids)):
         logger.warning(f"a row that begins with {text!r}: {shown(change)} from the tokenizer")
@@ -73,8 +97,8 @@ def _prefix_ids(tokenizer: Spells, text: str) -> tuple[int, ...]:
 
 
 def shown(change: tuple[str, str]) -> str:
-    """The result of `Tokenizer.change`, in words."""
+    """Describes the result of `Spells.change` in words, with each text cut to 40 characters."""
     composed = (unicodedata.normalize("NFC", text) for text in change)
-    show = ascii if len({*composed}) == 1 else repr  # else both may look alike
+    show = ascii if len({*composed}) == 1 else repr  # texts that differ only in composition look alike as `repr`
     was, now = (show(text if len(text) <= 40 else f"{text[:40]}...") for text in change)
     return f"{was} comes back as {now}"
