@@ -3,7 +3,7 @@
     pipejax checkpoint verify DIR [--json]
 
 Exit codes: 0 if all steps are good; 1 if a step is damaged, cannot be read now, or was saved with another tokenizer; 2
-if DIR is no run directory.
+if DIR is not a run directory.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from pipejax.system.errors import UserError
 
 
 class StepReport(TypedDict):
+    """The result of verifying one step."""
+
     place: str
     step: int
     good: bool
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         counts = {"damaged": damaged, "refused": refused}
         print(json.dumps({"directory": str(directory), **counts, "steps": reports}, indent=2))
     else:
-        # The best step is a copy: `checkpoints/` may hold the same step.
+        # `best/` holds a copy of a step, and the same step may be in `checkpoints/`, so it is counted separately.
         best = sum(report["place"].startswith("best/") for report in reports)
         steps = len(reports) - best
         counted = f"{steps} step{'s' * (steps != 1)}" + (f" and {best} best" if best else "")
@@ -61,9 +63,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(directory: Path) -> Iterator[StepReport]:
-    """Yields a report on each step, oldest first; of those that a training run replaces meanwhile none."""
+    """Yields a report on each step, oldest first. Steps that a training run replaces meanwhile are skipped."""
     from pipejax.checkpoint.manifest import Damaged
-    from pipejax.checkpoint.store import Replaced, Store  # imported late, as it starts JAX
+    from pipejax.checkpoint.store import Replaced, Store  # imported here, because this import starts JAX
 
     store, seen = Store(directory), set[int]()
 
@@ -79,7 +81,7 @@ def verify(directory: Path) -> Iterator[StepReport]:
             try:
                 items = store.read_unless_replaced(step, check)
             except Replaced:
-                continue  # the next listing has the new step
+                continue  # the step is gone; the next listing has its successor
             except (Damaged, UserError) as error:
                 problem = error
             seen.add(step)
@@ -95,7 +97,7 @@ def verify(directory: Path) -> Iterator[StepReport]:
 
 
 def _bytes_in(path: Path) -> int:
-    """Without files that are removed meanwhile, or forbidden; `os.walk` passes over such folders."""
+    """Returns the bytes of the files below `path`, without files that disappear meanwhile or cannot be read."""
     inside = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
     size = 0
     for file in inside if path.is_dir() else [str(path)]:

@@ -1,8 +1,8 @@
 """Writes and reads trees of arrays in Orbax's format. No other module uses Orbax or TensorStore.
 
 Orbax's handlers write the files of an item (one tree, such as "params"); `store.py` commits whole steps. Orbax's
-CheckpointManager is not used: it syncs neither metadata nor directories, and after a failure its threads wait minutes
-for each other. TensorStore, by which Orbax keeps the arrays, reads them: whoever only decodes never imports Orbax.
+CheckpointManager is not used: it syncs neither metadata nor directories, and after a failure its threads wait for each
+other for minutes. Items are read by TensorStore, in which Orbax stores the arrays, so decoding does not import Orbax.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import UTF_8, absolute, is_misread
 
-# Orbax and TensorStore read these parts of a path as patterns, as "/", or as the scheme of a URL.
+# Orbax and TensorStore interpret these parts of a path as patterns, as "/", or as the scheme of a URL.
 _MISREAD = re.compile(r"[\\\[\]*?]|:(?=/|$)|^/(gs|s3|az|hf)(?=/|$)")
-# Of TensorStore: only the nodes by which arrays are found are kept, and nothing that is read changes meanwhile.
+# For TensorStore: cache only the nodes that locate arrays, and do not check whether files change while they are read.
 _LIMITS = {"cache_pool#nodes": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
 _ONCE = {"recheck_cached_data": False, "recheck_cached_metadata": False, "fill_missing_data_reads": False}
-_ALIGNED = 64  # bytes
+_ALIGNED = 64  # alignment in bytes from which JAX uses host memory without a copy
 
 
 class Writes(Protocol):
-    """A write that goes on in the background."""
+    """A write in progress in the background."""
 
     def result(self) -> object: ...
 
 
 def check_place(path: Path) -> None:
-    """Raises a UserError if Orbax would take the path of this directory for another one."""
+    """Raises a UserError if Orbax would misread the path of this directory, or if the path is not UTF-8."""
     place = str(absolute(path))
     try:
         place.encode()
@@ -59,17 +59,21 @@ def check_place(path: Path) -> None:
 
 
 def begin_item(place: Path, tree: Tree) -> Sequence[Writes]:
-    """Begins to write this process's part of a tree. Orbax holds or has copied the buffers: they may be donated."""
+    """Begins to write this process's part of a tree to `place`, in the background.
+
+    Orbax holds or has copied the buffers when this function returns, so the caller may donate them.
+    """
     import orbax.checkpoint as ocp
 
-    # Weights hardly become smaller, and to unpack them takes most of the time of opening a checkpoint.
+    # Compression hardly makes weights smaller, and decompression takes most of the time of opening a checkpoint.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     saving = handler.async_save(ocp.utils.epath.Path(place), args=ocp.args.PyTreeSave(tree))
-    with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop already
+    with ThreadPoolExecutor(1) as pool:  # a thread, because the caller's thread may already run an event loop
         return pool.submit(asyncio.run, saving).result() or []
 
 
 def finish_item(place: Path) -> None:
+    """Completes the files of an item after all processes have written their parts."""
     import orbax.checkpoint as ocp
 
     handler = ocp.PyTreeCheckpointHandler()
@@ -77,9 +81,23 @@ def finish_item(place: Path) -> None:
 
 
 def read_item(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
+    """Reads an item into arrays with the shapes, dtypes and shardings of `template`.
+
+    Args:
+      place: the item's directory.
+      template: a tree of jax.ShapeDtypeStruct.
+      files: digests of the item's small files, by name.
+
+    Raises:
+      Damaged: the files do not match the digests or the template.
+      UserError: the files cannot be read at the moment.
+    """
 
     def begin(wanted: jax.ShapeDtypeStruct, store: ts.TensorStore) -> Callable[[], jax.Array]:
-        """Begins to read the parts that this process's devices have; those that several have only once."""
+        """Begins to read the parts of an array that this process's devices hold.
+
+        A part that several devices hold is read once. The result waits for the parts and returns the array.
+        """
         places = wanted.sharding.addressable_devices_indices_map(wanted.shape)
         names = {device: tuple((part.start, part.stop) for part in index) for device, index in places.items()}
         begun = {names[device]: _filled_part(store[index]) for device, index in places.items()}
@@ -99,12 +117,21 @@ def read_item(place: Path, template: Tree, files: Mapping[str, str]) -> Tree:
 
 
 def check_item(place: Path, template: Tree, files: Mapping[str, str]) -> None:
+    """Opens the arrays of an item and compares shapes and dtypes with `template`, without reading the content.
+
+    Raises:
+      Damaged: as `read_item`.
+      UserError: as `read_item`.
+    """
     with reading(place, files):
         _open_arrays(place, template)
 
 
 def _filled_part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
-    """An array that is being filled with what is stored; it lies where JAX takes it on a CPU without a copy."""
+    """Returns an array and the operation that fills it from the store.
+
+    The array is aligned so that JAX can use its memory on a CPU without a copy.
+    """
     dtype = store.dtype.numpy_dtype
     memory = np.empty(store.size * dtype.itemsize + _ALIGNED, np.uint8)
     memory = memory[-memory.ctypes.data % _ALIGNED :][: store.size * dtype.itemsize]
@@ -113,8 +140,13 @@ def _filled_part(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
 
 
 def _open_arrays(place: Path, template: Tree) -> list[ts.TensorStore]:
-    """The arrays of an item in the order of the template's, as they lie on disk."""
-    os.stat(place / "_METADATA")  # Orbax's; it is not needed, but a step that lacks it is not whole
+    """Opens the arrays of an item, in the order of the template's leaves.
+
+    Raises:
+      Damaged: an array is missing, unexpected, or of another shape or dtype than in the template.
+    """
+    # Orbax writes this file; reading does not need it, but a step without it is incomplete
+    os.stat(place / "_METADATA")
     base = {"driver": "file", "path": f"{absolute(place)}/"}
     kept, context = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}, ts.Context(_LIMITS)
     wanted = {
@@ -134,7 +166,10 @@ def _open_arrays(place: Path, template: Tree) -> list[ts.TensorStore]:
 
 
 class Saving(threading.Thread):
-    """A thread that waits for a save. It is a daemon, so the process can end without it: then nothing is committed."""
+    """A thread that waits for the writes of a save.
+
+    It is a daemon thread, so it does not keep the process alive; a process that ends meanwhile commits nothing.
+    """
 
     def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
         """Starts the thread, which waits for the writes and then calls `commit`."""

@@ -1,7 +1,7 @@
 """The manifest of a step: the fingerprint of every array, the data position and the config, sealed with SHA-256.
 
-Orbax does not check content: it restores a flipped bit silently. So the manifest is committed together with the arrays,
-and a step that does not match its manifest is not used.
+Orbax does not check content: it restores a flipped bit without an error. So the manifest is committed together with the
+arrays, and a step that does not match its manifest is not used.
 """
 
 import contextlib
@@ -30,25 +30,26 @@ _DTYPE = re.compile(r"bool|u?int(8|16|32)|float(16|32)|bfloat16")
 
 
 class Metadata(TypedDict, total=False):
-    """The facts about a step that this program knows; others may stand beside them."""
+    """The known metadata of a step; a manifest may contain other keys as well."""
 
-    data: str  # fingerprints of the examples: those trained on, all of them if they are in memory, and those of dev
+    # fingerprints of the examples: "data", those trained on; "data_whole", all, if in memory; "dev", the dev split
+    data: str
     data_whole: str
     dev: str
-    shapes: dict[str, object]  # as `Shapes.to_json` writes them
+    shapes: dict[str, object]  # in the format of `Shapes.to_json`
     score: list[float]
-    tokenizer: dict[str, str]  # digests by name
+    tokenizer: dict[str, str]  # digests of the tokenizer's files, by name
     init: str  # the fingerprint of the weights that the run began with
-    conversion: int  # the version of the conversion of these weights, or of those that the run began with
+    conversion: int  # the version of the conversion of these weights, or of the weights that the run began with
 
 
 class Manifest(TypedDict):
-    """The manifest of a step, as `check_manifest` finds it good; the arguments of `make_manifest` say more."""
+    """The manifest of a step after `check_manifest`; `make_manifest` documents the values."""
 
     format: int
     step: int
     arrays: dict[str, Fingerprints]
-    files: dict[str, str] | None  # None: in those of former versions
+    files: dict[str, str] | None  # None in steps of older releases
     metadata: Metadata
     config: dict[str, object]
     settings: dict[str, bool | int | str | None]
@@ -57,7 +58,7 @@ class Manifest(TypedDict):
 
 
 class Damaged(Exception):
-    """A step is damaged and must not be used; the message says what is wrong."""
+    """Raised if a step is damaged and must not be used; the message names the damage."""
 
 
 def make_manifest(
@@ -67,6 +68,15 @@ def make_manifest(
     metadata: Mapping[str, object],
     files: Mapping[str, str],
 ) -> Manifest:
+    """Returns the sealed manifest of a step.
+
+    Args:
+      step: the step's number.
+      arrays: the fingerprints, by item and path.
+      config: the resolved config.
+      metadata: see `Metadata`.
+      files: the digests of the items' small files, by ITEM/NAME.
+    """
     return cast(
         Manifest,
         _seal(
@@ -85,7 +95,18 @@ def make_manifest(
 
 
 def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
-    """Returns the manifest if its seal is right, its form is known, and it is that of `step`; `place` is for errors."""
+    """Checks the seal, the form and the step of a manifest, and returns it.
+
+    Args:
+      manifest: the decoded JSON.
+      step: the step that it must belong to.
+      place: the step's directory, for messages.
+
+    Raises:
+      Damaged: the seal is wrong, or the manifest belongs to another step.
+      UserError: the seal is right but the form is unknown, as in steps of other releases, or the parameters do not fit
+        the config.
+    """
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")
     where = f"{place} (manifest)"
@@ -108,6 +129,7 @@ def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
 
 
 def config_of(manifest: Manifest, place: Path) -> Config:
+    """Returns the config in a manifest; `place` is for messages."""
     return config_lib.from_saved(manifest["config"], where=f"{place} (manifest)")
 
 
@@ -149,7 +171,7 @@ def _is_metadata(value: object) -> bool:
     return isinstance(value, dict) and all(fits(value[key]) for key, fits in known.items() if key in value)
 
 
-# By key of a manifest: whether a value fits, and what to expect in words.
+# For each key of a manifest: a check of the value, and the expected form in words.
 _FORM: dict[str, tuple[Callable[[object], bool], str]] = {
     "step": (_is_whole_number, "a whole number"),
     "arrays": (
@@ -174,6 +196,7 @@ def _brief(value: object) -> str:
 
 
 def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -> None:
+    """Checks that a step has the arrays of `template` in item `name`, with the same shapes and dtypes."""
     expected = manifest["arrays"].get(name)
     if expected is None:
         raise Damaged(f"holds no {name}")
@@ -185,7 +208,10 @@ def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -
 
 
 def on_host() -> jax.sharding.Sharding:
-    """The host's memory, as an item may exceed an accelerator's; the first device's if JAX may not use the CPU."""
+    """Returns a sharding on the host, because an item may be larger than an accelerator's memory.
+
+    If JAX may not use the CPU, the sharding is on the first device.
+    """
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
@@ -194,7 +220,7 @@ def on_host() -> jax.sharding.Sharding:
 
 
 def template(arrays: Fingerprints) -> Tree:
-    """A nested dict of jax.ShapeDtypeStruct on the host, made of fingerprints by path "a/b/c"."""
+    """Returns a nested dict of jax.ShapeDtypeStruct on the host, from fingerprints by path "a/b/c"."""
     sharding = on_host()
     tree: Tree = {}
     for path, (dtype, shape, *_) in arrays.items():
@@ -207,7 +233,7 @@ def template(arrays: Fingerprints) -> Tree:
 
 
 def _seal(manifest: Mapping[str, object]) -> dict[str, object]:
-    """The manifest with the SHA-256 of its other values under "seal"."""
+    """Returns the manifest with the SHA-256 of its other values under "seal"."""
     body = {key: value for key, value in manifest.items() if key != "seal"}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     return {**body, "seal": hashlib.sha256(text.encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""Opens run directories to use their weights, and writes run directories that hold weights alone."""
+"""Opens run directories to use their weights, and writes run directories that contain only weights."""
 
 import dataclasses
 import functools
@@ -21,24 +21,25 @@ from pipejax.system.files import absolute, look, new_directory, write_text
 logger = logging.getLogger(__name__)
 
 # The version of the conversion, increased whenever the same files are converted to other numbers. Checkpoints of the
-# first version do not contain it; `Backbone.earlier_doubts` names settings that it may have read wrongly.
+# first version do not contain it; `Backbone.earlier_doubts` names settings that the first version may have read
+# wrongly.
 CONVERSION = 2
 _warn_once = functools.cache(logger.warning)
 
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
-    """Reads the parameters of the newest good step, or of the best step; merges low-rank factors into their matrices.
+    """Reads the parameters of the newest good step or of the best step; merges low-rank factors into their matrices.
 
-    The result's `arrays` are the fingerprints of the arrays on disk, before that.
+    The result's `arrays` are the fingerprints of the arrays on disk, before merging and conversion to float32.
 
     Args:
       directory: a run directory or a converted checkpoint.
-      best: the step of the best evaluation, not the newest.
-      packed: weights that are saved in bfloat16, or in int8 with scales, stay so; else all parameters are float32.
-      apart: low-rank factors stay beside their matrices.
+      best: read the step of the best evaluation instead of the newest step.
+      packed: keep weights saved in bfloat16, or in int8 with scales, in that form; else all parameters are float32.
+      apart: keep low-rank factors separate from their matrices.
 
     Raises:
-      UserError: this is no run directory, or none of its steps is good.
+      UserError: this is not a run directory, or none of its steps is good.
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
@@ -71,7 +72,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
 
 
 def report_conversion(restored: Restored) -> None:
-    """Warns once about weights that an earlier version may have converted with settings unlike transformers'."""
+    """Warns once about weights that an earlier release may have converted with settings unlike transformers'."""
     model, metadata, place = restored.config.model, restored.metadata, restored.path.parents[1]
     trained = restored.config.train.objective != "none"
     if model is None or "conversion" in metadata or (trained and not metadata.get("init")):
@@ -89,7 +90,11 @@ def report_conversion(restored: Restored) -> None:
 
 
 def tokenizer_of(restored: Restored) -> Tokenizer | None:
-    """The tokenizer of an opened run; None if it has none."""
+    """Returns the tokenizer of an opened run, or None if it has none.
+
+    Raises:
+      UserError: the tokenizer's files changed after the step was saved.
+    """
     if (files := restored.tokenizer_files()) is None:
         return None
     tokenizer, model, place = Tokenizer.load(files), restored.config.model, restored.path.parents[1]
@@ -113,9 +118,17 @@ def save_params(
     tokenizer_source: Path | None = None,
     conversion: int | None = CONVERSION,
 ) -> None:
-    """Writes a run directory of parameters, as step 0, and tokenizer files: completely or not at all.
+    """Writes a run directory with parameters as step 0 and with tokenizer files, completely or not at all.
 
-    `conversion`: the version of the conversion of the parameters; None: not known.
+    Args:
+      directory: absent or empty.
+      config: the config with the architecture.
+      params: the parameters.
+      tokenizer_source: the directory of the tokenizer's files; None: no tokenizer.
+      conversion: the version of the conversion of the parameters; None: unknown.
+
+    Raises:
+      UserError: the directory is not empty, or cannot be written.
     """
     metadata = {} if conversion is None else {"conversion": conversion}
     directory = absolute(directory)
@@ -123,7 +136,8 @@ def save_params(
     require_free(directory)
     try:
         with new_directory(directory) as partial:
-            if tokenizer_source is not None:  # before the step, as the manifest has the tokenizer's digests
+            # copied before the step is saved, because the manifest has the tokenizer's digests
+            if tokenizer_source is not None:
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
             store = Store(partial / "checkpoints", writable=True)
             saved = store.save(
@@ -135,7 +149,8 @@ def save_params(
             write_text(partial / "config.json", config_lib.to_json(config))
     except OSError as error:
         reason = error.strerror or str(error)
-        if isinstance(error, shutil.Error):  # source, target and reason of each file; the source may be a passing copy
+        # it lists source, target and reason of each file; the source may be a temporary copy
+        if isinstance(error, shutil.Error):
             reason = str(error.args[0][0][2]).partition(": ")[0]
         raise UserError(f"{directory}: cannot be written ({reason})") from error
 

@@ -1,7 +1,8 @@
 """The steps of a directory as files: lists them, commits new ones and removes old ones.
 
-A save fills STEP.orbax-checkpoint-tmp. A commit syncs all of that, renames it to STEP, and syncs the rename; only then
-older steps are removed. A step is renamed before it is deleted, so that no half-deleted directory has a step's name.
+A save fills STEP.orbax-checkpoint-tmp. A commit syncs these files, renames the directory to STEP, and syncs the rename;
+only then are older steps removed. A step is renamed before it is deleted, so that no half-deleted directory has the
+name of a step.
 """
 
 import contextlib
@@ -17,33 +18,39 @@ logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 STAGING = ".orbax-checkpoint-tmp"  # suffix of a step that is not committed yet
-GONE, REPLACED = ".gone-", ".replaced-"  # prefixes of a step to be deleted, and of one to be replaced
+# prefixes of a step that is to be deleted, and of a step that is being replaced
+GONE, REPLACED = ".gone-", ".replaced-"
 
 
 class Steps:
-    """The steps of one directory, to which only one process at a time may write."""
+    """The steps of one directory. Only one process at a time may write to it."""
 
     def __init__(self, directory: Path, keep: int | None, keep_every: int) -> None:
-        """The last `keep` committed steps (None: all) are kept, and all multiples of `keep_every`."""
+        """Keeps the last `keep` committed steps (None: all), and all multiples of `keep_every` (0: none)."""
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self._stuck = set[int]()  # steps whose removal failed, each reported once
 
     def all(self) -> list[int]:
-        """The committed steps, newest first. Any entry with a step's name counts, so that a damaged one is noticed."""
+        """Returns the committed steps, newest first.
+
+        Every entry named like a step counts, so damaged ones are noticed.
+        """
         if not self.directory.is_dir():
             return []
         names = {path.name.removeprefix(REPLACED) for path in self.directory.iterdir()}
         return sorted((int(name) for name in names if STEP.fullmatch(name)), reverse=True)
 
     def place(self, step: int) -> Path:
+        """Returns the directory of a step, also while the step is being replaced."""
         named, replaced = self.directory / str(step), self.directory / f"{REPLACED}{step}"
         return replaced if os.path.lexists(replaced) and not os.path.lexists(named) else named
 
     def staging(self, step: int) -> Path:
+        """Returns the directory in which a save collects the files of a step before the commit."""
         return self.directory / f"{step}{STAGING}"
 
     def identity(self, step: int) -> tuple[int, int] | None:
-        """Device and inode of the step, which change when it is replaced; None if there is no such step."""
+        """Returns device and inode of the step, which change when it is replaced; None if there is no such step."""
         try:
             status = os.lstat(self.place(step))
         except FileNotFoundError:
@@ -51,11 +58,15 @@ class Steps:
         return status.st_dev, status.st_ino
 
     def commit(self, step: int) -> None:
-        """Makes a step of the staged files, then removes old ones, unless a loss of power may undo it."""
+        """Turns the staged files into a step, durably, then removes older steps.
+
+        If the rename cannot be synced, a loss of power may undo it, so the older steps stay and a warning is logged.
+        """
         sync_tree(self.staging(step))
         named = self.directory / str(step)
         if named.exists():
-            named.rename(self.directory / f"{REPLACED}{step}")  # `place` still finds it if the process is killed now
+            # `place` still finds it if the process is killed before the next rename
+            named.rename(self.directory / f"{REPLACED}{step}")
         self.staging(step).rename(named)
         try:
             sync(self.directory)
@@ -65,7 +76,10 @@ class Steps:
             self.retire(step)
 
     def retire(self, newest: int) -> None:
-        """Removes the steps that are not kept beside the newest; the log names each that cannot be removed once."""
+        """Removes the steps that are not kept beside the newest one.
+
+        A step that cannot be removed is logged once.
+        """
         try:
             others = [step for step in self.all() if step != newest] if self.keep else []
         except OSError as error:
@@ -84,28 +98,37 @@ class Steps:
         self._sweep_gone()
 
     def sweep(self) -> None:
+        """Removes the files of saves and removals that were interrupted."""
         self._sweep_gone()
         sweep(self.directory, f"*{STAGING}*")
 
     def sweep_until_still(self, seconds: float = 2.0) -> None:
-        """Repeats `sweep` until no new files appear: after a failed write, Orbax's other writes go on for a while."""
+        """Repeats `sweep` until no new files appear, at most for `seconds`.
+
+        After a failed write, Orbax's other writes continue for a while and create new files.
+        """
         until, still = time.monotonic() + seconds, 0
-        with contextlib.suppress(OSError):  # if the directory cannot be listed, the next start sweeps it
+        # if the directory cannot be listed, `sweep` runs again when the store is opened the next time
+        with contextlib.suppress(OSError):
             while still < 4 and time.monotonic() < until:
                 self.sweep()
                 time.sleep(0.05)
                 still = 0 if any(self.directory.glob(f"*{STAGING}*")) else still + 1
 
     def set_aside(self, step: int) -> str:
-        """Renames a damaged step to corrupt-STEP, which is no step's name; returns the new name."""
+        """Renames a damaged step to corrupt-STEP, which is not the name of a step; returns the new name."""
         target = free_name(self.directory / f"corrupt-{step}")
         self.place(step).rename(target)
         sync(self.directory)
         return target.name
 
     def _sweep_gone(self) -> None:
-        """Deletes steps no longer needed; one to be replaced gets its name back if no successor has it."""
-        with contextlib.suppress(OSError):  # on failure they stay until the next save
+        """Deletes steps that are no longer needed.
+
+        A step that was being replaced when the process was killed gets its name back, unless its successor has the
+        name.
+        """
+        with contextlib.suppress(OSError):  # on failure the directories stay until the next save
             for path in self.directory.glob(f"{REPLACED}*"):
                 step = path.name.removeprefix(REPLACED)
                 named = self.directory / step

@@ -29,10 +29,10 @@ from pipejax.system.files import absolute, look, make_directories, read_small, w
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 20  # attempts to read steps that a training run replaces meanwhile
+LOOKS = 20  # attempts to read the newest step before giving up, when a training run keeps replacing steps
 
 T = TypeVar("T")
-Expect = Callable[[Config], Mapping[str, Tree]]  # a step's config -> templates of the wanted items
+Expect = Callable[[Config], Mapping[str, Tree]]  # maps a step's config to templates of the wanted items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,37 +43,49 @@ class Restored:
     items: dict[str, Tree]  # trees of arrays by name, such as "params"
     config: Config
     metadata: Metadata
-    arrays: dict[str, Fingerprints]  # by item
+    arrays: dict[str, Fingerprints]  # fingerprints by item and path
     path: Path  # the step's directory
-    is_former: bool = False  # whether it was saved by a version without `data.special_tokens`
+    is_former: bool = False  # whether it was saved by a release without `data.special_tokens`
 
     def tokenizer_files(self) -> Path | None:
-        """The directory of the run's tokenizer; None if the run has none.
+        """Returns the directory of the run's tokenizer, or None if the run has none.
 
         Raises:
-          UserError: the files differ from those that the step was saved with. Old steps have no digests to compare.
+          UserError: the files differ from those that the step was saved with. Steps of older releases have no digests,
+            so
+            their files are not compared.
         """
         directory = self.path.parents[1] / "tokenizer"
         if look(directory) != "directory":
-            return None  # the run was trained on ids
+            return None  # the run was trained on token ids
         if expected := self.metadata.get("tokenizer"):
             check_digests(directory, expected)
         return directory
 
 
 class Replaced(Exception):
-    """A training run replaced or deleted the step while it was read, so the error that was met means nothing."""
+    """Raised if a training run replaced or deleted a step while it was read.
+
+    The error that interrupted the reading then says nothing about the step.
+    """
 
 
 class Store:
-    """The steps in one directory. In a run of several processes all must make the same calls."""
+    """The steps in one directory. In a run with several processes, all must make the same calls."""
 
     def __init__(
         self, directory: Path, *, keep: int | None = None, keep_every: int = 0, writable: bool = False
     ) -> None:
-        """Opens the directory; a writable store makes it, and removes the files that killed saves left.
+        """Opens the directory. A writable store creates it and removes the files of interrupted saves.
 
-        `keep`: the newest steps to keep, None: all; `keep_every`: multiples of this step are kept as well, 0: none.
+        Args:
+          directory: checkpoints/ or best/ of a run directory.
+          keep: the number of newest steps to keep; None: all.
+          keep_every: multiples of this step are kept as well; 0: none.
+          writable: whether `save` may be called.
+
+        Raises:
+          UserError: the path is misread by Orbax, or the directory cannot be written.
         """
         environment.check_environment()
         self.directory = absolute(directory)
@@ -94,9 +106,11 @@ class Store:
         hush_stragglers()
 
     def place(self, step: int) -> Path:
+        """Returns the directory of a step."""
         return self._steps.place(step)
 
     def steps(self) -> list[int]:
+        """Returns the committed steps, newest first."""
         return self._steps.all()
 
     def save(
@@ -108,7 +122,20 @@ class Store:
         metadata: Mapping[str, object] | None = None,
         wait: bool = False,
     ) -> bool:
-        """Begins to save a step, in place of one of that number; False: it failed by now, and the log says why."""
+        """Begins to save a step in the background; replaces a step of the same number.
+
+        Waits for the previous save first. The arrays may be donated once this method returns.
+
+        Args:
+          step: the number of the step.
+          items: trees of arrays by name, such as "params".
+          config: the resolved config.
+          metadata: see `manifest.Metadata`.
+          wait: whether to wait for the commit.
+
+        Returns:
+          False if the save has already failed; the log then has the reason.
+        """
         assert self._writable, "not writable"
         self.settle()
         arrays = {name: fingerprints(tree) for name, tree in items.items()}
@@ -120,12 +147,14 @@ class Store:
                 if distributed.first():
                     about |= self._tokenizer
                     self._steps.sweep()
-                    for name in items:  # else the others wait in Orbax for these: ten minutes if this process fails
+                    # created first: without these directories the other processes wait in Orbax, for ten minutes if
+                    # this one fails
+                    for name in items:
                         (staging / name / "array_metadatas").mkdir(parents=True)
             with distributed.fail_together(Exception):
                 for name, tree in items.items():
                     writes += arrays_lib.begin_item(staging / name, tree)
-        except Exception as error:  # Orbax does not document what it raises; any error means that the save failed
+        except Exception as error:  # Orbax does not document its exceptions; any exception means that the save failed
             wait_for(writes)
             self._log_failure(step, error)
             return False
@@ -135,12 +164,18 @@ class Store:
 
     @functools.cached_property
     def _tokenizer(self) -> dict[str, dict[str, str]]:
-        """The tokenizer's digests at the first save, as metadata: files that change later are not those in use."""
+        """The tokenizer's digests at the first save, as metadata.
+
+        They are computed once, because files that change later are not the ones that the run uses.
+        """
         found = digests(self.directory.parent / "tokenizer")
         return {"tokenizer": found} if found else {}
 
     def settle(self) -> bool:
-        """Waits for the current save. False if it failed; the log then has the reason."""
+        """Waits for the current save. Returns False if it failed; the log then has the reason.
+
+        With several processes, the first process commits the step here, after all processes have written their parts.
+        """
         saving, self._saving = self._saving, None
         if saving is None:
             return True
@@ -159,7 +194,16 @@ class Store:
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
-        """Reads a step and verifies it; the parameters alone, to the host, unless `expect` gives templates."""
+        """Reads a step and verifies it.
+
+        Args:
+          step: the number of the step.
+          expect: returns the templates of the wanted items; None: the parameters alone, on the host.
+
+        Raises:
+          Damaged: the step does not match its manifest.
+          UserError: the step cannot be read now, or does not fit the templates.
+        """
         with distributed.fail_together(UserError, Damaged):
             place = self.place(step)
             manifest = self._manifest(step)
@@ -185,6 +229,7 @@ class Store:
         return {name: len(expected) for name, expected in arrays.items()}
 
     def describe(self, step: int) -> Restored:
+        """Reads the manifest of a step, without its arrays: the result's `items` is empty."""
         manifest, place = self._manifest(step), self.place(step)
         return self._restored(manifest, {}, manifest_lib.config_of(manifest, place), place)
 
@@ -194,16 +239,23 @@ class Store:
         return Restored(manifest["step"], items, config, manifest["metadata"], manifest["arrays"], place, is_former)
 
     def newest(self, expect: Expect | None, *, set_aside: bool = False) -> Restored | None:
-        """The newest step that verifies, or None. Skips damaged steps; `set_aside` renames them to corrupt-STEP."""
+        """Returns the newest step that verifies, or None. Damaged steps are skipped.
+
+        Args:
+          expect: as for `restore`.
+          set_aside: whether damaged steps are renamed to corrupt-STEP.
+        """
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
     def newest_metadata(self) -> Metadata | None:
+        """Returns the metadata of the newest good step, or None; removes the steps that are not kept beside it."""
 
         def read(step: int) -> Restored:
             try:
                 if distributed.first():
                     self.verify(step)
-            except UserError as trouble:  # the step is not damaged, and its arrays are not needed
+            except UserError as trouble:
+                # the step cannot be read now, but is not damaged, and the caller does not need its arrays
                 logger.warning("%s", trouble)
             return self.describe(step)
 
@@ -213,12 +265,17 @@ class Store:
         return found.metadata if found else None
 
     def retire(self, newest: int) -> None:
-        """Removes the steps that are not kept beside the newest, as a kill may have come before their removal."""
-        with distributed.fail_together(UserError):  # no process lists the steps before they are removed
+        """Removes the steps that are not kept beside `newest`.
+
+        `commit` does so as well, but a kill may have come between the commit and the removal.
+        """
+        # the other processes wait, so that none lists the steps before the removal
+        with distributed.fail_together(UserError):
             if distributed.first():
                 self._steps.retire(newest)
 
     def close(self) -> bool:
+        """Waits for the current save and removes leftover files. Returns False if the save failed."""
         done = self.settle()
         if self._writable and distributed.first():
             if self.why_not:
@@ -228,6 +285,11 @@ class Store:
         return done
 
     def read_unless_replaced(self, step: int, read: Callable[[int], T]) -> T:
+        """Calls `read(step)`.
+
+        Raises:
+          Replaced: the call failed, and the step was replaced or deleted meanwhile.
+        """
         before = self._steps.identity(step)
         try:
             return read(step)
@@ -240,12 +302,12 @@ class Store:
         for _ in range(LOOKS):
             try:
                 return self._first_good(read, set_aside=set_aside)
-            except Replaced:  # a training run has saved a newer step meanwhile
+            except Replaced:  # a training run has committed a newer step meanwhile
                 continue
         raise UserError(f"{self.directory}: found each step replaced while it was read; expected fewer saves a minute")
 
     def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
-        """The newest step that `read` does not find damaged; the log names each damaged one."""
+        """Returns the newest step for which `read` does not raise Damaged; logs each damaged step."""
         damaged = 0
         for step in distributed.same(self.steps()[:100]):
             path = self.place(step)
@@ -281,6 +343,7 @@ class Store:
         return arrays_lib.read_item(self.place(manifest["step"]) / name, template, _files(manifest, name))
 
     def _commit(self, step: int, items: Iterable[str], seal: Callable[[dict[str, str]], Manifest]) -> None:
+        """Completes the items, writes the manifest and commits the step; see `Steps.commit`."""
         staging, files = self._steps.staging(step), dict[str, str]()
         for name in items:
             arrays_lib.finish_item(staging / name)
@@ -290,7 +353,11 @@ class Store:
         self._steps.commit(step)
 
     def _check_first_save(self, step: int) -> None:
-        """Reads back the first step that this store saved, except for the arrays' content."""
+        """Reads back the first step that this store saved, except for the content of the arrays.
+
+        Raises:
+          UserError: the file system does not return what was written.
+        """
         if self._first_save_checked:
             return
         self._first_save_checked = True
@@ -308,6 +375,7 @@ class Store:
                     ) from damage
 
     def _log_failure(self, step: int, error: Exception) -> None:
+        """Logs the reason of a failed save and removes its files."""
         self.why_not = reason_of(error)
         logger.warning(
             f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"

@@ -1,4 +1,4 @@
-"""Classifies the errors of Orbax: damaged files, passing trouble such as lack of memory, and noise to be silenced."""
+"""Classifies the errors of Orbax and TensorStore: damaged files, temporary conditions such as lack of memory, noise."""
 
 import contextlib
 import errno
@@ -15,20 +15,30 @@ from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
 from pipejax.system.files import digest_of
 
-MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # a damaged step lacks files
-CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")  # TensorStore of a file; else of the call, as of a path
-PASSING = re.compile(  # in messages of TensorStore and XLA: the file may be good
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # raised if a step lacks files: it is damaged
+# TensorStore's messages about a file's content; its other messages are about the call, such as the path
+CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")
+PASSING = re.compile(  # in messages of TensorStore and XLA about temporary conditions: the file may be good
     "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|UNKNOWN|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|UNIMPLEMENTED"
     "|OS error (?!2:|20:|21:)"
 )
 LOOP_CLOSED = "Event loop is closed"
-# Orbax logs every save, and the traceback of every error that it raises as well.
+# Orbax logs every save, and also the traceback of every exception that it raises.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
 def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """A block that reads an item, whose small files have these digests; errors become Damaged, or UserError."""
+    """A context for reading an item; converts exceptions to Damaged or UserError.
+
+    Args:
+      path: the item's directory.
+      files: digests of the item's small files by name, checked first.
+
+    Raises:
+      Damaged: a file is missing, differs from its digest, or has invalid content.
+      UserError: the files cannot be read at the moment, as after a lack of memory or of rights.
+    """
     try:
         for name, word in files.items():
             if digest_of(path / name) != word:
@@ -46,12 +56,13 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
 
 
 def _is_passing(error: BaseException, path: Path) -> bool:
+    """Whether an exception reports a temporary condition, so that the files may be good."""
     other_os_error = isinstance(error, OSError) and not isinstance(error, MISSING)
     return bool(PASSING.search(str(error).replace(str(path), ""))) or out_of_memory(error) or other_os_error
 
 
 def _read_all(path: Path) -> None:
-    """Raises a UserError if a file cannot be read."""
+    """Raises a UserError if a file below `path` cannot be read."""
     try:  # the disk may have failed in a way that TensorStore's message does not show
         for file in path.rglob("*"):
             if file.is_file():
@@ -63,17 +74,21 @@ def _read_all(path: Path) -> None:
 
 
 def _is_of_content(error: BaseException) -> bool:
-    """JSON and texts that cannot be read have a type of their own; of bare ValueErrors the message tells."""
+    """Whether an exception is about the content of a file.
+
+    Invalid JSON and invalid UTF-8 raise subclasses of ValueError; for a plain ValueError the message decides.
+    """
     return isinstance(error, ValueError) and (type(error) is not ValueError or bool(CONTENT.search(str(error))))
 
 
 def metadata_digests(item: Path) -> dict[str, str]:
-    """Digests, by name, of the small files of an item in which Orbax keeps the tree and the shapes."""
+    """Returns the digests, by name, of the small files of an item that hold Orbax's tree and shapes."""
     names = ["_METADATA", *(f"array_metadatas/{file.name}" for file in item.glob("array_metadatas/*"))]
     return {name: digest_of(item / name) for name in names}
 
 
 def _chain(error: BaseException) -> list[BaseException]:
+    """Returns an exception and its causes, the exception first."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -83,13 +98,14 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a save failed; in the operating system's words if one of its errors is the cause."""
+    """Returns the reason of a failed save; the operating system's message if one of the causes has an errno."""
     if isinstance(error, UserError):
         return str(error)
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):  # TensorStore quotes their names
+    # TensorStore quotes the names of these error numbers in its messages
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
         if any(os.strerror(number) in str(cause) for cause in _chain(error)):
             return os.strerror(number)
     return f"{type(error).__name__}: {_short_message(error)}"
@@ -97,7 +113,7 @@ def reason_of(error: BaseException) -> str:
 
 def hush_stragglers() -> None:
     """Silences the tracebacks of arrays that Orbax abandons after another array could not be read or written."""
-    # Coroutines that were abandoned before they began, by Orbax's names for them.
+    # Messages about coroutines that were abandoned before they began, by Orbax's names for the coroutines.
     names = "coroutine '.*(array|serialize|metadata|param_info).*' was never awaited"
     warnings.filterwarnings("ignore", names, RuntimeWarning)
     before, before_main = sys.unraisablehook, sys.excepthook
@@ -119,5 +135,5 @@ def hush_stragglers() -> None:
 
 
 def _short_message(error: BaseException) -> str:
-    """The message in one line of at most 160 characters, without TensorStore's details."""
+    """Returns the message as one line of at most 160 characters, without TensorStore's details."""
     return " ".join(re.split(r" See full TensorStore| \[tensorstore_spec=", str(error))[0].split())[:160]
