@@ -1,1 +1,1 @@
-"""Offline decoding: files of sources in, files of records out; evaluation, and resume of interrupted outputs."""
+"""Offline decoding: a file of sources in, a file of records out; evaluation; and resuming interrupted outputs."""

@@ -2,9 +2,9 @@
 
     pipejax decode --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
 
-Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task makes its source of, such as
-"question" and "context"; "-" is standard input or output. CSV and Parquet are told by the names of files, of both.
-Compiled programs are kept in the user's cache directory, or in $PIPEJAX_CACHE if that is set ("off": nowhere).
+Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task builds its source from, such
+as "question" and "context"; "-" is standard input or output. The extensions of both file names select CSV or Parquet.
+Compiled programs are cached in the user's cache directory, or in $PIPEJAX_CACHE if it is set ("off" disables it).
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     records.check_paths(flags.input, flags.output, resume=flags.resume)
 
     from pipejax.inference.loading import (
-        load,  # starts JAX: after the flags and the input's place are known to be good
+        load,  # imports JAX, so it follows the checks of the flags and the input's path
     )
 
     samples = [f"decode.samples={flags.num_samples}"] if flags.num_samples else []

@@ -1,10 +1,10 @@
-"""Decodes examples and scores them; the command does it for a split of a task.
+"""Decodes examples and scores them; the command does so for a split of a task.
 
     pipejax evaluate --checkpoint DIR --task msqa --split test --json OUT [--predictions FILE.jsonl]
 
-One document at a time by default, as throughput is reported in the paper; --batch-size for speed. The JSON object
-holds the scores, steps, what was cut, examples a second (generate and detokenise, compilation and tokenisation left
-out), peak memory, and score, steps and seconds by the number of rows in the data.
+Decodes one document at a time by default, as in the paper's throughput measurements; --batch-size is faster. The JSON
+object has the scores, the steps, counts of cut sources and answers, examples per second (generation and detokenisation,
+without compilation and tokenisation), peak memory, and scores, steps and seconds by the number of rows in the data.
 """
 
 import functools
@@ -37,7 +37,8 @@ from pipejax.system import cli, distributed, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
-_warn_once = functools.lru_cache(maxsize=64)(logging.getLogger(__name__).warning)  # a run evaluates again and again
+# a training run evaluates many times, but warns once
+_warn_once = functools.lru_cache(maxsize=64)(logging.getLogger(__name__).warning)
 
 
 def evaluate(
@@ -49,23 +50,34 @@ def evaluate(
     batch_size: int = 8,
     tick: Callable[[int], None] = lambda count: None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Decodes the examples, of which there are some, and compares rows with targets by one of `metrics.HEADLINES`.
+    """Decodes a non-empty list of examples, and compares rows with targets by one of `metrics.HEADLINES`.
 
-    Returns metric and its scores (percent), steps, sequential_steps and pipelined_steps (means; the other strategy's
-    are the ideal for the same rows, None where rows are not told apart), step_ratio, examples_per_second (compilation
-    left out), compile_seconds, truncated and cut_sources (counts); and the records, with their "seconds" if the batch
-    size is 1. With a metric of ROUGE and a blank separator "rows" are the sentences of the text, of either strategy.
+    Args:
+      generator: the model.
+      examples: the examples, the same in all processes.
+      strategy: the method's name; None: the generator's default.
+      metric: the metric; None: the one of the config or its task.
+      batch_size: sources per batch. With 1, each record gets its "seconds".
+      tick: called with the number of answers after each batch, equally often in all processes.
+
+    Returns:
+      The results and the records. The results are the metric and its scores (percent); steps, sequential_steps and
+      pipelined_steps (means; the value of the other strategy is the ideal for the same rows, or None if the rows cannot
+      be told apart); step_ratio; examples_per_second (without compilation); compile_seconds; and the counts truncated
+      and cut_sources. With a ROUGE metric and a blank separator, the rows are the sentences of the text, for both
+      strategies.
     """
     name = strategy or generator.default_strategy
     data, method = generator.config.data, generator.method(name)
-    if generator.tokenizer is not None:  # such rows lower the score of a perfect answer
+    if generator.tokenizer is not None:  # texts that change when they are encoded lower the score of a perfect answer
         separator = data.separator if method.parts_text else ""
         for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
             _warn_once(line)
     records, report = _decode(generator, examples, name, batch_size, tick)
     metric = metric or data.metric or make_task(data).metric
     if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(data.separator):
-        # A sequential answer does not say where its sentences end, and ROUGE-Lsum depends on it: both are parted alike.
+        # ROUGE-Lsum depends on the sentence boundaries, which a sequential answer does not mark, so both strategies'
+        # texts are split by the same rule.
         for record in records:
             record["rows"] = sentences(record["text"] or "")
     scores = _score(generator, examples, records, metric)
@@ -82,7 +94,11 @@ def evaluate(
 def _decode(
     generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
 ) -> tuple[list[Record], Report]:
-    """Each process decodes a share, and all the rest, so that `tick` is called as often in each; all get all."""
+    """Decodes the examples, distributed over the processes; returns all records, in order, to all processes.
+
+    Each process decodes an equal share, and every process decodes the remainder, so that `tick` is called equally often
+    in all processes.
+    """
 
     def decoded(part: Sequence[Example], report: Report) -> list[Record]:
         sources = [Source(e.id, e.source) for e in part]
@@ -90,7 +106,7 @@ def _decode(
         if batch_size > 1:
             return list(decode(sources))
         records: list[Record] = []
-        for source in sources:  # one by one they can be timed
+        for source in sources:  # one by one, to measure the seconds of each
             before = report.seconds
             for record in decode([source]):
                 record["seconds"] = report.seconds - before
@@ -111,6 +127,7 @@ def _decode(
 def _score(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
 ) -> dict[str, float]:
+    """Returns the scores of the records by a metric; for "exact" metrics, rows become names and values first."""
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
     if generator.schema is not None and generator.tokenizer is not None:
         readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
@@ -124,7 +141,10 @@ def _score(
 def by_rows(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
 ) -> list[dict[str, float]]:
-    """The chief score, steps and, if known, seconds of the documents with 0, 1, ... rows (paper, Figures 4 and 5)."""
+    """Returns the headline score, steps and, if known, seconds of the documents with 0, 1, ...
+
+    rows (paper, Figures 4, 5).
+    """
     groups: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
         groups.setdefault(len(example.targets), []).append(i)
@@ -142,7 +162,7 @@ def by_rows(
 
 
 def by_column(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> dict[str, float]:
-    """The percentage of correct cells, by the metric "exact", of each column in `data.targets`."""
+    """Returns, for each column in `data.targets`, the percentage of cells that are correct by the metric "exact"."""
     config, found = generator.config, dict[str, float]()
     for column, name in columns_of(config.data.columns, config.grid.row_names).items():
 
@@ -156,9 +176,10 @@ def by_column(generator: Generator, examples: Sequence[Example], records: Sequen
 
 
 def peak_memory() -> dict[str, int]:
-    """The most bytes since the start: of the fullest device, where devices tell, else of the process.
+    """Returns the peak bytes since the process started: of the fullest device, or else of the process.
 
-    Loading is part of it, but needs no more of a device than the weights in the compute dtype and a layer in float32.
+    The peak includes loading. Loading needs no more memory of a device than the weights in the compute dtype and one
+    layer in float32.
     """
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     if known := [peak for peak in peaks if peak]:
@@ -192,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
     generator = load(flags.checkpoint, best=flags.best, overrides=others)
     if generator.tokenizer is None:
         raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
-    if flags.task:  # its metric is its own, whatever the checkpoint's task was scored by
+    if flags.task:  # the metric of the given task counts, not the metric of the checkpoint's task
         ours = [f"data.task={flags.task}", "data.metric=", *ours]
     ours += ["data.skip_bad=true"] if flags.skip_bad else []
     generator.config = config_lib.override(generator.config, ours)
@@ -240,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.predictions:
             kept = _predictions(generator, examples, records, strategy)
             cli.write_output("--predictions", flags.predictions, kept)
-    finally:  # one that cannot be written does not cost the other
+    finally:  # if one output cannot be written, the other one still is
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
         if flags.json:
             cli.write_output("--json", flags.json, text)

@@ -1,4 +1,4 @@
-"""Files of sources in, files of records out: what `pipejax decode` does."""
+"""The implementation of `pipejax decode`: reads a file of sources and writes a file of records."""
 
 import csv
 import json
@@ -34,8 +34,8 @@ STANDARD = streams.STANDARD
 
 WORKBOOKS = (".xlsx", ".xls", ".ods")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-GROUP = 1000  # rows of a group in Parquet
-# The type of a column in Parquet, and how many lists are around it; others hold JSON.
+GROUP = 1000  # rows per row group in Parquet
+# The Parquet type of a column, and the number of lists around it; other columns hold JSON.
 _TYPES = {
     "text": ("string", 0),
     "rows": ("string", 1),
@@ -52,6 +52,11 @@ _TYPES = {
 
 
 def check_input(source: str, flag: str = "--input") -> Path:
+    """Returns the path of the input.
+
+    Raises:
+      UserError: the input is absent or cannot be read.
+    """
     given = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
         found = "found a directory" if given.is_dir() else "no such file"
@@ -60,7 +65,7 @@ def check_input(source: str, flag: str = "--input") -> Path:
 
 
 def check_paths(source: str, target: str, *, resume: bool = False) -> None:
-    """Raises a UserError if the input is absent, or the output is the input or cannot be written."""
+    """Raises a UserError if the input is absent, or if the output is the input or cannot be written."""
     given, wanted = check_input(source), Path(target)
     if resume and (STANDARD in (source, target) or (wanted.exists() and not wanted.is_file())):
         raise UserError(f"--resume: found --input {source} --output {target}; expected files, which can be read again")
@@ -98,11 +103,28 @@ def decode_file(
 ) -> Report:
     """Decodes a file of records into JSON lines or a table, in order.
 
-    A file is checked whole before anything compiles; standard input line by line, each answered as soon as its batch is
-    full. Records are written as they come, whole lines at a time, so an interrupted run leaves a valid file; `resume`
-    goes on after the records that are there, and `continued_by` says to people what will. A table is made of these
-    lines in the end. With `live`, rows are shown on standard error as they are written, one source after the other.
-    `strategy` None is the generator's default; `batch_size` None is the config's, and for standard input 1.
+    A file is checked as a whole before anything compiles. Standard input is read line by line, and lines are answered
+    as
+    soon as a batch is full. Records are written as they are decoded, in whole lines, so an interrupted run leaves a
+    valid
+    file. For a table, the lines are written to a separate file first and converted at the end.
+
+    Args:
+      generator: the model.
+      source: the path of the input, or "-" for standard input.
+      target: the path of the output, or "-" for standard output.
+      strategy: the method's name; None: the generator's default.
+      batch_size: sources per batch; None: the config's, and 1 for standard input.
+      resume: continue after the records that the output already has.
+      live: decode one source at a time, and show its rows on standard error as they are written.
+      continued_by: the flag that continues this work, for the message after an interruption.
+      skip_bad: skip bad lines instead of stopping at the first one.
+
+    Returns:
+      The report on all decoded batches.
+
+    Raises:
+      UserError: the input is invalid or empty, the output cannot be written, or it cannot be resumed.
     """
     name, config = strategy or generator.default_strategy, generator.config
     method, report = generator.method(name), Report()
@@ -152,6 +174,7 @@ def decode_file(
 
 
 def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
+    """Reads and checks all sources of a file; warns about duplicate ids."""
     given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
     check_fields(fields_of(generator.config), (value for _, value in given), source)
     checked = list(read_sources(generator, given, strategy, bad))
@@ -167,15 +190,23 @@ def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines
 def read_sources(
     generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse_line, *, at_once: bool = False
 ) -> Iterator[Source]:
-    """Yields the sources of records, each as often as it is to be answered; one without an id has its line's number."""
+    """Yields the sources of records, `decode.samples` times each; a record without an id gets its line's number.
+
+    Args:
+      generator: checks the sources.
+      placed: the records, each with its place for messages.
+      strategy: the method's name.
+      bad: called with the error of a bad line.
+      at_once: check the fields by the first record only, because the others are not there yet.
+    """
     for place, value in placed:
         try:
             if at_once:
                 check_fields(fields_of(generator.config), [value], place)
             source = generator.source(value, place, place.rpartition(":")[2])
             found = list(generator.samples_of([source], strategy))
-        except UserError as error:  # of what the strategy cannot do, it names the id
-            if str(error).startswith("grid."):  # no line is at fault
+        except UserError as error:  # the message of an unsupported request names the id, not the line
+            if str(error).startswith("grid."):  # an error in the settings, not in this line
                 raise
             bad(error if str(error).startswith(place) else UserError(f"{place}: {error}"))
             continue
@@ -184,11 +215,12 @@ def read_sources(
 
 
 def as_line(record: Record) -> str:
+    """Returns a record as one line of JSON."""
     return _json(record) + "\n"
 
 
 def _show(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
-    """Decodes one source after the other, shows its rows as they are written, and yields its record."""
+    """Decodes one source after the other, shows its rows while they are decoded, and yields its record."""
     report.compiles_within = True
     for source in sources:
         begun, events = time.perf_counter(), generator.stream_source(source, strategy)
@@ -204,17 +236,20 @@ def _show(generator: Generator, sources: Iterable[Source], strategy: str, report
                 yield event
 
 
-# Records as a table: CSV, TSV or Parquet, made in the end of the lines of JSON that were decoded.
+# Records as a table: CSV, TSV or Parquet, converted from the JSON lines after decoding.
 
 
 def lines_for(target: str) -> str:
-    """The file for the lines of which the table `target` is made; `target` itself if its name is no table's."""
+    """Returns the path for the JSON lines that `target` is made from; `target` itself if it is not a table."""
     made = is_parquet(target) or Path(target).suffix.lower() in DELIMITERS
     return f"{os.path.realpath(target)}.records" if made else target
 
 
 def write_table(lines: Path, target: str) -> None:
-    """Makes the table of the records in `lines`, as a whole or not at all, and removes these; fields are columns."""
+    """Converts the records in `lines` to a table with one column per field, and removes `lines`.
+
+    The table is written completely or not at all.
+    """
     try:
         with new_file(Path(os.path.realpath(target))) as partial:
             (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)
@@ -226,11 +261,11 @@ def write_table(lines: Path, target: str) -> None:
     lines.unlink()
 
 
-BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that a table has in addition to columns
+BESIDE = ("sample", "truncated", "log_prob")  # fields of a record that a table contains in addition to the columns
 
 
 def _read(lines: Path) -> Iterator[Object]:
-    """The rows of the table: the records or, if they have columns, the columns and the fields beside them."""
+    """Yields the rows of the table: whole records or, if records have columns, these and the fields in BESIDE."""
     for _, record in read_file(lines):
         if isinstance(columns := record.get("columns"), dict):
             beside = {name: record[name] for name in BESIDE if name in record and name not in columns}
@@ -243,7 +278,7 @@ def _write_text(lines: Path, partial: Path, target: str) -> None:
     with partial.open("w", encoding="utf-8", newline="") as file:
         delimiter = DELIMITERS[Path(target).suffix.lower()]
         rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-        # Older Pythons quote a carriage return only where lines end with one.
+        # Older Python versions quote a carriage return only if lines end with one, so everything is quoted.
         quoted = csv.writer(file, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
         for number, record in enumerate(_read(lines)):
             if number == 0:

@@ -1,4 +1,8 @@
-"""Work that was interrupted: a note beside the output says what was being decoded, and how, so that it can go on."""
+"""Resuming interrupted work.
+
+A note beside the output records the settings that its records depend on, until the output is complete. An output can
+be resumed if the note matches the current settings.
+"""
 
 import dataclasses
 import hashlib
@@ -22,7 +26,7 @@ from pipejax.system.files import sync, sync_output, write_text, writing
 
 logger = logging.getLogger(__name__)
 
-Settings = dict[str, object]  # what records depend on, as JSON
+Settings = dict[str, object]  # the settings that the records depend on, as JSON
 DEFAULTS = {
     **config_lib.flat(GridConfig(), "grid."),
     **config_lib.flat(DecodeConfig(), "decode."),
@@ -33,18 +37,31 @@ DEFAULTS = {
 
 
 class Unfinished:
-    """Lines that are written as they come, and beside them a note of what they depend on, until they are complete."""
+    """An output that is written line by line, with a note of its settings in TARGET.unfinished until it is complete.
+
+    The note is deleted by `end`. If the process is interrupted before that, the note stays, and `resume` reads it.
+    """
 
     def __init__(self, target: str, settings: Settings | None = None, *, place: str = "") -> None:
-        """Opens nothing: bad input must not cost anyone an older result. `settings` None: there is no note."""
+        """Opens no file yet, so that invalid input does not destroy an older result.
+
+        Args:
+          target: the path of the output, or "-" for standard output.
+          settings: the settings that the records depend on; None: no note is written, and the output cannot be resumed.
+          place: the name of the output in messages.
+        """
         self.target, self.settings, self.place = target, settings, place or target
         self.path = Path(f"{os.path.realpath(target)}.unfinished")
-        self.records = self.size = 0  # kept of an interrupted run; the size is in bytes
-        self.has_note = False  # which stays whatever happens
+        self.records = self.size = 0  # records kept from an interrupted run, and their bytes
+        self.has_note = False  # whether the note describes the records in the output
         self._out: BinaryIO | None = sys.stdout.buffer if target == streams.STANDARD else None
 
     def resume(self, ids: Sequence[str | int]) -> None:
-        """Goes on after the whole records that are there, which are those of the first ids."""
+        """Keeps the whole records in the output, which must answer the first of `ids` in order.
+
+        Raises:
+          UserError: the output is complete, or belongs to other settings or other sources.
+        """
         output = Path(self.target)
         if not output.exists() or not output.stat().st_size:
             return
@@ -60,7 +77,7 @@ class Unfinished:
             raise UserError(f"--resume: {self.target}: found {other}")
         with output.open("rb") as lines:
             for number, line in enumerate(lines):
-                if not line.endswith(b"\n"):  # what a kill cut off
+                if not line.endswith(b"\n"):  # cut off by a kill
                     break
                 try:
                     name = strict_json.loads(line)["id"]
@@ -75,9 +92,18 @@ class Unfinished:
         self.has_note = self.records > 0
 
     def write(self, line: bytes) -> None:
+        """Appends one line; the first call opens the output and writes the note.
+
+        The output is truncated to the kept records when it is opened. Until then the note is empty, so that older lines
+        cannot be resumed with the new settings.
+
+        Raises:
+          UserError: the output cannot be written.
+          streams.ReaderGone: the reader of a pipe has closed it.
+        """
         if self._out is None:
             begins = self.settings is not None and not self.has_note
-            cleared = begins and self._note({})  # while lines of other work are there
+            cleared = begins and self._note({})  # an empty note, while the file may still hold lines of other work
             with writing(self.place):
                 if self.size:
                     os.truncate(self.target, self.size)
@@ -85,13 +111,13 @@ class Unfinished:
             self.has_note = self.has_note or (cleared and self._note(self.settings or {}))
         try:
             write_whole(self._out, line)
-        except BrokenPipeError as error:  # of a named pipe, too
+        except BrokenPipeError as error:  # also for a named pipe
             raise streams.ReaderGone(*error.args) from error
         except OSError as error:
             raise UserError(f"{self.place}: cannot be written ({error.strerror})") from error
 
     def _note(self, settings: Settings) -> bool:
-        """Writes the note, if that can be: no work fails for it."""
+        """Writes the note; returns False and warns if that fails, because the output itself is more important."""
         try:
             write_text(self.path, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
@@ -100,7 +126,7 @@ class Unfinished:
         return True
 
     def say_how_far(self, total: int | None, continued_by: str) -> None:
-        """Logs how many records are there; `continued_by`: the words for what goes on with them."""
+        """Logs how many records the output has, and that `continued_by` continues after them."""
         if self._out is not None and Path(self.target).is_file():
             with open(self.target, "rb") as file:
                 lines = f"{sum(1 for _ in file)}{f' of {total}' if total else ''} lines"
@@ -108,11 +134,15 @@ class Unfinished:
             logger.info(f"{self.target}: holds the records of the first {lines}{more}")
 
     def close(self) -> None:
+        """Closes the output file."""
         if self._out is not None and self.target != streams.STANDARD:
             self._out.close()
 
     def end(self) -> None:
-        """Only for what is complete: what is lost of an output that says so is lost for good."""
+        """Syncs the complete output, then deletes the note.
+
+        In this order, because lines lost by a crash after the deletion could not be recovered.
+        """
         sync_output(Path(self.target))
         if self.settings is not None:
             self.path.unlink(missing_ok=True)
@@ -120,7 +150,7 @@ class Unfinished:
 
 
 def write_whole(out: BinaryIO, line: bytes) -> None:
-    """Writes all of a line: an unbuffered file may take a part."""
+    """Writes all bytes of a line; one write to an unbuffered file may take only a part."""
     written = out.write(line)
     while written is not None and written < len(line):
         line = line[written:]
@@ -128,7 +158,7 @@ def write_whole(out: BinaryIO, line: bytes) -> None:
     out.flush()
 
 
-# Settings that are hashes, and what is said if one is another.
+# Settings whose values are hashes, and the message if one differs.
 HASHED = {
     "input": "answers to another input; expected those to the one that is given now",
     "weights": "answers of other weights; expected those of the checkpoint that is given now",
@@ -138,7 +168,10 @@ HASHED = {
 
 
 def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> Settings:
-    """The settings that the records depend on; batches are no part, and drafts only if records hold their trace."""
+    """Returns the settings that the records depend on.
+
+    Batch sizes are not among them. Draft settings are only if records contain their trace (`decode.trace`).
+    """
     digest, config = hashlib.sha256(), generator.config
     for source in sources:
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
@@ -147,13 +180,13 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     drafts = () if config.decode.trace else ("draft", "draft_tokens", "draft_checkpoint")
     speed = ("batch_size", *drafts)
     decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
-    decode["dtype"] = compute_dtype(config.decode.dtype).name  # "auto" is another one on another device
+    decode["dtype"] = compute_dtype(config.decode.dtype).name  # resolved, because "auto" differs between devices
     own: Settings = {"method": config_lib.described(config.method)} if config.method is not None else {}
-    if sources and (schema := sources[0].schema) is not None:  # the same for all
+    if sources and (schema := sources[0].schema) is not None:  # all sources have the same schema
         own["--schema"] = schema.text
     known, rules = (generator.tokenizer, generator.architecture), (config.data.special_tokens, "eos")
     affixes, former = (source_affixes(*known, rule) for rule in rules)
-    if affixes != former:  # the key is missing in work begun by a former version
+    if affixes != former:  # absent otherwise, as in notes of older releases
         own["special tokens of sources"] = str(affixes)
     return {
         "input": digest.hexdigest(),
@@ -168,15 +201,16 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
 
 
 def first_difference(now: Settings, then: Settings) -> str:
-    """The first setting that is another one now than it was then, and the expected one; "": there is none."""
+    """Describes the first setting whose value differs from the note, or returns "" if none does."""
     for key in dict.fromkeys([*now, *then]):
-        value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # an older version had not all keys
+        value, was = now.get(key), then.get(key, DEFAULTS.get(key))  # notes of older releases lack some keys
         if was != value:
             return HASHED.get(key, f"{key} = {was!r}; expected {value!r}, as asked for now")
     return ""
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
+    """Returns the settings with nested ones as "outer.inner"."""
     flat: Settings = {}
     for key, value in settings.items():
         flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
