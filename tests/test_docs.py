@@ -62,8 +62,8 @@ def test_what_the_architecture_says_where_to_find_is_there() -> None:
         assert not [x for x in names if not re.search(defined.format(x), text, re.MULTILINE)], row
 
 
-def test_the_page_of_results_has_every_file() -> None:
-    text = (ROOT / "docs" / "results.md").read_text()
+def test_speed_page_has_every_result_file() -> None:
+    text = (ROOT / "docs" / "speed.md").read_text()
     names = {path.name for path in (ROOT / "lab" / "benchmarks" / "results").glob("*.json")} - {"gpu.json"}
     assert set(re.findall(r"^```\{results\} (.+)$", text, re.MULTILINE)) == names and "```{gpu-results}" in text
 
