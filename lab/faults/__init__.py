@@ -18,8 +18,8 @@ Parts, in the order of the table in docs/reliability.md:
   flags, platforms and programs that are refused in one line.
 - kills: kill -9, half of the time during a save, otherwise at any moment. "During a save" counts the kills that left an
   uncommitted directory. Steps lost are counted from the last step in the log to the newest committed checkpoint.
-- pairs: one of two processes is killed. gloo usually notices the broken connection at once, else the heartbeat (10 s here)
-  ends the other process.
+- pairs: one of two processes is killed. gloo usually notices the broken connection at once, else the heartbeat (10 s
+  here) ends the other process.
 - moments, moments2: kill -9 at chosen file events. A small library, compiled when the part begins and preloaded, counts
   openings for writing, writes, renames, removals, new directories and fsyncs, and kills the process at one of them, in
   the middle of it for a write. The events are spread over a start, the first save, the start of a resumed run, a save
@@ -36,12 +36,13 @@ Parts, in the order of the table in docs/reliability.md:
   and results that `convert` and `decode` reported must be complete. Needs root.
 - signals: SIGTERM and SIGINT while the first step compiles, between steps, in an evaluation and during a save. The
   current step is finished and its checkpoint is where the run continues. An interrupted evaluation is repeated first.
-- full, readonly: a tmpfs of 15 to 85 % of the space that a run needs, and a read-only disk. Each failed save is one line; the exit
-  code is 1 only because the last save fails too. With space again, the same command reaches the same end. Needs root.
-- hangs: directories that become immutable, a disk that answers with errors, eight and forty open files. The process must
-  end within a minute, without a traceback, with exit code 1 (2 before the first step) and a last line "error: ...".
-- readers: `checkpoint verify`, `decode` and `convert to-hf` while a training with keep_checkpoints=1 saves at every step.
-  Each call must find a good step.
+- full, readonly: a tmpfs of 15 to 85 % of the space that a run needs, and a read-only disk. Each failed save
+  is one line; the exit code is 1 only because the last save fails too. With space again, the same command reaches the
+  same end. Needs root.
+- hangs: directories that become immutable, a disk that answers with errors, eight and forty open files. The process
+  must end within a minute, without a traceback, with exit code 1 (2 before the first step) and a last line "error:".
+- readers: `checkpoint verify`, `decode` and `convert to-hf` while a training with keep_checkpoints=1 saves at every
+  step. Each call must find a good step.
 - meshes (data, fsdp, tensor): 1x1x1, 8x1x1, 1x8x1, 2x2x2, 1x1x4 and 4x1x2 on eight fake CPU devices.
 - damage: flipped bits (anywhere, and in the arrays), zeroed ranges, files truncated, deleted, lengthened and swapped,
   items and steps swapped, empty and foreign directories and files in the place of a step; every tenth time all steps.
