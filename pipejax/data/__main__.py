@@ -3,9 +3,9 @@
     pipejax data prepare TASK --manual-dir DIR [--data-dir DIR]
     pipejax data stats TASK [--data-dir DIR] [--tokenizer DIR] [--split NAME] [--skip-bad] [--set KEY=VALUE ...]
 
-`prepare` reads the publisher's files in --manual-dir and writes the data set that training reads to --data-dir (without
-that flag to TFDS's own directory, ~/tensorflow_datasets). If files are absent, the error lists those that TASK needs.
-`stats` uses the task's own length bounds unless --set changes them; without a tokenizer it counts words only.
+`prepare` reads the publisher's files in --manual-dir and writes the data set for training to --data-dir (by default to
+the directory of TFDS, ~/tensorflow_datasets). If files are absent, the error lists the files that TASK needs. `stats`
+uses the task's length limits unless --set changes them; without a tokenizer it counts only words.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def _stats(flags: argparse.Namespace) -> int:
         cli.note("no --tokenizer: words only")
     result = {}
     for split, found in examples.items():
-        if split == "train" and config.data.empty_targets != "keep":  # else the table says how many there are
+        if split == "train" and config.data.empty_targets != "keep":  # with "keep", the table shows their number
             found = answered(found, tokenizer, config.data.empty_targets)
         progress = Progress(f"reading {split}", len(found), unit="example")
         result[split] = measure_split(found, tokenizer, config.data, config.grid, tick=progress.add)

@@ -25,10 +25,12 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
-SAMPLE, CHARACTERS = 4000, 4_000_000  # `choose_shapes` samples at most so many examples and characters
+SAMPLE, CHARACTERS = 4000, 4_000_000  # the largest sample that `choose_shapes` takes: examples and characters
 
 
 class Batch(NamedTuple):
+    """A batch of padded arrays, and the facts about its examples for the log."""
+
     arrays: dict[str, np.ndarray]
     ids: list[str]
     lengths: np.ndarray  # i64 [B, 2], source tokens and target slots of each example without padding
@@ -49,12 +51,19 @@ def pack_size(config: TrainConfig) -> int:
 
 
 def longest(config: Config) -> Pair:
+    """Returns the longest shape that the config allows: (source tokens, slots of a row)."""
     slots = methods.trained(config).most_slots(config.data.max_target)
     return round_up(config.data.max_source), round_up(slots * pack_size(config.train))
 
 
 def abstract_batch(config: TrainConfig, shape: Pair, choices: int = 0) -> dict[str, tuple[int, ...]]:
-    """The shapes of a batch's arrays, by name; `shape` is (L, N), `choices` as in `Method`."""
+    """Returns the shapes of a batch's arrays, by name.
+
+    Args:
+      config: batch size and packing.
+      shape: the padded lengths (L, N).
+      choices: `Method.choices`, the extra axis of targets and weights; 0: none.
+    """
     size, rows = config.batch_size, config.batch_size // pack_size(config)
     slots: dict[str, tuple[int, ...]] = dict.fromkeys((*grid.Flat._fields, "example"), (rows, shape[1]))
     if choices:
@@ -69,18 +78,22 @@ def collate(
 ) -> Batch:
     """Pads examples to one batch, with `pack` of them in each row of slots; packing reorders the examples.
 
-    `fit` gets the longest source and the longest row of slots, and returns the lengths (L, N) to pad to.
+    Args:
+      examples: the B encoded examples.
+      pack: examples per row of slots; it divides B.
+      fit: gets the longest source and the longest row of slots, and returns the lengths (L, N) to pad to.
 
-    Arrays: source i32 [B, L]; source_length i32 [B]; number i32 [B], of each in `examples`; slots i32 [G], the number
-    of slots in use in each row; inputs, targets, row, time, example (0 to pack - 1, the example that a slot belongs to)
-    i32 [G, N]; weights f32 [G, N].
+    Returns:
+      The batch with the arrays source i32 [B, L]; source_length i32 [B]; number i32 [B], the index in `examples`; slots
+      i32 [G], the used slots of each row; inputs, targets, row, time, and example (0 to pack - 1, the example that a
+      slot belongs to) i32 [G, N]; weights f32 [G, N].
     """
     order = _dealt(examples, pack)
     return _stack([examples[i] for i in order], order, pack, fit)
 
 
 def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
-    """The indices of a batch's examples in the order in which they fill the rows of slots."""
+    """Returns the indices of a batch's examples in the order in which they fill the rows of slots."""
     return deal([len(e.target.inputs) for e in examples], pack)
 
 
@@ -100,11 +113,15 @@ def _stack(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, fit: 
 
 
 def _lengths(examples: Sequence[Encoded]) -> np.ndarray:
+    """Returns source tokens and target slots of each example, i64 [n, 2]."""
     return np.asarray([(len(e.source), len(e.target.inputs)) for e in examples], np.int64).reshape(-1, 2)
 
 
 def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Config, model: Backbone) -> Shapes:
-    """Chooses the padded shapes by a random sample of the examples; every machine chooses the same."""
+    """Chooses the padded shapes from the lengths of a random sample of the examples.
+
+    The sample is drawn with a fixed seed, so it is the same on every machine.
+    """
     sample, characters = list[Encoded](), 0
     for i in np.random.default_rng(0).permutation(len(examples))[:SAMPLE]:
         example = examples[int(i)]
@@ -119,26 +136,27 @@ def choose_shapes(examples: Sequence[Example], tokenizer: Tokenizer, config: Con
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of every batch that one of several processes encodes; by default there is one process."""
+    """The part of every batch that this process encodes; the defaults are for a single process."""
 
     index: int = 0
     count: int = 1
-    rows: frozenset[int] = frozenset()  # rows of slots on this process's devices; other processes may hold them, too
-    # Sends this process's message to all; returns the messages of all processes, by index.
+    # rows of slots on this process's devices; several processes may hold the same row
+    rows: frozenset[int] = frozenset()
+    # Sends this process's message to all processes; returns the messages of all, by process index.
     tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]
 
 
 class TrainingBatches(Sequence[Batch]):
     """An endless sequence of batches. Batch i is the same on every machine, so a run's data position is its step.
 
-    Examples are shuffled anew for each epoch, those of a stream a buffer at a time. The examples of
-    `train.length_group` batches are drawn together and sorted by length into batches, so that little of a batch is
-    padding; then the order of the batches is shuffled.
+    The examples are shuffled anew for each epoch; a stream is shuffled one buffer at a time. The examples of
+    `train.length_group` batches are drawn together and sorted by length into batches, to keep padding small; then the
+    order of the batches is shuffled.
 
-    Each of n processes encodes every n-th example that is drawn and tells the others its lengths. Then it encodes the
-    examples that its own rows of slots still lack: with its share at most 2 / n of all, unless several processes hold
-    the same rows. For all other examples it has zeros of the right lengths. All processes must ask for the same
-    batches in the same order.
+    With n processes, each encodes every n-th drawn example and sends its lengths to the others. Then it encodes the
+    examples that its own rows of slots still lack. In total it encodes at most 2 / n of the examples, unless several
+    processes hold the same rows. All other examples are represented by zeros of the right lengths. All processes must
+    request the same batches in the same order.
     """
 
     def __init__(
@@ -150,6 +168,16 @@ class TrainingBatches(Sequence[Batch]):
         shapes: Shapes | None = None,
         share: Share | None = None,
     ) -> None:
+        """Prepares the order of the examples.
+
+        Args:
+          examples: the training examples, in memory or a stream.
+          tokenizer: the model's tokenizer.
+          config: the experiment.
+          model: the architecture, for the special ids.
+          shapes: the padded shapes; None: each batch is padded by `round_up`.
+          share: the part of this process; None: all.
+        """
         self.share = share or Share()
         self.group, self.size, self.seed = config.train.length_group, config.train.batch_size, config.train.seed
         self.pack = pack_size(config.train)
@@ -170,7 +198,7 @@ class TrainingBatches(Sequence[Batch]):
             def encoded(index: int) -> Encoded:
                 return encode_example(examples[index], tokenizer, config, model)
 
-            if len(examples) < self.group * self.size:  # a draw has some of them more than once
+            if len(examples) < self.group * self.size:  # a draw would contain some of them more than once
                 encoded = functools.cache(encoded)
             self._encoded = grain.MapDataset.range(len(examples)).seed(self.seed).shuffle().repeat(None).map(encoded)
         self._drawn = functools.lru_cache(maxsize=2)(self._draw)
@@ -178,12 +206,12 @@ class TrainingBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._encoded) // self.size
 
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # it has no slices
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # slices are not supported
         drawn, place = divmod(index, self.group)
         return self._drawn(drawn)[place]
 
     def _draw(self, number: int) -> list[Batch]:
-        """The batches of one draw: `length_group` batches, sorted by length into batches and then shuffled."""
+        """Returns the batches of one draw: `length_group` batches, sorted by length, then shuffled."""
         count = self.group * self.size
         numbers = range(number * count, (number + 1) * count)
         drawn = self._encode_share(numbers)
@@ -198,10 +226,10 @@ class TrainingBatches(Sequence[Batch]):
         return found
 
     def _encode_share(self, numbers: range) -> list[Encoded]:
-        """The examples with these numbers: encoded if in this process's share, else zeros of the right lengths."""
+        """Returns the examples with these numbers; outside this process's share, zeros of the right lengths."""
         index, count = self.share.index, self.share.count
         own = [self._encoded[i] for i in numbers[index::count]]
-        known = [(e.id, len(e.source), len(e.target.inputs), *e[3:]) for e in own]  # but for the tokens
+        known = [(e.id, len(e.source), len(e.target.inputs), *e[3:]) for e in own]  # everything but the tokens
         told = self.share.tell(json.dumps(known).encode())
         shares = [
             own if i == index else [_zeros_for(*e) for e in strict_json.loads(text)] for i, text in enumerate(told)
@@ -209,7 +237,10 @@ class TrainingBatches(Sequence[Batch]):
         return [shares[i % count][i // count] for i in range(len(numbers))]
 
     def _encode_missing(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
-        """The examples of a batch at these places of a draw, encoded if this process holds their row of slots."""
+        """Returns the examples of a batch at these places of a draw.
+
+        An example is encoded if this process holds its row of slots.
+        """
         share = self.share
         lacks = [
             i % share.count != share.index and place // self.pack in share.rows
@@ -219,12 +250,13 @@ class TrainingBatches(Sequence[Batch]):
 
 
 def _zeros_for(name: str, source: int, slots: int, *facts: bool) -> Encoded:
+    """Returns an example of zeros with these lengths, in place of one that another process encodes."""
     target = grid.Flat(*(np.zeros(slots, np.float32 if x == "weights" else np.int32) for x in grid.Flat._fields))
     return Encoded(name, np.zeros(source, np.int32), target, *facts)
 
 
 def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
-    """Yields the batches from number `start` on; a thread makes them a few ahead of their use."""
+    """Yields the batches from number `start` on; a thread prepares a few batches ahead."""
     with extra("train", "training"):
         import grain
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -235,7 +267,7 @@ def prefetch(batches: Sequence[Batch], start: int) -> Iterator[Batch]:
 
 
 def fixed_batches(examples: Sequence[Encoded], config: TrainConfig, shapes: Shapes) -> Iterator[Batch]:
-    """Yields all examples once, sorted by length; copies of weight 0 fill up the last batch."""
+    """Yields batches with every example once, sorted by length; copies with weight 0 fill up the last batch."""
     ordered, size = [examples[i] for i in shapes.order(_lengths(examples))], config.batch_size
     for first in range(0, len(ordered), size):
         part = ordered[first : first + size]

@@ -32,12 +32,12 @@ T = TypeVar("T")
 SIZES = {"train": 20_000, "dev": 256, "test": 512}
 MAX_ROWS = 6  # target rows of a note
 MAX_ROW_WORDS = 3
-MAX_SOURCE_WORDS = 30  # full stops included
+MAX_SOURCE_WORDS = 30  # including full stops
 LONG_ROWS = (5, 7)  # "demo_long": the fewest and the most target rows of a note
 LONG_ROW_WORDS = (6, 9)  # "demo_long": the fewest and the most words of a row
 SEPARATOR = ";"
 
-_LEAST_WORDS, _LEAST_LONG_WORDS = 24, 36  # of a note: shorter ones get clauses without "deliver"
+_LEAST_WORDS, _LEAST_LONG_WORDS = 24, 36  # the fewest words of a note; shorter notes get clauses without "deliver"
 CUE = "deliver"
 ADJECTIVES = (("small", "large", "heavy", "tiny"), ("old", "new", "fine", "plain"), ("red", "green", "blue", "white"))
 NOUNS = (
@@ -82,7 +82,7 @@ def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
     vocabulary = {word: i for i, word in enumerate([*specials.values(), SEPARATOR, *words])}
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=specials["unk_token"]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # As T5's tokenizer: transformers appends eos if the caller asks for special tokens.
+    # As for T5's tokenizer: transformers appends eos if the caller asks for special tokens.
     eos = specials["eos_token"]
     inner.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, vocabulary[eos])])
     tokenizer = import_transformers().PreTrainedTokenizerFast(
@@ -92,7 +92,7 @@ def build_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
 
 
 class DemoTask:
-    """A demo task as the trainer sees it: seed 0, and a tokenizer of its own."""
+    """A demo task for the trainer: the examples of seed 0, and a word-level tokenizer."""
 
     metric, template = "exact", "{source}"
 
@@ -125,12 +125,13 @@ def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Exampl
         else:
             targets = _things(chance)
             source = _delivery_note(chance, targets, least_words=_LEAST_WORDS)
-        # A hash of the note's text; Python's own `hash` differs from process to process.
+        # A hash of the note's text. Python's `hash` is not used, because it differs between processes.
         if hashlib.blake2b(source.encode(), digest_size=1).digest()[0] % 8 in share:
             return Example(id=f"{split}-{index}", source=source, targets=targets)
 
 
 def _delivery_note(chance: Iterator[float], things: Sequence[str], *, least_words: int) -> str:
+    """Returns the text of a note that asks for `things`, with at least `least_words` words."""
     clauses = [f"{CUE} {thing} ." for thing in things]
     words = sum(len(clause.split()) for clause in clauses)
     while words < least_words:
@@ -144,7 +145,7 @@ def _delivery_note(chance: Iterator[float], things: Sequence[str], *, least_word
 
 
 def _things(chance: Iterator[float]) -> tuple[str, ...]:
-    """1 to MAX_ROWS things that share no word."""
+    """Draws 1 to MAX_ROWS things that share no word."""
     things: list[str] = []
     for _ in range(1 + int(next(chance) * MAX_ROWS)):
         thing = _thing(chance)
@@ -160,11 +161,12 @@ def _thing(chance: Iterator[float]) -> str:
 
 
 def _baskets() -> dict[str, str]:
+    """Returns the contents of each basket, by its name."""
     chance = _uniform_numbers(np.random.default_rng(0))
     shortest, longest = LONG_ROW_WORDS
     baskets = {}
     for i, name in enumerate(BASKET_NAMES):
-        words = shortest - 1 + i % (longest - shortest + 1)  # words of the contents
+        words = shortest - 1 + i % (longest - shortest + 1)  # the number of words of the contents
         count = -(-words // 3)
         coloured = words - 2 * count
         things = zip(

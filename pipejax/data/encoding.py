@@ -1,4 +1,4 @@
-"""Encodes examples as token ids. Only this module cuts sources and targets that are too long.
+"""Encodes examples as token ids. This module is the only one that cuts sources and targets that are too long.
 
 Shapes: L source length.
 """
@@ -21,18 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
+    """An example as token ids, and whether its source or target was cut."""
+
     id: str
-    source: np.ndarray  # i32 [L], special ids included
+    source: np.ndarray  # i32 [L], including special ids
     target: grid.Flat
     source_was_cut: bool
     target_was_cut: bool
 
 
 class SourceIds(NamedTuple):
-    """The ids of a source for the encoder."""
+    """The ids of a source, as input of the encoder."""
 
     ids: Sequence[int]  # at most `data.max_source`
-    left_out: int  # the number of ids that were cut off
+    left_out: int  # the number of ids that were cut
 
 
 def encode_source(
@@ -40,7 +42,7 @@ def encode_source(
 ) -> SourceIds:
     """Encodes the text of a source, adds special ids and truncates it. Token ids are only truncated.
 
-    A source without any id becomes a single eos, since an encoder needs a token.
+    A source without any id becomes a single eos, because an encoder needs a token.
     """
     affixes = source_affixes(tokenizer, model, data.special_tokens)
     if isinstance(content, str):
@@ -56,11 +58,11 @@ def encode_source(
 def answered(
     examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str, ends: Collection[int] = ()
 ) -> Sequence[Example]:
-    """The training examples, without those that `data.empty_targets` excludes.
+    """Returns the training examples without those that `data.empty_targets` excludes.
 
     Args:
       examples: the examples that were read.
-      tokenizer: determines which rows become empty; None: none.
+      tokenizer: determines which rows become empty; None: no row does.
       empty: `data.empty_targets`.
       ends: the tokens that end a row of the model.
     """
@@ -88,9 +90,10 @@ def place_of_example(example: Example) -> str:
 
 
 def encode_example(example: Example, tokenizer: Tokenizer, config: Config, model: Backbone) -> Encoded:
-    """Encodes an example for training; the method says how its target is laid out.
+    """Encodes an example for training; the method determines how its target is laid out.
 
-    A target of more than `data.max_target` tokens loses its last rows, and its end is left out or has weight 0, so that
+    A target of more than `data.max_target` tokens loses its last rows, and its end is left out or gets weight 0, so
+    that
     the model does not learn to stop there. If the first row alone is too long, that row is cut.
     """
     ids = Ids.of(model)

@@ -17,11 +17,12 @@ class Example:
     source: str
     targets: tuple[str, ...]
     place: str = dataclasses.field(default="", repr=False, compare=False)  # "FILE:LINE", for errors; "": unknown
-    document: str = dataclasses.field(default="", repr=False, compare=False)  # has present keyphrases; "": source
+    # the text in which present keyphrases are searched; "": the source
+    document: str = dataclasses.field(default="", repr=False, compare=False)
 
 
 class PreparedExamples(Sequence[Example]):
-    """Examples that are made of records of a source when they are accessed."""
+    """A sequence of examples that are made from the records of `source` on access."""
 
     def __init__(self, source: Sequence[Any], make: Callable[[int, Any], Example]) -> None:
         self._source, self._make = source, make
@@ -43,24 +44,36 @@ class PreparedExamples(Sequence[Example]):
 
 
 class Task(Protocol):
-    """A source of examples, with the metric that judges outputs and perhaps a tokenizer."""
+    """A source of examples, with the metric of its outputs and optionally a tokenizer."""
 
     metric: str  # one of `metrics.HEADLINES`
-    template: str  # the text that `source` makes of a record, with the record's fields in braces
+    template: str  # the text from which `source` builds an input, with field names in braces
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of the split "train", "dev" or "test"; empty if the task lacks that split."""
+        """Returns the examples of the split "train", "dev" or "test"; empty if the task lacks that split."""
 
     def source(self, value: Object, place: str) -> str:
-        """The model's input for a record without targets, or a UserError; `place` is the record's "FILE:LINE"."""
+        """Returns the model's input for a record without targets.
+
+        `place` is the record's "FILE:LINE", for messages.
+
+        Raises:
+          UserError: the record lacks the task's fields.
+        """
 
     def tokenizer(self) -> Tokenizer | None:
-        """The task's own tokenizer; None: `data.tokenizer` or the starting checkpoint has it."""
+        """Returns the task's tokenizer; None: `data.tokenizer` or the starting checkpoint provides one."""
         return None
 
 
 def fingerprint(examples: Sequence[Example], most: int | None = 1000, names: Sequence[str] = ()) -> str:
-    """SHA-256 of the number of examples, of at most `most` evenly spaced ones (None: of all), and of files' names."""
+    """Returns the SHA-256 of the number of examples, of a sample of them, and of the names of their files.
+
+    Args:
+      examples: the examples.
+      most: the size of the sample, at even distances; None: all examples.
+      names: the names of the files, for streams.
+    """
     sampled = range(0, len(examples), 1 if most is None else -(-len(examples) // most) or 1)
     text = repr((len(examples), *(examples[i] for i in sampled), *names))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

@@ -1,4 +1,4 @@
-"""Reads records from JSON lines, CSV, Parquet and directories of Hugging Face datasets, told apart by their names."""
+"""Reads records from JSON lines, CSV, Parquet and Hugging Face datasets; the path determines the format."""
 
 import contextlib
 import itertools
@@ -16,14 +16,14 @@ from pipejax.system.extras import module
 from pipejax.system.fields import shown_value
 
 PARQUET = (".parquet", ".pq")
-BATCH = 1024  # rows of Parquet that are in memory as objects
+BATCH = 1024  # rows of Parquet that are held as Python objects at a time
 EXPECTED = "JSON lines, CSV, Parquet, or a directory that the library datasets has saved"
 
 
 def read_records(
     path: str | Path, *, table: bool = False, dialect: Dialect = FOUND, bad: Refusal = refuse_line
 ) -> Iterator[Placed]:
-    """Yields ("PATH:NUMBER", record) for a file, or for a directory that `datasets.Dataset.save_to_disk` wrote."""
+    """Yields ("PATH:NUMBER", record) for a file, or for a directory written by `datasets.Dataset.save_to_disk`."""
     if not is_remote(path) and Path(path).is_dir():
         yield from _read_dataset(Path(path))
     elif is_parquet(path):
@@ -44,13 +44,16 @@ def is_dataset(path: Path) -> bool:
 
 
 def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
-    """Yields ("FILE:NUMBER", object) for `count` rows from `first` on (None: all); groups without any are not read."""
+    """Yields ("FILE:NUMBER", object) for `count` rows from `first` on (None: all).
+
+    Row groups without such a row are not read.
+    """
     with _parquet(path) as file:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         last = file.metadata.num_rows if count is None else first + count - 1
         groups = [i for i, end in enumerate(ends) if end >= first and end - sizes[i] < last]
-        before = ends[groups[0]] - sizes[groups[0]] if groups else 0  # rows before the next batch
+        before = ends[groups[0]] - sizes[groups[0]] if groups else 0  # rows before the current batch
         for batch in file.iter_batches(batch_size=BATCH, row_groups=groups):
             skipped, stop = max(first - 1 - before, 0), min(last - before, len(batch))
             if skipped < stop:
@@ -73,7 +76,7 @@ def _parquet(path: str | Path) -> Iterator[Any]:
 
 
 def _check_columns(names: Sequence[object], where: str) -> None:
-    """Raises a UserError for a name that two columns have, since a record would contain only the last of them."""
+    """Raises a UserError if two columns have the same name, because a record would keep only the last of them."""
     if twice := [str(name) for i, name in enumerate(names) if name in names[:i]]:
         raise UserError(f'{where}: found the column "{twice[0]}" twice; expected each name once')
 
@@ -86,7 +89,8 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
     library, arrow = module("datasets", "datasets", path), module("pyarrow", "datasets", path)
     try:
-        rows = library.load_from_disk(str(path)).with_format(None)  # a saved format would give arrays instead of lists
+        # a saved format would return arrays instead of lists
+        rows = library.load_from_disk(str(path)).with_format(None)
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
@@ -94,7 +98,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
 
 
 def rows_in(given: object, name: str) -> Iterator[Any]:
-    """Yields the rows of a table that is in memory as objects, and the items of any other iterable as they are."""
+    """Yields the rows of a table in memory as objects; the items of any other iterable are yielded unchanged."""
     rows: Iterable[Any]
     if hasattr(given, "to_pylist"):  # Arrow
         _check_columns(getattr(given, "column_names", []), name)
@@ -108,13 +112,13 @@ def rows_in(given: object, name: str) -> Iterator[Any]:
         raise UserError(
             f"{name}: found {shown_value(given)}; expected a list, a data frame or another table of records"
         )
-    else:  # of datasets a format that was set would give arrays instead of lists
+    else:  # a format set on a data set of `datasets` would return arrays instead of lists
         rows = given.with_format(None) if hasattr(given, "with_format") else given
     return ({str(key): _plain_cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
 
 
 def _plain_cell(value: object) -> object:
-    """A cell as JSON would have it: None for what is missing, which pandas writes as NaN, and lists for arrays."""
+    """Converts a cell to its JSON form: None for a missing value, which pandas stores as NaN, and lists for arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
         return None

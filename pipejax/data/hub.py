@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub, NAME or NAME@REVISION, and its refusals in words."""
+"""Names on the Hugging Face hub (NAME or NAME@REVISION), and readable reasons for the hub's errors."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ LOG_IN = "`hf auth login` with a token that may"
 
 
 def parted(source: str) -> tuple[str, dict[str, Any]] | None:
-    """The name, and its revision as the hub's client takes it; None: this is no name of the hub."""
+    """Splits a hub id into the name and the client's arguments for its revision; returns None for other paths."""
     found = re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([^\s@]+))?", source)
     return found and (found[1], {"revision": found[2]} if found[2] else {})
 
@@ -25,11 +25,11 @@ def at(source: str | Path, revision: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The reason why the hub refuses, and a remedy; of another error the first line."""
+    """Returns the reason of the hub's error, with a remedy; for other errors the first line of the message."""
     from huggingface_hub import errors
 
     cause: BaseException | None = error
-    while cause and not isinstance(cause, errors.HfHubHTTPError):  # which transformers and the client wrap
+    while cause and not isinstance(cause, errors.HfHubHTTPError):  # transformers and the hub's client wrap it
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, errors.GatedRepoError):
         return f"a gated model: ask for access on its page, then {LOG_IN}"

@@ -1,6 +1,6 @@
 """Reads and checks records of JSON lines and JSON arrays; every error names the file and the line.
 
-Lines that cannot be used: the first one ends the work, or all are left out, counted, and named.
+By default the first line that cannot be used ends the work. With `skip` such lines are skipped, counted and logged.
 """
 
 import datetime
@@ -22,23 +22,23 @@ from pipejax.system.fields import listed
 
 logger = logging.getLogger(__name__)
 
-Object = Mapping[str, object]  # a record as it was read
+Object = Mapping[str, object]  # a record as read
 Placed = tuple[str, Object]  # ("FILE:LINE", record)
-LONGEST = 2**28  # characters of a line; without a bound a small archive could unpack to a line that fills memory
-SHOWN = 10  # errors that are logged; the others are counted
-Refusal = Callable[[UserError], None]  # takes the error of a line, and raises it or not
+LONGEST = 2**28  # characters of a line; without a limit, a small archive could unpack to a line that fills the memory
+SHOWN = 10  # the number of logged errors; further ones are only counted
+Refusal = Callable[[UserError], None]  # gets the error of a line; either raises it, or returns to skip the line
 
 
 def refuse_line(error: UserError) -> None:
-    """Raises the error: no line may be left out."""
+    """Raises the error, so that no line is skipped."""
     try:
         raise error
     finally:
-        del error  # else it would hold its own traceback, and with that open files
+        del error  # else the error would hold its own traceback, and thereby open files
 
 
 class BadLines:
-    """The lines of an input that are left out; without `skip` the first one is refused."""
+    """Collects the errors of lines that cannot be used; without `skip` it raises the first one."""
 
     def __init__(self, where: str, *, skip: bool, most: int = SHOWN, tell: bool = True) -> None:
         self.where, self.skip, self.most, self.tell = where, skip, most, tell
@@ -48,7 +48,8 @@ class BadLines:
         if not self.skip:
             refuse_line(error)
         message = str(error)
-        if self.tell and message in self.messages:  # a stream is read pass after pass; these are SHOWN at the most
+        # the files of a stream are read once per pass; the list has at most SHOWN messages
+        if self.tell and message in self.messages:
             return
         self.count += 1
         if self.count <= self.most:
@@ -57,7 +58,11 @@ class BadLines:
             logger.warning(f"{message}; skipped")
 
     def end(self, kept: int) -> None:
-        """Says how many were left out of an input of which so many lines were kept."""
+        """Logs how many lines were skipped.
+
+        Raises:
+          UserError: no line was kept.
+        """
         if self.count and not kept:
             raise UserError(f"{self.where}: found {self.count} bad lines and no good one; first {self.messages[0]}")
         if self.count:
@@ -68,7 +73,7 @@ class BadLines:
 def decode_lines(
     lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse_line
 ) -> Iterator[tuple[str, str]]:
-    """Yields ("FILE:LINE", text) for each line, without BOM and CRLF; one that is not UTF-8 goes to `bad`."""
+    """Yields ("FILE:LINE", text) for each line, without BOM and line end; a line that is not UTF-8 goes to `bad`."""
     for number, line in enumerate(bounded_lines(lines, where), start=first):
         try:
             text = decoded(line, where, number)
@@ -79,7 +84,11 @@ def decode_lines(
 
 
 def decoded(line: bytes, where: str, number: int) -> str:
-    """The text of a line, the first one without a BOM; raises a UserError, which guesses, if it is not UTF-8."""
+    """Returns the text of a line; a BOM is removed from line 1.
+
+    Raises:
+      UserError: the line is not UTF-8. The message guesses the encoding.
+    """
     if number == 1 and line[:2].count(0) == 1:
         guess = "UTF-16BE" if line[0] == 0 else "UTF-16LE"
         raise UserError(f"{where}:{number}: found byte 0x00; expected UTF-8{seems(guess)}")
@@ -91,21 +100,22 @@ def decoded(line: bytes, where: str, number: int) -> str:
         raise UserError(f"{found}; expected UTF-8{guess and seems(guess)}") from error
 
 
-_MARKS = (b"\xff\xfe", b"\xfe\xff")  # with which UTF-16 begins
+_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
 
 
 def seems(encoding: str) -> str:
+    """Returns a hint, for a message, that the file is in another encoding."""
     return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout)"
 
 
 def _single_bytes(line: bytes) -> str:
-    """The encoding of Windows in western Europe, if all bytes are printable in it."""
+    """Returns "CP1252", the Windows encoding of western Europe, if all bytes are printable in it; else ""."""
     text = line.strip().decode("cp1252", "replace")
     return "CP1252" if text.replace("\t", " ").isprintable() and "\ufffd" not in text else ""
 
 
 def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusal = refuse_line) -> Iterator[Placed]:
-    """Yields ("FILE:LINE", object) for each line that is not blank; one that is no object in UTF-8 goes to `bad`."""
+    """Yields ("FILE:LINE", object) for each line that is not blank; an invalid line goes to `bad`."""
     for place, line in decode_lines(lines, where, first, bad):
         text = line.strip()
         if not text:
@@ -127,7 +137,10 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
 
 
 def read_array(data: bytes, where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE: record NUMBER", object) of an array: the file, or a value as in `{..., "data": [...]}`."""
+    """Yields ("FILE:LINE: record NUMBER", object) of a JSON array.
+
+    The array is the whole file, or the value of a key, as in `{..., "data": [...]}`.
+    """
     text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:
@@ -154,7 +167,11 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
 
 
 def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
-    """Yields the lines; raises a UserError for one longer than LONGEST, without reading the rest of it."""
+    """Yields the lines.
+
+    Raises:
+      UserError: a line is longer than LONGEST. The rest of that line is not read.
+    """
     if isinstance(lines, io.IOBase):
         lines = cast(Iterator[bytes], iter(functools.partial(lines.readline, LONGEST + 1), b""))
     for number, line in enumerate(lines, start=1):
@@ -164,23 +181,33 @@ def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
 
 
 def read_file(path: str | Path, bad: Refusal = refuse_line) -> Iterator[Placed]:
+    """Yields ("FILE:LINE", object) for each line of a file, which may be compressed."""
     with open_file(path, "a file of JSON lines") as file, unpacked(file, str(path)) as lines:
         yield from read_objects(lines, str(path), bad=bad)
 
 
 def text_of(value: Object, key: str, place: str, *, blank: bool = False) -> str:
+    """Returns the text of a key; see `check_text` for the errors."""
     return check_text(value_of(value, key, place), key, place, blank=blank)
 
 
 def value_of(value: Object, key: str, place: str, expected: str = "one", *, hint: str = "") -> object:
-    """The value of a key; raises a UserError, which ends with the `hint`, if it is absent."""
+    """Returns the value of a key.
+
+    Raises:
+      UserError: the key is absent. The message ends with the `hint`.
+    """
     if key not in value:
         raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {listed(value) or "none"}){hint}')
     return value[key]
 
 
 def texts_of(value: Object, key: str, place: str, *, blank: bool = False, hint: str = "") -> list[str]:
-    """The list of texts that an object has under a key; the list may be empty, its texts if they may be `blank`."""
+    """Returns the list of texts under a key. The list may be empty; its texts may be so only with `blank`.
+
+    Raises:
+      UserError: the key is absent, or its value is not a list of texts.
+    """
     found = value_of(value, key, place, "a list of texts", hint=hint)
     if not isinstance(found, list | tuple):
         raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
@@ -188,7 +215,11 @@ def texts_of(value: Object, key: str, place: str, *, blank: bool = False, hint: 
 
 
 def check_text(value: object, key: str, place: str, *, blank: bool = False) -> str:
-    """Returns the value; raises a UserError unless it is text and, if it may not be `blank`, some of valid Unicode."""
+    """Returns the value if it is valid Unicode text.
+
+    Raises:
+      UserError: it is not text, has a lone surrogate, or is blank without `blank`.
+    """
     if not isinstance(value, str):
         raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
     if blank:
@@ -199,14 +230,16 @@ def check_text(value: object, key: str, place: str, *, blank: bool = False) -> s
 
 
 def id_of(value: Object, place: str) -> str | int:
-    """The object's id, or the line number of its `place` if it has none."""
+    """Returns the object's id, or the line number of its `place` if it has none."""
     found: Any = value.get("id")
     if found != "" and is_blank(found):
         return place.rpartition(":")[2]
     is_float = isinstance(found, numbers.Real) and not isinstance(found, numbers.Integral)
     if (abs(found) < 2**53 if is_float else isinstance(found, decimal.Decimal)) and found % 1 == 0:
-        found = int(found)  # which a column that lacks some has as this; larger floats have lost digits
-    if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):  # of NumPy, too
+        # a table stores whole numbers as floats in a column with gaps; larger floats have lost digits
+        found = int(found)
+    # numbers.Integral includes NumPy's integers
+    if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):
         raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
     return _check_unicode(found, "id", place) if isinstance(found, str) else int(found)
 
@@ -222,7 +255,7 @@ def _check_unicode(text: str, key: str, place: str) -> str:
 
 
 def is_blank(value: object) -> bool:
-    """Whether a value stands for no text: null, not a number (as tables have for null), or blank text."""
+    """Whether a value means no text: null, not a number (which tables use for null), or blank text."""
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, float) and math.isnan(value))

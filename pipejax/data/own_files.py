@@ -1,4 +1,4 @@
-"""The user's own data: files of records or of CSV, one for each split or one for all.
+"""The user's data: files of records or CSV, one for each split or one for all.
 
 A record is `{"id", "source", "targets": [row, ...]}`, unless the config names other fields.
 """
@@ -31,17 +31,22 @@ from pipejax.system.fields import listed, shown_value
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "dev", "test")
-COMPARED = 1000  # the most keys among which a similar one is searched
-MANY = 20  # examples from which on it is worth a line that none has several rows
+COMPARED = 1000  # the most keys that are compared when a similar name is searched
+MANY = 20  # examples from which on a message is logged if no target has several rows
 
 
 class FilesTask(Task):
     """The task of the files `data.train`, `data.dev` and `data.test`."""
 
     def __init__(self, config: DataConfig, row_names: Sequence[str] = ()) -> None:
-        """Checks the settings; a file is opened when its split is asked for.
+        """Checks the settings. A file is opened only when its split is read.
 
-        `row_names`: the beginnings of the rows if `data.targets` are columns; empty: their names and a colon.
+        Args:
+          config: the data settings.
+          row_names: the beginnings of the rows if `data.targets` are columns; empty: the columns' names and a colon.
+
+        Raises:
+          UserError: settings contradict each other.
         """
         self.config, self.metric = config, config.metric or "exact"
         self._targets = config.columns or (field_of(str(config.targets)),)
@@ -56,9 +61,11 @@ class FilesTask(Task):
 
     @property
     def fields(self) -> tuple[str, ...]:
+        """The fields of the source template."""
         return self._template.fields
 
     def examples(self, split: str) -> Sequence[Example]:
+        """Returns the examples of a split, from its file or as its share of `data.train`."""
         if not self.has(split):
             return []
         if not self._shared(split):
@@ -68,16 +75,17 @@ class FilesTask(Task):
         return self._parted[split]
 
     def has(self, split: str) -> bool:
-        """Whether the config says where the split's examples are."""
+        """Whether the config names the examples of the split."""
         if self._shares and (split == "train" or self._shared(split)):
             return self._shared(split) and bool(self.config.train)
         return bool(getattr(self.config, split))
 
     def _shared(self, split: str) -> bool:
+        """Whether `data.split` gives this split a share of `data.train`."""
         return bool(self._shares and self._shares[SPLITS.index(split)])
 
     def source(self, value: Object, place: str) -> str:
-        """The filled template; or the record's "source" unchanged, if it has that and none of the template's fields.
+        """Returns the filled template, or "source" unchanged if the record has it and none of the template's fields.
 
         A field that is absent, null or blank counts as "".
         """
@@ -86,7 +94,10 @@ class FilesTask(Task):
         return self._filled(value, place, learned=True)
 
     def _filled(self, value: Object, place: str, template: Template | None = None, *, learned: bool = False) -> str:
-        """Fills the template; `learned`: a model was trained with it, so messages suggest no other one."""
+        """Fills the template with the fields of a record.
+
+        With `learned`, a model was trained with the template, so messages do not suggest another one.
+        """
         if not any(field in value for field in self.fields):
             hint = "" if learned else _other_key(self.fields[0], map(str, value))
             value_of(value, self.fields[0], place, hint=hint)
@@ -111,7 +122,11 @@ class FilesTask(Task):
             yield from read_records(file, table=table, dialect=dialect, bad=bad)
 
     def stream(self) -> Stream:
-        """The examples to train on, read as they are needed: those of `data.train`, `data.stream` at a time."""
+        """Returns the training examples as a stream, which reads `data.stream` examples at a time.
+
+        Raises:
+          UserError: a setting excludes streams, or no record has a required field.
+        """
         config, path = self.config, self.config.train
         if config.split:
             raise UserError(f"data.split: found {config.split!r} and data.stream; expected files that are parted")
@@ -136,9 +151,17 @@ class FilesTask(Task):
         several: bool = False,
         whole: bool = True,
     ) -> list[Example]:
-        """The examples of records; `bad` takes errors (None: raised). A record without an id has its line's number."""
+        """Returns the examples of records. A record without an id gets its line number as id.
+
+        Args:
+          placed: the records, each with its "FILE:LINE".
+          where: the files' name, for messages.
+          bad: gets the errors of records; None: the first one is raised.
+          several: whether the records come from several files; ids of unnamed records then include the file.
+          whole: whether these are all records, so that ids are checked for duplicates and fields for existence.
+        """
         examples, seen, fields = list[Example](), dict[str, str](), dict[str, None]()
-        numbered = dict[str, int]()  # by its line's number: the example that has no id
+        numbered = dict[str, int]()  # line number to index, for examples without an id
         bad = bad or BadLines(where, skip=False)
         for place, value in placed:
             fields |= dict.fromkeys(value)
@@ -170,7 +193,10 @@ class FilesTask(Task):
         return examples
 
     def _part(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
-        """The examples by split, by a hash of the source: those that read alike stay together; new lines move none."""
+        """Splits the examples by a hash of the normalised source.
+
+        Examples with the same source are in the same split, and adding lines moves no example to another split.
+        """
         parts: dict[str, list[Example]] = {name: [] for name in SPLITS}
         ends = list(itertools.accumulate(self._shares))
         for example in examples:
@@ -189,7 +215,7 @@ class FilesTask(Task):
 def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, *, learned: bool = False) -> None:
     """Raises a UserError unless each field is in some record; stops reading when all are found.
 
-    `learned`: a model was trained with these fields, so messages suggest no setting for others.
+    With `learned`, a model was trained with these fields, so messages do not suggest settings for other fields.
     """
     lacking, keys = list(fields), dict[str, None]()
     for value in values:
@@ -206,7 +232,7 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
 
 
 def _other_key(field: str, keys: Iterable[str]) -> str:
-    """A hint for a message: the setting that selects other fields, with a value that works."""
+    """Returns a hint for a message: the setting that selects other fields, with a value that works."""
     given = [key for key in keys if key not in ("id", "source", "targets")]
     if field == "source" and (names := [key for key in given if Template.can_name(key)]):
         return f'; data.source_template makes the source of other fields, such as "{{{names[0]}}}"'
@@ -215,7 +241,7 @@ def _other_key(field: str, keys: Iterable[str]) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=1024)  # records have the same few sets of keys
+@functools.lru_cache(maxsize=1024)  # the records of a file have few different sets of keys
 def _misspelt(field: str, keys: frozenset[str]) -> str:
     wanted, folded = field.casefold(), {str(key).casefold(): str(key) for key in keys}
     close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.8) if len(folded) <= COMPARED else []
@@ -224,7 +250,7 @@ def _misspelt(field: str, keys: frozenset[str]) -> str:
 
 
 def _found_cell(value: Object, field: str, place: str, known: Collection[str]) -> object:
-    """The value of a record's field; None if that is absent, null or blank."""
+    """Returns the value of a record's field; None if it is absent, null or blank."""
     if field not in value and (guess := _misspelt(field, frozenset(value.keys() - known))):
         raise UserError(f'{place}: found no "{field}"; expected one, or null (did you mean "{guess}"?)')
     found = value.get(field)
@@ -232,7 +258,7 @@ def _found_cell(value: Object, field: str, place: str, known: Collection[str]) -
 
 
 def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Object, str], list[str]]:
-    """The function (record, place) -> target rows for the settings `data.targets` and `data.rows`."""
+    """Returns the function (record, place) -> target rows for the settings `data.targets` and `data.rows`."""
     if config.columns:
         return functools.partial(
             _named_rows, dict(zip(config.columns, row_names or names_of(config.columns), strict=True))
@@ -252,7 +278,7 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
 
 
 def _named_rows(names: Mapping[str, str], value: Object, place: str) -> list[str]:
-    """A row for each column: its name and the text of the cell, or the name alone for a blank cell."""
+    """Returns a row for each column: its name and the text of the cell, or the name alone for a blank cell."""
     if not any(column in value for column in names):
         value_of(value, next(iter(names)), place)  # the message lists the keys
     texts = {column: _text_of_cell(_found_cell(value, column, place, names), column, place) for column in names}
@@ -260,7 +286,10 @@ def _named_rows(names: Mapping[str, str], value: Object, place: str) -> list[str
 
 
 def _text_of_cell(value: object, key: str, place: str) -> str:
-    """The text of a cell: numbers as in JSON, whole ones without a decimal point; items of a list joined by commas."""
+    """Returns the text of a cell.
+
+    Numbers are written as in JSON, whole ones without a decimal point; the items of a list are joined by commas.
+    """
     if is_blank(value):
         return ""
     if isinstance(value, list | tuple):
@@ -283,7 +312,11 @@ def _text_of_cell(value: object, key: str, place: str) -> str:
 
 
 def _shares(config: DataConfig) -> tuple[float, ...]:
-    """The shares of train, dev and test; raises a UserError if they are none, or another key says where a part is."""
+    """Returns the shares of train, dev and test in `data.split`.
+
+    Raises:
+      UserError: the shares are invalid, or another setting names a file for a split that has a share.
+    """
     try:
         shares = tuple(map(float, config.split.split(",")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Opens files of data, packed or not: their first bytes tell, whatever their names."""
+"""Opens data files, compressed or not; the first bytes determine the compression, not the name."""
 
 import bz2
 import contextlib
@@ -19,7 +19,7 @@ from pipejax.system.files import look
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _DAMAGE: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, OSError)
-# How files begin that are no text, what they are, and what to do.
+# The first bytes of files that are not text, what they are, and how to convert them.
 _OTHERS = {
     _ZSTD: ("data packed with zstd", "`zstd -d` unpacks it, and so does Python 3.14"),
     b"PK\x03\x04": ("a zip archive or a workbook", "unpack it, or save its sheet as CSV in UTF-8"),
@@ -31,11 +31,15 @@ _OTHERS = {
 
 
 def open_file(path: str | Path, expected: str) -> BinaryIO:
-    """Opens a file, here or at a URL, to read bytes; raises a UserError, which says `expected`, if it cannot."""
+    """Opens a local file or a URL for reading bytes.
+
+    Raises:
+      UserError: it cannot be opened; the message says that `expected` was expected.
+    """
     if is_remote(path):
         return open_remote(str(path), expected)
     path = Path(path)
-    if (found := look(path)) != "file":  # `look` calls pipes files, too
+    if (found := look(path)) != "file":  # `look` also counts pipes as files
         raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected {expected}")
     try:
         return path.open("rb")
@@ -45,7 +49,7 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """Gives the content of an open file, unpacked if its first bytes are those of gzip, bzip2, xz or zstd."""
+    """Gives the content of an open file, decompressed if its first bytes are those of gzip, bzip2, xz or zstd."""
     start = file.peek(24)[:24] if isinstance(file, io.BufferedReader) else b""
     name, content, damage = "", file, _DAMAGE
     if start.startswith(b"\x1f\x8b"):
@@ -61,7 +65,8 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
     try:
         yield content
     except damage as error:
-        if not name or (isinstance(error, OSError) and error.errno is not None):  # not of the data, but of the disk
+        # an error of the disk, not of the data
+        if not name or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise UserError(f"{where}: damaged {name} data ({error}); expected a whole file") from error
 

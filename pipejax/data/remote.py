@@ -1,4 +1,4 @@
-"""Files that are elsewhere: at a URL that fsspec knows (s3, gs, https, ...), or in a data set of Hugging Face's hub."""
+"""Remote files: at a URL that fsspec supports (s3, gs, https, ...), or in a data set on the Hugging Face hub."""
 
 import glob
 import io
@@ -19,13 +19,19 @@ def is_remote(path: str | Path) -> bool:
 
 
 def inner_name(path: str | Path) -> str:
-    """The path without the places that a URL chains after it: "zip://a.csv" of "zip://a.csv::s3://bucket/b.zip"."""
+    """Returns the first part of a chained URL: "zip://a.csv" of "zip://a.csv::s3://bucket/b.zip"."""
     parts = str(path).split("::") if is_remote(path) else []
     return next((part for part in parts if part.partition("://")[2]), str(path))
 
 
 def files_of(path: str) -> list[str]:
-    """The files of a path, by name: several of a split of the hub, or of a pattern (* and ?) here or at a URL."""
+    """Returns the files of a path, sorted by name.
+
+    A split on the hub may have several files, as may a pattern (* and ?), local or at a URL.
+
+    Raises:
+      UserError: there are no such files.
+    """
     pattern = _pattern_of(path) if path.startswith(HUB) else path
     if not re.search(r"[*?]", pattern) or ("://" not in pattern and Path(pattern).exists()):
         return [path]
@@ -36,6 +42,11 @@ def files_of(path: str) -> list[str]:
 
 
 def open_remote(url: str, expected: str) -> BinaryIO:
+    """Opens a URL for reading bytes.
+
+    Raises:
+      UserError: it cannot be opened. Reading raises a UserError as well if the connection breaks.
+    """
     system, name = _system_of(url)
 
     def broken(error: Exception) -> UserError:
@@ -43,15 +54,22 @@ def open_remote(url: str, expected: str) -> BinaryIO:
 
     try:
         return cast(BinaryIO, io.BufferedReader(Guarded(system.open(name, "rb"), broken, system)))
-    except Exception as error:  # each protocol has its own
+    except Exception as error:  # each protocol has its own exceptions
         raise UserError(f"{url}: cannot be read ({described_error(error)}); expected {expected}") from error
 
 
 class Guarded(io.RawIOBase):
-    """A file of a library, whose errors as it is read become UserErrors."""
+    """A file object of a library; exceptions while it is read become UserErrors."""
 
     def __init__(self, file: Any, refusal: Callable[[Exception], UserError], holder: Any = None) -> None:
-        """`holder`: a file system, as an archive is closed once nobody holds it."""
+        """Wraps a file.
+
+        Args:
+          file: the library's file object.
+          refusal: makes a UserError of an exception.
+          holder: an object to keep alive, such as a file system: an archive is closed when its file system is
+            collected.
+        """
         self.file, self.refusal, self.holder = file, refusal, holder
 
     def readable(self) -> bool:
@@ -63,7 +81,7 @@ class Guarded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             return int(self.file.readinto(buffer))
-        except Exception as error:  # whatever a connection that breaks off may raise, or a damaged archive
+        except Exception as error:  # a broken connection or a damaged archive may raise any exception
             raise self.refusal(error) from error
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -75,7 +93,7 @@ class Guarded(io.RawIOBase):
 
 
 def _pattern_of(path: str) -> str:
-    """The URL of the Parquet files that the hub makes of every public data set, for one split."""
+    """Returns the URL pattern of the Parquet files that the hub makes of every public data set, for one split."""
     named = _DATA_SET.fullmatch(path)
     if named is None:
         raise UserError(f"{path}: found no data set of the hub; expected hub:OWNER/NAME[SPLIT]")
@@ -98,7 +116,7 @@ def _list(pattern: str, path: str) -> list[str]:
     system, name = _system_of(pattern)
     try:
         found, parts = sorted(system.glob(name)), pattern.split("::")
-        caches = [part for part in parts[:1] if "://" not in part]  # have no names of their own
+        caches = [part for part in parts[:1] if "://" not in part]  # a caching protocol without a path
         after = parts[len(caches) + 1 :]
         return ["::".join([*caches, system.unstrip_protocol(file), *after]) for file in found]
     except Exception as error:  # as in `open_remote`
@@ -109,6 +127,6 @@ def _system_of(url: str) -> tuple[Any, str]:
     fsspec = module("fsspec", "remote", url)
     try:
         system, name = fsspec.core.url_to_fs(url)
-    except Exception as error:  # a protocol that needs a library or that nobody knows, or an archive that is none
+    except Exception as error:  # the protocol is unknown or needs a library, or the archive is not one
         raise UserError(f"{url}: {described_error(error)}; expected a URL that fsspec can open") from error
     return system, name

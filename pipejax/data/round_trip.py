@@ -22,10 +22,10 @@ def describe_changes(
 
     Args:
       examples: the examples to check.
-      tokenizer: of the model.
-      separator: `data.separator`, if the method joins rows with it; "" if it does not.
+      tokenizer: the model's tokenizer.
+      separator: `data.separator`, if the method joins rows with it, else "".
       kinds: keys of CHANGED.
-      of: the number of all examples, if only a part of them is checked.
+      of: the total number of examples, if only some are checked.
     """
     looked, counts, first = 0, dict.fromkeys(kinds, 0), dict[str, str]()
     for example in examples:

@@ -1,11 +1,11 @@
 """Padded lengths, and the choice of a few padded shapes for training batches from the lengths of the examples.
 
 Every length costs a compilation, and every padding token costs time. Training, encoding and decoding weigh these costs
-differently, so each has a function of its own. A shape of a run is a pair of lengths: source tokens, and slots of a
-row. Source lengths are rounded up to a few levels; within a level examples are sorted by their slots, so that a batch
+differently, so each has its own rounding function. A shape of a run is a pair of lengths: source tokens, and slots of a
+row. Source lengths are rounded up to a few levels; within a level, examples are sorted by their slots, so that a batch
 has little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
-those that save the most padding, as long as another saves more in the run's steps than its compiling costs. A run
-begins with the most useful pairs and adds one every few steps.
+the pairs that save the most padding, as long as another one saves more in the run's steps than its compilation costs. A
+run begins with the most useful pairs and adds one every few steps.
 
 Shapes: B batch, G rows of slots.
 """
@@ -19,15 +19,19 @@ from typing import Any
 import numpy as np
 
 Pair = tuple[int, int]  # source tokens, slots of a row
-TRIED, EXAMPLES = 640, 2**17  # batches that `choose_pairs` draws, and examples in them, at the most
+TRIED, EXAMPLES = 640, 2**17  # the most batches that `choose_pairs` draws, and the most examples in them
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
-SOURCE = 2.0  # weight of source padding against slot padding: sources have ten times the tokens
-COMPILING = 2**15  # tokens of padding that a pair has to save in a run: about its compiling, small models on few cores
+SOURCE = 2.0  # weight of source padding against slot padding, because sources have ten times the tokens
+# padding tokens that a pair has to save in a run to be worth its compilation, for small models on few cores
+COMPILING = 2**15
 LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
 
 
 def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """[B, length, ...], rows with zeros at the end. Lengths and weights tell what is padding, never an id of 0."""
+    """Returns the rows as one array [B, length, ...], with zeros at the end.
+
+    Lengths and weights mark the padding; an id of 0 does not.
+    """
     padded = np.zeros((len(rows), length, *rows[0].shape[1:]), rows[0].dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
@@ -35,7 +39,7 @@ def pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
 
 
 def round_up(length: int) -> int:
-    """The padded length in training: a multiple of 8; above 128, one of 16 steps from one power of two to the next.
+    """Returns the padded length in training: a multiple of 8; above 128, one of 16 steps between powers of two.
 
     `choose_pairs` takes a few of these lengths.
     """
@@ -44,39 +48,48 @@ def round_up(length: int) -> int:
 
 
 def bucket(length: int) -> int:
-    """The padded length of a source in inference: 16, 24, 32, 48, 64, 96, ..., for few compiled encoders."""
+    """Returns the padded length of a source in inference: 16, 24, 32, 48, 64, 96, ...
+
+    These are few lengths, so that few encoders are compiled.
+    """
     power = 1 << max(math.ceil(math.log2(max(length, 1))), 4)
     return power * 3 // 4 if 16 < length <= power * 3 // 4 else power
 
 
 def memory_length(length: int) -> int:
-    """The padded length of an encoded source: a power of two from 64 on, for fewer compiled decoders than encoders."""
+    """Returns the padded length of an encoded source: a power of two from 64 on.
+
+    These are fewer lengths than `bucket` has, because decoders take longer to compile than encoders.
+    """
     return max(1 << (length - 1).bit_length(), 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The padded shapes of a run: pairs in order of use, of which the first is at least as long as all others."""
+    """The padded shapes of a run: pairs in order of use. The first pair is at least as long as all others."""
 
-    levels: tuple[int, ...]  # rising source lengths by which examples are sorted
+    levels: tuple[int, ...]  # increasing source lengths, the first sort key of examples
     pairs: tuple[Pair, ...]
     limit: Pair  # the longest shape that a batch can need
-    means: tuple[float, float]  # source tokens, and slots of a row, without padding
+    means: tuple[float, float]  # mean source tokens, and mean slots of a row, without padding
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
-        """Indices that sort examples i64 [n, 2] (source tokens, slots) so that neighbours have similar lengths."""
-        # Slots rise in every other level and fall between, so that they stay similar where a level ends.
+        """Returns indices that sort examples so that neighbours have similar lengths.
+
+        The lengths are i64 [n, 2]: source tokens and slots.
+        """
+        # Slots increase in even levels and decrease in odd ones, so they stay similar at the boundary of two levels.
         level = np.searchsorted(self.levels, lengths[:, 0])
         return np.lexsort((np.where(level % 2, -1, 1) * lengths[:, 1], level))
 
     def in_use(self, step: int) -> tuple[Pair, ...]:
-        """The pairs that batches may be padded to at a step (the first is 0)."""
+        """Returns the pairs that batches may be padded to at a step (the first step is 0)."""
         return self.pairs[: FIRST + step // EVERY]
 
     def fit(self, need: Pair, step: int = 0) -> Pair:
-        """The cheapest pair in use at a step that is at least as long as `need`.
+        """Returns the cheapest pair in use at a step that is at least as long as `need`.
 
-        If none is, the first pair's lengths are doubled as often as necessary, up to `limit`.
+        If there is none, the first pair's lengths are doubled as often as necessary, up to `limit`.
         """
         fitting = [p for p in self.in_use(step) if p[0] >= need[0] and p[1] >= need[1]]
         if fitting:
@@ -88,16 +101,16 @@ class Shapes:
         return source, slots
 
     def cost(self, pairs: np.ndarray) -> np.ndarray:
-        """The cost [...] of padded shapes [..., 2] relative to the mean lengths."""
+        """Returns the cost [...] of padded shapes [..., 2] relative to the mean lengths."""
         return np.asarray(SOURCE * pairs[..., 0] / self.means[0] + pairs[..., 1] / self.means[1])
 
     def to_json(self) -> dict[str, object]:
-        """The fields as JSON values, which `from_json` reads."""
+        """Returns the fields as JSON values, which `from_json` reads."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Any) -> "Shapes":
-        """The shapes that `to_json` described."""
+        """Returns the shapes that `to_json` described."""
         try:
             pairs = tuple((source, slots) for source, slots in values["pairs"])
             rising, (source, slots), means = tuple(values["levels"]), values["limit"], tuple(values["means"])
@@ -115,18 +128,28 @@ class Shapes:
 def choose_pairs(
     lengths: np.ndarray, *, size: int, group: int, pack: int, most: int, limit: Pair, steps: int = LONGEST
 ) -> Shapes:
-    """At most `most` pairs for so many steps, by the lengths i64 [n, 2] of a sample: source tokens and slots."""
+    """Chooses at most `most` pairs for a run.
+
+    Args:
+      lengths: source tokens and slots of a sample of examples, i64 [n, 2].
+      size: examples per batch, B.
+      group: batches that are drawn and sorted together.
+      pack: examples per row of slots.
+      most: the most pairs.
+      limit: the longest shape that a batch can need.
+      steps: the number of steps of the run.
+    """
     rng, together = np.random.default_rng(0), group * size
     draws = max(min(TRIED // group, EXAMPLES // together), 1)
     epochs = [rng.permutation(len(lengths)) for _ in range(-(-draws * together // len(lengths)))]
     drawn = lengths[np.concatenate(epochs)[: draws * together]].reshape(draws, together, 2)
-    # The longest source of each batch, if batches were sorted by source alone.
+    # The longest source of each batch if batches were sorted by source length alone.
     longest = np.sort(drawn[..., 0], axis=1)[:, size - 1 :: size].ravel()
     means = float(lengths[:, 0].mean()), float(pack * lengths[:, 1].mean())
     rounded = [round_up(int(n)) for n in (*longest, lengths[:, 0].max())]
     price = (
         (SOURCE + 1) * COMPILING / (steps * size * lengths.mean(0).sum())
-    )  # a batch without padding costs SOURCE + 1
+    )  # the cost of a batch without padding is SOURCE + 1
     best, least = None, math.inf
     for count in sorted({max(most * n // 12, 1) for n in (3, 4, 6, 8, 12)}):
         shapes = Shapes(tuple(levels(rounded, count)), (), limit, means)
@@ -139,7 +162,10 @@ def choose_pairs(
 
 
 def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
-    """The shape that each batch of drawn examples [draws, group * B, 2] needs, i64 [n, 2]: level and slots."""
+    """Returns the shape that each batch needs (level and slots), i64 [n, 2].
+
+    The drawn examples' lengths are [draws, group * B, 2].
+    """
     batches = np.concatenate([draw[shapes.order(draw)] for draw in drawn]).reshape(-1, size, 2)
     packed = np.stack([batch[deal(batch[:, 1].tolist(), pack), 1] for batch in batches])
     widths = packed.reshape(len(batches), -1, pack).sum(2).max(1)
@@ -148,7 +174,7 @@ def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarra
 
 
 def deal(lengths: Sequence[int], size: int) -> list[int]:
-    """The indices of `lengths` in an order in which each run of `size` neighbours has nearly the same total length.
+    """Orders the indices of `lengths` so that each run of `size` neighbours has nearly the same total length.
 
     Greedy: the longest example goes first, and each goes to the run with the smallest sum that still has room.
     """
@@ -165,13 +191,13 @@ def deal(lengths: Sequence[int], size: int) -> list[int]:
 
 
 def levels(lengths: Sequence[int], most: int) -> list[int]:
-    """Chooses at most `most` of the lengths such that rounding all lengths up to these pads least.
+    """Chooses at most `most` of the lengths such that rounding all lengths up to these adds the least padding.
 
-    Dynamic programming over the sorted lengths; the result rises.
+    Dynamic programming over the sorted lengths; the result is increasing.
     """
     values, counts = np.unique(lengths, return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])
-    # cost[i, j]: the length in total after rounding the values i to j - 1 up to value j - 1.
+    # cost[i, j]: the total length after rounding the values i to j - 1 up to value j - 1.
     cost = np.concatenate([[0], values]) * (before[None] - before[:, None]).astype(float)
     cost[np.tril_indices(len(before))] = np.inf
     best, choices = np.where(np.arange(len(before)), np.inf, 0.0), []
@@ -187,18 +213,23 @@ def levels(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _select(needs: np.ndarray, weight: np.ndarray, most: int, shapes: Shapes, price: float) -> tuple[list[Pair], float]:
-    """Pairs of which one fits each need, the longest first, and the mean cost of a batch and of the pairs together."""
+    """Chooses pairs so that each need has one that fits.
+
+    Returns:
+      The pairs, the longest first, and the mean cost of a batch including the compilation of the pairs.
+    """
     every = np.stack(np.meshgrid(*(np.unique(axis) for axis in needs.T)), -1).reshape(-1, 2)
     holds = (every >= needs[:, None]).all(2)
     cost = np.where(holds, shapes.cost(every), np.inf)
 
     def totals(others: list[int]) -> np.ndarray:
-        """The total cost for each candidate if it were used beside `others`."""
+        """Returns, for each candidate, the total cost if it were used in addition to `others`."""
         return np.asarray(weight @ np.minimum(cost, cost[:, others].min(1)[:, None]))
 
     chosen = [int((every == every.max(0)).all(1).argmax())]
     best, again = float(weight @ cost[:, chosen[0]]), True
-    # Greedy, while another saves more than its price; then exchanges, as early choices did not know the later ones.
+    # Greedy, while another pair saves more than its price; then exchanges, because early choices did not take the later
+    # ones into account.
     while len(chosen) < most and (found := totals(chosen)).min() < best - price:
         chosen.append(int(found.argmin()))
         best = float(found.min())

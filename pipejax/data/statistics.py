@@ -1,4 +1,4 @@
-"""Statistics of a split: its size and words (the paper's Table 1), its lengths in tokens, and what the bounds cut."""
+"""Statistics of a split: sizes and words (the paper's Table 1), lengths in tokens, and the shares cut by the limits."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,46 +15,49 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.grid import pipelined_steps, sequential_steps
 from pipejax.methods import joined_change, shown, spell, tells_rows_apart
 
-_UNBOUNDED = 2**30  # a bound that no target reaches
-# Of what the tokenizer may not give all back; "joined": rows of the text that `data.separator` makes of a target.
+_UNBOUNDED = 2**30  # a limit that no target reaches
+# Texts that may change when they are encoded and decoded; "joined": the rows of a text that `data.separator` joins.
 TEXTS = ("sources", "targets", "joined")
-COLUMNS = ("source", "rows", "row", "pipelined_steps", "sequential_steps")  # of `tokens`
+COLUMNS = ("source", "rows", "row", "pipelined_steps", "sequential_steps")  # the columns of `tokens`
 
 
 class Statistics(TypedDict):
-    """The statistics of a split; those that may be absent need a tokenizer."""
+    """The statistics of a split; the optional values need a tokenizer."""
 
     examples: int
-    without_target: int  # rows of which the tokenizer leaves nothing are none
-    words_per_target: float  # means
+    without_target: int  # rows for which the tokenizer has no tokens do not count as rows
+    words_per_target: float  # the mean, as for the next two
     rows_per_target: float
     words_per_row: float
-    # median, percentile_95 and most (the maximum) by COLUMNS: rows of a target, tokens of a row
+    # median, percentile_95 and most (the maximum), by the names in COLUMNS: rows of a target, tokens of a row
     tokens: NotRequired[dict[str, dict[str, float]]]
-    step_ratio: NotRequired[float]  # the sum of sequential steps over that of pipelined steps
-    # Examples cut by max_source, max_target (of the pipelined objective), time_max, sub_max, and by either of the two.
+    step_ratio: NotRequired[float]  # the sum of sequential steps divided by the sum of pipelined steps
+    # Examples cut by max_source, max_target (of the pipelined objective), time_max and sub_max, and by either of the
+    # last two.
     cut_percent: NotRequired[dict[str, float]]
-    kept_percent: NotRequired[float]  # tokens of rows for which time_max and sub_max leave room
-    # All sequential steps, and those for what is kept, over the pipelined ones under time_max and sub_max.
+    kept_percent: NotRequired[float]  # tokens of rows within time_max and sub_max
+    # Sequential steps divided by the pipelined steps within time_max and sub_max: the steps for all tokens, and for the
+    # kept ones.
     bounded_ratio: NotRequired[float]
     kept_ratio: NotRequired[float]
-    changed_percent: NotRequired[dict[str, float]]  # by TEXTS: examples of which these do not come back from ids
-    changed_first: NotRequired[dict[str, str]]  # of each, where the first one is, and what comes back instead
+    changed_percent: NotRequired[dict[str, float]]  # by TEXTS: examples whose text changes
+    changed_first: NotRequired[dict[str, str]]  # by TEXTS: the place of the first such example, and what changes
 
 
 @dataclasses.dataclass
 class _Lengths:
-    """The numbers of which COLUMNS are the spreads, and the number of examples that each bound cuts."""
+    """The lengths whose spread `Statistics.tokens` gives, and the examples that each limit cuts."""
 
     of: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {name: [] for name in COLUMNS})
-    bounded: int = 0  # pipelined steps under the bounds
-    kept: int = 0  # tokens of rows for which the bounds leave room
-    kept_steps: int = 0  # sequential ones for these
+    bounded: int = 0  # pipelined steps within the limits
+    kept: int = 0  # tokens of rows within the limits
+    kept_steps: int = 0  # sequential steps for these tokens
     cuts: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
     )
-    changed: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TEXTS, 0))  # examples
-    first: dict[str, str] = dataclasses.field(default_factory=dict)  # where one is changed, and how
+    # the number of examples
+    changed: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TEXTS, 0))
+    first: dict[str, str] = dataclasses.field(default_factory=dict)  # where a text first changes, and how
 
 
 def measure_split(
@@ -65,9 +68,16 @@ def measure_split(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> Statistics:
-    """The statistics of a split; those in tokens need a tokenizer.
+    """Computes the statistics of a split.
 
-    They count special ids in `source` only, and eos in the steps.
+    `source` counts special ids, and the steps count eos; the other counts do not.
+
+    Args:
+      examples: the split.
+      tokenizer: None: only words are counted.
+      data: `max_source`, `max_target` and the separator.
+      bounds: `delay`, `time_max` and `sub_max`.
+      tick: called with 1 after each example.
     """
     lengths, words, rows = _Lengths(), 0, list[int]()
     for example in examples:
@@ -99,6 +109,7 @@ def measure_split(
 def _count(
     example: Example, tokenizer: Tokenizer, data: DataConfig, bounds: GridConfig, lengths: _Lengths
 ) -> Sequence[str]:
+    """Adds an example to `lengths`; returns its rows that have tokens."""
     ids, spelled = tokenizer.encode(example.source), spell(example.targets, tokenizer, tokenizer.eos)
     changes = (
         tokenizer.change(example.source, ids),
@@ -122,12 +133,13 @@ def _count(
     fit = [min(length, bounds.time_max - at) for length, at in zip(rows, starts, strict=False) if at < bounds.time_max]
     lengths.kept += sum(fit)
     lengths.kept_steps += sequential_steps(fit, separator=separator)
-    # Only the first sub_max rows are decoded; time_max must leave room for each of them and its eos.
+    # Only the first sub_max rows are decoded; each needs a place before time_max for its tokens and its eos.
     ends = [at + length + 1 for length, at in zip(rows, starts, strict=False)]
     late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
     cuts = lengths.cuts
     cuts["max_source"] += source > data.max_source
-    cuts["max_target"] += sum(rows) + len(rows) + (bounds.delay > 0) > data.max_target  # with the empty row's eos
+    # with the eos of the empty row that ends the target
+    cuts["max_target"] += sum(rows) + len(rows) + (bounds.delay > 0) > data.max_target
     cuts["time_max"] += late
     cuts["sub_max"] += many
     cuts["either"] += late or many

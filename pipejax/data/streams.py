@@ -1,4 +1,4 @@
-"""Training examples that are read as they are needed, in an order that a resumed run finds again."""
+"""Training examples that are read on demand, in an order that a resumed run reproduces."""
 
 import logging
 import os
@@ -12,11 +12,12 @@ from pipejax.system.errors import UserError, described_error
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[Sequence[str]], Iterator[list[Example]]]  # the buffers of files, in this order
+# yields buffers of the examples in these files, in the order of the files
+Read = Callable[[Sequence[str]], Iterator[list[Example]]]
 
 
 class Stream(PreparedExamples):
-    """The first buffer of examples, as a sample of all; `Shuffled` has the rest."""
+    """The first buffer of the training examples, as a sample of all; `Shuffled` reads the rest."""
 
     def __init__(self, files: Sequence[str], read: Read, size: int) -> None:
         self.files, self.read, self.size = list(files), read, size
@@ -25,26 +26,30 @@ class Stream(PreparedExamples):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the files, without the directory that they share."""
+        """The names of the files without their common directory."""
         parts = [file.split("/") for file in self.files]
-        shared = min(len(os.path.commonprefix(parts)), len(parts[0]) - 1)  # noqa: RUF071  # it compares items of lists
+        shared = min(len(os.path.commonprefix(parts)), len(parts[0]) - 1)  # noqa: RUF071  # it also compares lists of names
         return tuple("/".join(part[shared:]) for part in parts)
 
 
 class Shuffled:
-    """Examples 0, 1, ... of a stream: pass after pass, each with the files in another order and every buffer shuffled.
+    """The examples of a stream, numbered from 0: pass after pass, with shuffled files and shuffled buffers.
 
-    Example i depends on the files and on the seed alone, so a resumed run has it again: at first it reads up to there.
+    Example i depends only on the files and the seed, so a resumed run gets the same example; it first reads up to it.
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
         self.stream, self.seed = stream, seed
-        self._count: int | None = None  # examples of a pass; known when the first one ends
-        self._kept: list[tuple[int, list[Example]]] = []  # the last buffers that were read, with their first numbers
+        self._count: int | None = None  # examples per pass; None until the first pass ends
+        # the newest buffers, each with the number of its first example
+        self._kept: list[tuple[int, list[Example]]] = []
         self._begin(0)
 
     def __getitem__(self, number: int) -> Example:
-        """The example of that number; of past ones the last `2 * size` are at hand, and earlier ones are read anew."""
+        """Returns the example with this number.
+
+        The last `2 * size` past examples are kept in memory; for earlier ones the files are read again.
+        """
         if self._kept and number < self._kept[0][0]:
             self._go_to(number)
         if number >= self._end + 2 * self.stream.size:
@@ -74,7 +79,7 @@ class Shuffled:
             examples = next(self._buffers, None)
         except UserError:
             raise
-        except Exception as error:  # whatever a connection that breaks off may raise
+        except Exception as error:  # a broken connection may raise any exception
             raise UserError(f"data.train: cannot be read on ({described_error(error)})") from error
         if examples is None:
             found = self._end - self._pass * (self._count or 0)

@@ -1,4 +1,4 @@
-"""Reads the rows of tables of text, which are CSV or the like, as records."""
+"""Reads the rows of text tables (CSV and similar formats) as records."""
 
 import csv
 import functools
@@ -19,13 +19,17 @@ from pipejax.system.fields import listed
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".csv", ".tsv")
-DELIMITERS = (",", ";", "\t", "|")  # that are found by themselves
-KEYS = ("data.csv_delimiter", "data.csv_quotes")  # of a `Dialect`
+DELIMITERS = (",", ";", "\t", "|")  # the delimiters that are detected
+KEYS = ("data.csv_delimiter", "data.csv_quotes")  # the settings of a `Dialect`
 
 
 class Dialect(NamedTuple):
-    delimiter: str = ""  # between columns; "": a tab in .tsv, else the one of DELIMITERS that parts the names the most
-    quotes: str = "auto"  # "quote": cells may stand in quotes; "letters": quotes are text; "auto": letters in .tsv
+    """How a text table is read."""
+
+    # between columns; "": a tab in .tsv, else the one of DELIMITERS with which the first line has the most columns
+    delimiter: str = ""
+    # "quote": quotes enclose cells; "letters": quotes are text; "auto": "letters" in .tsv, else "quote" with checks
+    quotes: str = "auto"
 
     @classmethod
     def of(cls, config: DataConfig) -> "Dialect":
@@ -33,16 +37,19 @@ class Dialect(NamedTuple):
 
 
 _ENDS, _QUOTED, _WHOLE = re.compile(r"[\r\n]"), re.compile(r'"(?:[^"]|"")*"'), re.compile(r"-?\d+\.0")
-FOUND = Dialect()  # by the name of the file, and by its first line
+FOUND = Dialect()  # detected by the file's name and its first line
 csv.field_size_limit(LONGEST)  # articles exceed csv's default of 128 KiB; the limit is global
 
 
 class _Lost(UserError):
-    """A quote that is never closed, or closed rows later; it cannot be skipped, as rows would be lost in its cell."""
+    """Raised for a quote that is never closed, or only rows later.
+
+    The line cannot be skipped, because the cell may contain other rows.
+    """
 
 
 class LostRows(_Lost):
-    """A quote that is closed rows later, judging by the quotes of the whole table."""
+    """Raised for a quote that is closed rows later, judging by the quotes of the whole table."""
 
 
 class _Quoting:
@@ -59,16 +66,21 @@ class _Quoting:
         between = re.escape(delimiter)
         self._cell = re.compile(rf'(?:^|(?<={between}))"([^"]*(?:""[^"]*)*)"(?={between}|[\r\n]*$)')
         self._needed = re.compile(rf'{between}|["\r\n]')
-        self._is_kept = False  # a cell is in quotes because it contains a delimiter, a quote or a line break
-        self._is_broken = False  # a cell that is not enclosed contains a quote
-        self.doubtful: tuple[int, int] | None = None  # the first cell that could be rows: its first line, and the end
+        self._is_kept = False  # whether a cell in quotes needs them: it contains a delimiter, a quote or a line break
+        self._is_broken = False  # whether a cell without quotes around it contains a quote
+        # the first cell that may contain rows: its first line, and the line after its last one
+        self.doubtful: tuple[int, int] | None = None
 
     def lost(
         self, lines: Sequence[str], first: int, columns: int, cells: Sequence[str] | None
     ) -> tuple[int, int] | None:
         """Adds the next row; returns the span of lines in which rows would be lost, or None.
 
-        `cells`: None if the lines are not valid CSV.
+        Args:
+          lines: the lines of the row.
+          first: the number of the first line.
+          columns: the number of columns of the table.
+          cells: the cells; None if the lines are not valid CSV.
         """
         span, looks_like_rows = (first, first + len(lines)), len(lines) > 1 and self._look_like_rows(lines, columns)
         if looks_like_rows and cells is None:
@@ -82,7 +94,11 @@ class _Quoting:
         return self.doubtful if self._is_broken else None
 
     def _look_like_rows(self, lines: Sequence[str], columns: int) -> bool:
-        """Whether nearly all lines have the delimiters of a row, without spaces after them, which prose would have."""
+        """Whether nearly all lines have as many delimiters as a row.
+
+        A line with a space after a delimiter does not count, because prose has such spaces, unless the table has them
+        too.
+        """
         parts, most, prose = [x for x in lines if x.strip()], columns - 1, f"{self.delimiter} "
         alike = sum(x.count(self.delimiter) == most and (self.is_spaced or prose not in x) for x in parts)
         return len(parts) > 1 and most > 0 and 10 * alike >= 9 * len(parts)
@@ -95,7 +111,7 @@ class _Quoting:
 
 
 def suffix_of(path: str | Path) -> str:
-    """The suffix of a name, in lower case, without that of a packed file: ".csv" of "a.CSV.gz"."""
+    """Returns the suffix of a name in lower case, without the one of a compressed file: ".csv" of "a.CSV.gz"."""
     path = Path(inner_name(path))
     return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
 
@@ -105,7 +121,7 @@ def is_table(path: str | Path) -> bool:
 
 
 def lines_of(content: Iterable[bytes], where: str) -> Iterator[bytes]:
-    """The lines of a table with their ends, which may be those of old Macs."""
+    """Yields the lines of a table with their line ends, which may also be a single carriage return."""
     for line in bounded_lines(content, where):
         if b"\r" in line:
             yield from filter(None, re.split(rb"(?<=\r)(?!\n)", line))
@@ -116,27 +132,38 @@ def lines_of(content: Iterable[bytes], where: str) -> Iterator[bytes]:
 def _count_columns(line: str, delimiter: str) -> int:
     try:
         return len(next(csv.reader([line], delimiter=delimiter), []))
-    except csv.Error:  # the line is no row with this delimiter
+    except csv.Error:  # the line is not a row with this delimiter
         return 0
 
 
 class TextTable:
-    """A table whose first row has been read: it has the names of the columns."""
+    """A table whose first row, the names of the columns, has been read."""
 
     def __init__(self, lines: Iterator[bytes], where: str, dialect: Dialect = FOUND, *, tell: bool = True) -> None:
-        """`tell`: whether quotes are judged and doubts are logged, as for a table that is read as a whole."""
+        """Reads the first row and detects the delimiter.
+
+        Args:
+          lines: the lines of the file.
+          where: the file's name; .tsv selects tabs.
+          dialect: the delimiter and the meaning of quotes.
+          tell: whether quotes are checked and doubts logged, as for a table that is read as a whole.
+
+        Raises:
+          UserError: the first row is invalid, or names a column twice.
+        """
         self.where, self.tell, self.quotes = where, tell, dialect.quotes
         first, is_tsv = next(lines, b""), suffix_of(where) == ".tsv"
         self.letters = self.quotes == "letters" or (self.quotes == "auto" and is_tsv)
         named, line = "\t" if is_tsv else "", decoded(first, where, 1)
-        # Else the one that parts the line of names into the most.
+        # The default is the delimiter that splits the line of names into the most columns.
         columns = {one: _count_columns(line, one) for one in DELIMITERS}
         self.delimiter = dialect.delimiter or named or max(DELIMITERS, key=columns.__getitem__)
         self._spaced = self.delimiter == "\t" or f"{self.delimiter} " in line
         if tell and self.delimiter not in (",", dialect.delimiter, named):
             _say_once(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
         self.names = list[str]()
-        self.rest = self.rows(chain([first], lines)) if first else iter(())  # as `rows`: those after the names
+        # the rows after the names, in the form of `rows`
+        self.rest = self.rows(chain([first], lines)) if first else iter(())
         number, self.lines, cells = next(self.rest, (1, 0, list[str]()))
         if isinstance(cells, UserError):
             raise cells
@@ -146,12 +173,12 @@ class TextTable:
 
     @property
     def key(self) -> bytes:
-        """The way of reading, which a digest of lines is to tell apart."""
+        """Identifies how the lines are parsed, for digests of the lines."""
         return self.delimiter.encode() + b"letters" * self.letters
 
     def rows(self, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, int, list[str] | UserError]]:
-        """Yields for each row its first line, how many lines it has, and its cells or why it has none."""
-        broken, own = list[UserError](), list[str]()  # of the row
+        """Yields for each row its first line, its number of lines, and its cells or the error why it has none."""
+        broken, own = list[UserError](), list[str]()  # the errors and the lines of the current row
 
         def texts() -> Iterator[str]:
             for number, line in enumerate(lines, start=first):
@@ -159,7 +186,7 @@ class TextTable:
                     own.append(decoded(line, self.where, number))
                 except UserError as error:
                     broken.append(error)
-                    own.append(line.decode("utf-8", "replace"))  # the row goes on
+                    own.append(line.decode("utf-8", "replace"))  # the row continues after the bad line
                 yield own[-1]
 
         kind: Literal[0, 3] = csv.QUOTE_NONE if self.letters else csv.QUOTE_MINIMAL
@@ -190,7 +217,8 @@ class TextTable:
                     f"{self.where}:{lost[0]}: found a quote that encloses what look like rows{_span(*lost)}; expected "
                     "one that ends in its row (data.csv_quotes: letters reads quotes as text, quote accepts the cell)"
                 )
-            elif broken and not isinstance(cells, _Lost):  # after that quote nothing is a row any more
+            elif broken and not isinstance(cells, _Lost):
+                # after an unclosed quote, the following lines are not rows any more
                 cells = UserError(f"{broken[0]}{_span(begun, begun + count)}")
             elif self.tell and isinstance(cells, list):
                 is_long = count > 1 and any(_ENDS.search(x) and (self.delimiter in x or len(cells) < 2) for x in cells)
@@ -215,7 +243,7 @@ class TextTable:
     def records(
         self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse_line
     ) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", {column: text}) for each row of `lines` (None: all); `bad` gets the others."""
+        """Yields ("FILE:LINE", {column: text}) for each row of `lines` (None: all); `bad` gets the errors."""
         for number, count, cells in self.rest if lines is None else self.rows(lines, first):
             place = f"{self.where}:{number}"
             if isinstance(cells, UserError):
@@ -223,7 +251,7 @@ class TextTable:
             elif len(cells) == len(self.names):
                 record = dict(zip(self.names, cells, strict=True))
                 if not record.get("id", "id").strip():
-                    del record["id"]  # else all such rows would have the same
+                    del record["id"]  # else all rows without an id would have the same one
                 yield place, record
             elif cells:
                 found = f"found {len(cells)} columns{_span(number, number + count)}"
@@ -232,7 +260,7 @@ class TextTable:
                 bad(UserError(f"{place}: {found}; expected {len(self.names)} ({listed(self.names)}){more}"))
 
 
-@functools.lru_cache(maxsize=1024)  # a stream reads its files again and again
+@functools.lru_cache(maxsize=1024)  # the files of a stream are read repeatedly
 def _say_once(line: str) -> None:
     logger.info(line)
 

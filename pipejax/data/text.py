@@ -8,22 +8,25 @@ from collections.abc import Mapping, Sequence
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
-# Treebank tokenizers write quotation marks so, but T5's vocabulary has no backtick.
+# Treebank tokenizers write quotation marks like this, but T5's vocabulary has no backtick.
 _QUOTES = (("``", '"'), ("''", '"'), ("`", "'"))
-# SentencePiece's nmt_nfkc drops the first; the second are spaces for it, though not for Unicode.
+# SentencePiece's nmt_nfkc removes _CONTROLS, and treats _SPACES as spaces, though Unicode does not.
 _CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]")
 _SPACES = re.compile(r"[\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
 
 
 def plain_text(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
-    """The text with straight quotes, single spaces, no line breaks, and each placeholder `old` replaced by `new`."""
+    """Returns the text with straight quotes, single spaces and no line breaks.
+
+    Each placeholder `old` is replaced by `new`.
+    """
     for old, new in (*placeholders, *_QUOTES):
         text = text.replace(old, new)
     return " ".join(text.split())
 
 
 def normalized(text: str) -> str:
-    """The text as T5's tokenizers read it, whichever comes: NFKC, single spaces, no control characters."""
+    """Returns the text in the form in which every T5 tokenizer reads it: NFKC, single spaces, no control characters."""
     return " ".join(unicodedata.normalize("NFKC", _SPACES.sub(" ", _CONTROLS.sub("", text))).split())
 
 
@@ -39,8 +42,11 @@ def sentences(text: str) -> list[str]:
 
 
 def keyphrases(document: str, phrases: Sequence[str]) -> list[str]:
-    """The phrases, each once: those whose stems are in the document as they appear, then the others (Meng 2017)."""
-    from pipejax.metrics.keyphrases import stems_of  # imported late, as importing nltk takes time
+    """Returns the phrases without duplicates.
+
+    The phrases whose stems occur in the document come first, in its order; then the others (Meng 2017).
+    """
+    from pipejax.metrics.keyphrases import stems_of  # imported here, because importing nltk takes time
 
     words = stems_of(document)
     starts: dict[str, list[int]] = {}

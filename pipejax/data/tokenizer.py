@@ -1,4 +1,4 @@
-"""Converts between text and token ids, as the tokenizers of the library transformers do."""
+"""Converts between text and token ids in the same way as the tokenizers of the transformers library."""
 
 import fnmatch
 import functools
@@ -29,39 +29,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A tokenizer's directory has at least one of these; ByT5's has only the last, as it needs no vocabulary.
+# A tokenizer's directory has at least one of these files; ByT5's has only the last, because it needs no vocabulary.
 FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
-# The names of all files by which transformers' tokenizers may decide on ids.
+# Patterns for the names of all files that may affect the ids of transformers' tokenizers.
 _VOCABULARIES = "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"
 _READ = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json", *_VOCABULARIES),
     *("byte_maps.json", "emoji.json", "word_*.json"),
 )
-# The settings of a spiece.model or a tokenizer.json that T5Tokenizer does not ask for.
+# Settings of a spiece.model or a tokenizer.json that T5Tokenizer ignores.
 _NOT_T5S = re.compile(
     r'byte_fallback"?: true|treat_whitespace_as_suffix: true|add_dummy_prefix: false|remove_extra_whitespaces: false'
     r'|model_type: (?:BPE|WORD|CHAR)|user_defined_symbols: "(?!.*<extra_id)[^"]*"'
     r'|"prepend_scheme": "never"'
 )
-# For every call that reads files: never run code from the directory, and do not ask the user whether to.
+# For every call that reads files: never run code from the directory, and do not ask the user about it.
 _DATA = {"trust_remote_code": False}
-_STAYS = re.compile("[A-Za-z0-9]")  # of these some token is left, whatever the tokenizer
-_HUB_TIMEOUT = 10.0  # seconds to wait for the hub's answer whether it has a name
+_STAYS = re.compile("[A-Za-z0-9]")  # with such a character, some token remains under every tokenizer
+_HUB_TIMEOUT = 10.0  # seconds to wait for the hub to say whether it has a name
 _say_once = functools.cache(logger.warning)
 SETTINGS = 2**20  # the most bytes of a settings file
-WINDOW = 16  # tokens that are decoded again to see what one more adds, at the most
-BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of a byte, for the decoder ByteFallback
+WINDOW = 16  # the most tokens that are decoded again to find the text that one more token adds
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a piece that is a byte, for the decoder ByteFallback
 # Decoding steps that change each piece separately, or join the pieces.
 TOKENWISE = ("ByteLevel", "WordPiece", "BPEDecoder", "Metaspace", "Replace", "Strip", "Fuse")
-_UNKNOWN = "\ue000"  # a character that no vocabulary has; one of bytes spells it
+_UNKNOWN = "\ue000"  # a character that is in no vocabulary; a byte-level vocabulary spells it in bytes
 
 
 class Affixes(NamedTuple):
-    """The special ids before and behind the text of a source."""
+    """The special ids before and after the text of a source."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    once: bool = False  # the suffix is not added to a text that ends with it, as by ByT5's tokenizer
+    once: bool = False  # whether the suffix is left out after a text that already ends with it, as by ByT5's tokenizer
 
     def around(self, ids: Sequence[int], most: int | None = None) -> list[int]:
         """Adds the special ids, and truncates the text so that the source has at most `most` ids (None: no limit)."""
@@ -88,15 +88,15 @@ class Tokenizer:
     """Encodes without adding special tokens and decodes without showing them; threads may share one."""
 
     size: int  # the largest id + 1
-    unknown: int | None  # the id of what it lacks; None: it lacks nothing
-    eos: int | None  # the id that ends a text; None: its files do not say
+    unknown: int | None  # the id of unknown characters; None: the vocabulary covers all characters
+    eos: int | None  # the id that ends a text; None: the files do not name it
     keeps_ends: bool  # whether transformers would keep the end of a long text; not supported
 
     def __init__(self, inner: "PreTrainedTokenizerBase | TokenizerFile") -> None:
         self._inner: Any = inner
         self._backend: Any = inner.backend_tokenizer if inner.is_fast else None
         if self._backend is not None:
-            # Set once: transformers would set these at each call, which fails while another thread encodes.
+            # Set once: transformers would set these on each call, which fails while another thread encodes.
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = inner.split_special_tokens
@@ -107,7 +107,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, copy_of: Path | None = None) -> "Tokenizer":
-        """Reads the tokenizer in a directory or, if no such path exists, that of a hub id."""
+        """Reads the tokenizer of a directory or, if no such path exists, of a hub id.
+
+        Raises:
+          UserError: there is no tokenizer, or it cannot be read.
+        """
         name = str(path)
         if (found := look(path)) == "directory":
             return cls(_read_directory(Path(path), copy_of or Path(path)))
@@ -118,8 +122,12 @@ class Tokenizer:
         return cls(_read_hub(name, *of_hub))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, uncut and without special tokens. A lone surrogate is encoded as "?"."""
-        text = text.encode("utf-8", "replace").decode("utf-8")  # JSON may hold lone surrogates, tokenizers fail on them
+        """Returns the ids of a text, without truncation and without special tokens.
+
+        A lone surrogate is encoded as "?".
+        """
+        # JSON may contain lone surrogates, on which tokenizers fail
+        text = text.encode("utf-8", "replace").decode("utf-8")
         ids: list[int]
         if self._backend is not None:
             try:
@@ -133,11 +141,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The stripped text of the ids, without special tokens and ids outside the vocabulary."""
+        """Returns the stripped text of the ids, without special tokens and without ids outside the vocabulary."""
         return self.decode_known([int(i) for i in ids if 0 <= i < self.size])
 
     def decode_known(self, ids: list[int]) -> str:
-        """As `decode`, of ids of the vocabulary: a stream asks for each token, and to look at all costs time."""
+        """The same as `decode` for ids that are all in the vocabulary.
+
+        A stream calls it for each token, so it skips the check of the ids.
+        """
         text: str
         if self._backend is not None:
             try:
@@ -151,7 +162,10 @@ class Tokenizer:
         return text.strip()
 
     def change(self, text: str, ids: Sequence[int] | None = None) -> tuple[str, str] | None:
-        """The words of a text that do not come back from its `ids`, and what comes instead; None: all come back."""
+        """Returns the words of a text that its `ids` do not reproduce, and the words that replace them.
+
+        None: the text is reproduced. `ids` None: the text is encoded here.
+        """
         before, after = text.split(), self.decode(self.encode(text) if ids is None else ids).split()
         if before == after:
             return None
@@ -167,11 +181,12 @@ class Tokenizer:
         every, rest = {*ends, *(() if self.eos is None else (self.eos,))}, text
         for piece in filter(None, map(self.piece, every)):
             rest = rest.replace(piece, "")
-        if _STAYS.search(rest):  # the usual case costs no encoding
+        if _STAYS.search(rest):  # the usual case, which needs no encoding
             return False
         return every.issuperset(self.encode(text))
 
     def piece(self, number: int) -> str:
+        """Returns the piece of an id; "" if the id has none."""
         if not 0 <= number < self.size:
             return ""
         if self._backend is not None:
@@ -181,12 +196,12 @@ class Tokenizer:
 
     @functools.cached_property
     def affixes(self) -> Affixes:
-        """The ids that transformers adds to a text by the tokenizer's template, such as T5's eos behind it."""
+        """The ids that transformers adds to a text by the tokenizer's template, such as the final eos of T5."""
         if self._backend is not None:
             return self._affixes_of_template()
-        build, text = self._inner.build_inputs_with_special_tokens, -1  # -1 is no id
+        build, text = self._inner.build_inputs_with_special_tokens, -1  # -1 is not an id
         with self._lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ByT5's tokenizer warns of texts that end with an eos
+            warnings.simplefilter("ignore")  # ByT5's tokenizer warns about texts that end with an eos
             ids = build([text])
             place = ids.index(text)
             prefix, suffix = (*ids[:place],), (*ids[place + 1 :],)
@@ -197,7 +212,7 @@ class Tokenizer:
         for text in itertools.chain("a0.", known):
             try:
                 found = self._backend.encode(text, add_special_tokens=True)
-            except Exception:  # tokenizers raises it for unknown characters, where a vocabulary has no id for them
+            except Exception:  # tokenizers raises it for unknown characters if the vocabulary has no id for them
                 continue
             own = [i for i, is_added in enumerate(found.special_tokens_mask) if not is_added]
             if own:
@@ -208,17 +223,23 @@ class Tokenizer:
         """Whether this is the id of unknown characters."""
         try:
             return number in self.encode(_UNKNOWN)
-        except Exception:  # tokenizers raises it where a vocabulary has no id for such characters
+        except Exception:  # tokenizers raises it if the vocabulary has no id for unknown characters
             return False
 
     def is_word(self, number: int) -> bool:
-        """Whether an id stands for text: it is no special token by the files, and has no brackets as <s> and [PAD]."""
+        """Whether an id stands for text.
+
+        It does not if the files declare it as a special token, or if it is in brackets like <s> and [PAD].
+        """
         piece, added = self.piece(number), self._inner.added_tokens_decoder.get(number)
         declared = number in self._inner.all_special_ids or (added is not None and added.special)
         return piece != "" and not declared and re.fullmatch(r"▁?(<.+>|\[.+\])", piece) is None
 
     def decoders(self) -> tuple[str, ...] | None:
-        """The steps by which the library tokenizers makes text; (): spaces part pieces; None: of another library."""
+        """Returns the decoding steps of the tokenizers library.
+
+        (): pieces are joined by spaces; None: the tokenizer does not use that library.
+        """
         return None if self._backend is None else tuple(step["type"] for step in self._decoding_steps)
 
     def settles(self, token: int) -> bool:
@@ -239,7 +260,8 @@ class Tokenizer:
         for step in self._decoding_steps:
             kind = step["type"]
             is_wide = kind == "Strip" and step["stop"] > 0
-            is_wide |= kind == "Replace" and len(step["pattern"].get("String", "  ")) > 1  # may span two pieces
+            # the pattern may span two pieces
+            is_wide |= kind == "Replace" and len(step["pattern"].get("String", "  ")) > 1
             if kind == "ByteFallback" and not fused:
                 found = "runs of bytes"
             elif kind not in TOKENWISE or (fused and is_wide):
@@ -255,14 +277,19 @@ class Tokenizer:
         return steps
 
     def other_pieces(self, other: "Tokenizer") -> list[int]:
+        """Returns the ids that both tokenizers have and that mean different pieces."""
         here, there = ({i: piece for piece, i in each._inner.get_vocab().items()} for each in (self, other))
         return sorted(i for i in here.keys() & there.keys() if here[i] != there[i])
 
     def save(self, directory: str | Path) -> None:
+        """Writes the tokenizer's files to a directory."""
         self._inner.save_pretrained(str(directory))
 
     def _special(self, name: str) -> int | None:
-        """The id of a special token; transformers would log an error if it is asked for one that is absent."""
+        """Returns the id of a special token, or None.
+
+        The token is looked up first, because transformers would log an error for an absent one.
+        """
         piece = self._inner.special_tokens_map.get(name)
         return None if piece is None else self._inner.convert_tokens_to_ids(str(piece))
 
@@ -276,10 +303,11 @@ class Growing:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the last ones
-        self._given = ""  # the number of characters of their text that were returned
+        self._ids: list[int] = []  # the newest ids, whose text may still change
+        self._given = ""  # the part of their text that was already returned
 
     def add(self, token: int) -> str:
+        """Adds a token; returns the text that became final with it."""
         if self._tokenizer is None or not 0 <= token < self._tokenizer.size:
             return ""
         self._ids.append(token)
@@ -296,13 +324,14 @@ class Growing:
         return added
 
     def rest(self) -> str:
+        """Returns the remaining text at the end of the row."""
         text = self._tokenizer.decode_known(self._ids) if self._tokenizer and self._ids else ""
         added, self._given = text[len(self._given) :], text
         return added
 
 
 def _refuse(error: BaseException, work: str) -> None:
-    """Raises a UserError for a failure inside the library tokenizers.
+    """Raises a UserError for a failure inside the tokenizers library.
 
     Panics of the library, for example of a regular expression that takes too long, derive only from BaseException.
     """
@@ -311,7 +340,18 @@ def _refuse(error: BaseException, work: str) -> None:
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
-    """Checks that the model's end tokens also end texts in the tokenizer. For the start token see `warn_of_start`."""
+    """Checks that the model's end tokens also end texts in the tokenizer; `warn_of_start` checks the start token.
+
+    Args:
+      tokenizer: the tokenizer of the data.
+      model: the architecture.
+      place: the name of the model's setting, for messages.
+      name: the name of the tokenizer, for messages.
+      trained: whether the model was trained with this tokenizer; a difference is then only logged.
+
+    Raises:
+      UserError: the end tokens differ.
+    """
     ends = model.end_token_ids
 
     def found(end: int) -> str:
@@ -344,10 +384,11 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 
 
 def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens: str) -> Affixes:
-    """The special ids of a source: those of transformers, unless `data.special_tokens` is "eos".
+    """Returns the special ids that are added to a source.
 
-    "eos" adds an eos alone, as former versions did with all tokenizers but Gemma's. Without a tokenizer, sources are
-    ids that end with an eos.
+    They are transformers' ids, unless `data.special_tokens` is "eos". "eos" adds a single eos, as older releases did
+    for
+    all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
     """
     own_eos = None if tokenizer is None else tokenizer.eos
     eos = Affixes(suffix=(own_eos if own_eos in model.end_token_ids else model.eos_token_id,))
@@ -362,7 +403,10 @@ def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens:
 
 
 def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) -> None:
-    """Logs a warning if the id that every row begins with stands for text; arguments as of `check_special_ids`."""
+    """Logs a warning if the id that every row begins with stands for text.
+
+    The arguments are as for `check_special_ids`.
+    """
     start = model.decoder_start_token_id
     if start != tokenizer.eos and (tokenizer.is_word(start) or start == tokenizer.unknown):
         logger.warning(
@@ -372,6 +416,7 @@ def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) 
 
 
 def digests(directory: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file that a tokenizer's directory may be read by, by name."""
     if look(directory) != "directory":
         return {}
     try:
@@ -382,7 +427,10 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def check_digests(directory: Path, expected: dict[str, str]) -> None:
-    """Checks that the tokenizer files still have the `expected` digests: changed files may give other ids silently."""
+    """Raises a UserError unless the tokenizer files still have the `expected` digests.
+
+    Changed files could give other ids without an error.
+    """
     found = digests(directory)
     for name in sorted(filter(_is_read, found.keys() | expected.keys())):
         if found.get(name) != expected.get(name):
@@ -399,6 +447,15 @@ def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
 
 
 def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | TokenizerFile":
+    """Reads a tokenizer's directory, with the tokenizers library alone if possible, else with transformers.
+
+    Args:
+      directory: the directory.
+      named: its name in messages.
+
+    Raises:
+      UserError: there is no tokenizer, or a file is damaged or too large.
+    """
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
@@ -411,7 +468,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         require_own(file)
         if (size := file.stat().st_size) > VOCABULARY:
             raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")
-        if file.suffix == ".json" and size <= SETTINGS:  # of a larger one, a vocabulary, its reader says so
+        if file.suffix == ".json" and size <= SETTINGS:  # a larger file is a vocabulary, whose reader reports errors
             try:
                 strict_json.loads(file.read_bytes())
             except strict_json.DuplicateKey as error:
@@ -421,30 +478,30 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     try:
         return tokenizer_file.read_tokenizer_file(directory)
     except tokenizer_file.Unsuited as unsuited:
-        if "transformers" not in sys.modules:  # else nobody waits
+        if "transformers" not in sys.modules:  # else it is already imported and takes no time
             logger.info(
                 f"{named}: transformers is imported to read the tokenizer, which takes seconds, since {unsuited}"
             )
     except strict_json.DuplicateKey as error:
         raise UserError(f"{named / 'tokenizer.json'}: {error}") from error
-    except Exception:  # of a damaged file: below it is told
+    except Exception:  # a damaged file; the error is reported below
         pass
     transformers = import_transformers()
     try:
         _check_sentencepiece(directory)
-        settings = directory / "tokenizer_config.json"  # of the oldest T5 files, the model's config.json has the class
+        settings = directory / "tokenizer_config.json"  # the oldest T5 files have the class in the model's config.json
         if look(directory / "tokenizer.json") or (
             look(settings) == "file" and "tokenizer_class" in strict_json.loads(settings.read_text(encoding="utf-8"))
         ):
             inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
         else:
             inner = _read_sentencepiece(transformers, directory)
-    except Exception as error:  # for a bad file the libraries raise exceptions of many kinds
+    except Exception as error:  # the libraries raise exceptions of many kinds for a bad file
         reason = _damage(directory) or described_error(error).replace(str(directory), str(named))
         raise UserError(
             f"{named}: found tokenizer files that cannot be read ({reason}); expected those of a transformers tokenizer"
         ) from error
-    # Without the vocabulary file transformers silently makes a tokenizer of a few pieces.
+    # Without the vocabulary file, transformers makes a tokenizer with a few pieces and reports no error.
     needed = list(type(inner).vocab_files_names.values())
     if needed and not any(look(directory / name) == "file" for name in needed):
         found = f"{there}, which its {type(inner).__name__} does not read" if there else "no vocabulary"
@@ -464,16 +521,16 @@ def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> Non
 
 
 def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
-    """Sets the id of unknown characters to that of the vocabulary's file, where transformers takes it from the class.
+    """Sets the id of unknown characters to the one in the vocabulary's file, where transformers uses its class's.
 
-    T5Tokenizer takes 2. The id of other classes is right if it is the id of unk_token.
+    T5Tokenizer uses 2. The id of other classes is right if it is the id of unk_token.
     """
     if not inner.is_fast or type(inner.backend_tokenizer.model).__name__ != "Unigram":
         return
     backend, is_t5 = inner.backend_tokenizer, type(inner).__name__.startswith("T5")
     if look(file := directory / "tokenizer.json"):
         own = strict_json.loads(file.read_bytes())["model"].get("unk_id")
-    else:  # classes other than T5's number the pieces of a spiece.model anew
+    else:  # classes other than T5's renumber the pieces of a spiece.model
         own = _read_proto(directory).trainer_spec.unk_id if is_t5 else None
     if own is None or (is_t5 and own == 2):
         return
@@ -486,7 +543,7 @@ def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
 
 
 def _not_followed(directory: Path) -> list[str]:
-    """The settings of a vocabulary for which T5Tokenizer takes T5's."""
+    """Returns the settings of a vocabulary that T5Tokenizer replaces by T5's."""
     if look(file := directory / "tokenizer.json"):
         return _NOT_T5S.findall(json.dumps(strict_json.loads(file.read_bytes())))
     model = _read_proto(directory)
@@ -500,7 +557,10 @@ def _read_proto(directory: Path) -> Any:
 
 
 def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "PreTrainedTokenizerBase":
-    """Reads a bare spiece.model: T5 has 100 sentinel tokens after the pieces, mT5 has its sentinels among them."""
+    """Reads a spiece.model without other files.
+
+    T5 has 100 sentinel tokens after the pieces; mT5 has its sentinels among the pieces.
+    """
     try:
         return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
     except ValueError:
@@ -508,7 +568,10 @@ def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "Pre
 
 
 def _check_sentencepiece(directory: Path) -> None:
-    """Raises a ValueError if the vocabulary is a spiece.model that is damaged: transformers would ask for tiktoken."""
+    """Raises a ValueError if the vocabulary is a damaged spiece.model.
+
+    Without this check, transformers would instead ask to install tiktoken.
+    """
     if look(directory / "tokenizer.json") or not look(file := directory / "spiece.model"):
         return
     import sentencepiece
@@ -520,6 +583,7 @@ def _check_sentencepiece(directory: Path) -> None:
 
 
 def _damage(directory: Path) -> str:
+    """Names the first damaged file of a tokenizer's directory; "" if none is."""
     for file in sorted(path for path in directory.iterdir() if _is_read(path.name)):
         if found := stand_in(file):
             return f"{file.name} is {found}"
@@ -536,10 +600,11 @@ def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTo
 
     transformers, at = import_transformers(), _DATA | revision
     try:
-        inner = transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)  # if downloaded before
+        # succeeds if it was downloaded before
+        inner = transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)
     except Exception:
         try:
-            # Asked first, because without a network transformers would try for a minute.
+            # The hub is queried first, because without a network transformers would retry for a minute.
             huggingface_hub.model_info(of_hub, timeout=_HUB_TIMEOUT, **revision)
             inner = transformers.AutoTokenizer.from_pretrained(of_hub, **at)
         except Exception as error:
@@ -554,6 +619,6 @@ def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTo
 
 
 def import_transformers() -> types.ModuleType:
-    """Imports transformers late, as that takes seconds, and without its advice to install PyTorch."""
+    """Imports transformers when needed, because that takes seconds, and without its advice to install PyTorch."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return importlib.import_module("transformers")

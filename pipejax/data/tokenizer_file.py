@@ -1,7 +1,7 @@
-"""Reads tokenizer.json with the library tokenizers alone: transformers takes seconds to import.
+"""Reads tokenizer.json with the tokenizers library alone, because importing transformers takes seconds.
 
-transformers decides by tokenizer_config.json, and by other files, which pieces are added and how text is parted. So a
-directory is read here only if everything that may decide on ids is known to decide the same.
+transformers determines from tokenizer_config.json and other files which pieces are added and how text is split. A
+directory is read here only if every file and setting that may affect ids is known to give the same ids.
 """
 
 import base64
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAIN, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-OTHERS = ("config.json", "added_tokens.json")  # may name another class, and other pieces
-AS_IT_IS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that take tokenizer.json as it is
-T5 = ("T5Tokenizer", "T5TokenizerFast")  # take its vocabulary, its normalisation of characters, and no more
-# Settings that decide on no id, or that `read_tokenizer_file` looks at, as at special tokens.
+OTHERS = ("config.json", "added_tokens.json")  # may name another class, or other pieces
+AS_IT_IS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that use tokenizer.json without changes
+T5 = ("T5Tokenizer", "T5TokenizerFast")  # classes that use only its vocabulary and its normalisation of characters
+# Settings that do not affect ids, or that `read_tokenizer_file` checks, such as special tokens.
 KNOWN = {
     *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "extra_ids"),
     *("split_special_tokens", "clean_up_tokenization_spaces", "legacy"),
@@ -31,17 +31,17 @@ KNOWN = {
 
 
 class Unsuited(Exception):
-    """The directory has to be read by transformers; the message says why."""
+    """Raised if transformers has to read the directory; the message says why."""
 
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer with those attributes of transformers' ones that `pipejax.data.tokenizer.Tokenizer` asks for."""
+    """A tokenizer with the attributes of transformers' tokenizers that `pipejax.data.tokenizer.Tokenizer` uses."""
 
     backend_tokenizer: "tokenizers.Tokenizer"
     special_tokens_map: dict[str, str]  # such as "eos_token" -> "</s>"
     split_special_tokens: bool
-    files: dict[str, bytes]  # by name, as they were read
+    files: dict[str, bytes]  # the files by name, as read
     truncation_side: str = "right"
     is_fast: bool = True
 
@@ -64,13 +64,18 @@ class TokenizerFile:
         return found
 
     def save_pretrained(self, directory: str) -> None:
-        """Writes the files as they were read, so that transformers finds in them what it would have found."""
+        """Writes the files as they were read, so that transformers reads the same tokenizer from them."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (Path(directory) / name).write_bytes(content)
 
 
 def read_tokenizer_file(directory: Path) -> TokenizerFile:
+    """Reads a tokenizer's directory.
+
+    Raises:
+      Unsuited: a file or setting may affect ids in a way that this module does not know.
+    """
     import tokenizers
 
     if other := next((name for name in OTHERS if look(directory / name)), None):
@@ -80,7 +85,7 @@ def read_tokenizer_file(directory: Path) -> TokenizerFile:
         raise Unsuited(f"there is no {lacking}")
     files = {name: (directory / name).read_bytes() for name in names}
     content, settings, special = (strict_json.loads(files.get(name, b"{}")) for name in (MAIN, SETTINGS, SPECIAL))
-    if "added_tokens_decoder" not in settings:  # else transformers leaves the map unread
+    if "added_tokens_decoder" not in settings:  # without this key, transformers does not read the map
         settings |= special
     named = {key: text for key, value in settings.items() if (text := _special(key, value))}
     kind = settings.get("tokenizer_class")
@@ -110,7 +115,7 @@ def _special(key: str, value: object) -> str:
 
 
 def _further(settings: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """The special tokens that have no name, such as the sentinels by default."""
+    """Yields the special tokens without a name, by default the sentinels."""
     for key in ("additional_special_tokens", "extra_special_tokens"):
         given = settings.get(key) or []
         if not isinstance(given, list) or not all(isinstance(piece, str) for piece in given):
@@ -128,11 +133,11 @@ def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], specia
     if lacking := special - {token["content"] for token in added.values() if token["special"]}:
         raise Unsuited(f"{min(lacking)!r} is no special token of {MAIN}")
     if content.get("padding"):
-        raise Unsuited(f"{MAIN} pads")  # it names a token
+        raise Unsuited(f"{MAIN} pads")  # the padding names a token
 
 
 def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str) -> None:
-    """Leaves of a tokenizer.json its vocabulary and its normalisation of characters; the rest is T5's."""
+    """Reduces a tokenizer.json to its vocabulary and normalisation of characters, and sets T5's rules for the rest."""
     from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
     model, given = content["model"], content.get("normalizer") or {}
