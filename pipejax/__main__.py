@@ -8,29 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pipejax.registry import COMMANDS
 from pipejax.system import cli
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.extras import extra
-
-# What each does, and the module whose `main` it is; that is imported only when it is asked for.
-COMMANDS = {
-    "train": ("train a T5, or go on with a run", "pipejax.training.train_command"),
-    "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.apps.teach.teach_command"),
-    "decode": ("decode a file of sources", "pipejax.offline.decode_command"),
-    "serve": ("answer requests over HTTP", "pipejax.apps.serving.serve_command"),
-    "bulk": ("decode many files by several processes", "pipejax.apps.bulk.bulk_command"),
-    "evaluate": ("decode a split of a task and score it", "pipejax.offline.evaluation"),
-    "export": ("decoding as files that JAX alone runs", "pipejax.apps.export.export_command"),
-    "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
-    "push": ("share a run as a model of the Hugging Face hub", "pipejax.apps.hub.push_command"),
-    "plan": ("what a training will need of each device's memory", "pipejax.training.memory"),
-    "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
-    "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
-    "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
-    "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
-    "probe": ("measure how much the rows of labelled answers need one another", "pipejax.apps.probe.probe_command"),
-    "picture": ("draw a record's grid, or the curves of runs, as a page", "pipejax.apps.picture.picture_command"),
-}
 
 
 def main(argv: Sequence[str]) -> int:

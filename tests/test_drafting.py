@@ -31,11 +31,12 @@ from pipejax.decoding import (
 )
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
 from pipejax.inference import answers
-from pipejax.inference.backends import XLA, OwnKernel, call_costs
+from pipejax.inference.backends import XLA, call_costs
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.kernels import cpu_kernel
+from pipejax.kernels.backends import OwnKernel
 from pipejax.model.t5 import Memory
 from pipejax.offline.records import as_line
 from pipejax.system.errors import UserError

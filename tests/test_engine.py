@@ -18,11 +18,11 @@ from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference import programs
-from pipejax.inference.backends import OwnKernel
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import Encodings, RunningBatch, Steps, Switch
 from pipejax.inference.sources import Source
+from pipejax.kernels.backends import OwnKernel
 from pipejax.system.errors import UserError
 from support import oracle
 from support.served import wait_until

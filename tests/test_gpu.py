@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from pipejax.decoding import Beam, Pipelined, Sequential, Sizes
-from pipejax.inference.backends import XLA, Gpu, fastest
+from pipejax.inference.backends import XLA, fastest
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Matrix
 from pipejax.kernels import gpu
+from pipejax.kernels.backends import Gpu
 from pipejax.kernels.gpu import GpuDecoder
 from pipejax.model.t5 import MASKED, Memory
 from support import oracle

@@ -15,9 +15,10 @@ import pytest
 from pipejax.decoding import Pipelined, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.gathering import NOWHERE, Filled
-from pipejax.inference.backends import OwnKernel, fastest
+from pipejax.inference.backends import fastest
 from pipejax.inference.weights import narrow
 from pipejax.kernels import cpu_decoder, cpu_kernel
+from pipejax.kernels.backends import OwnKernel
 from pipejax.kernels.cpu_kernel import fields
 from pipejax.model import t5
 from pipejax.model.quantization import quantize

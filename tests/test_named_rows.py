@@ -16,10 +16,11 @@ from pipejax.apps.serving.engine import Engine, Request
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
-from pipejax.inference.backends import XLA, OwnKernel
+from pipejax.inference.backends import XLA
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
+from pipejax.kernels.backends import OwnKernel
 from pipejax.methods import prefix_ids
 from pipejax.offline.resume import settings_of
 from pipejax.system.errors import UserError

@@ -15,8 +15,8 @@ import pytest
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.__main__ import COMMANDS
 from pipejax.data import demo
+from pipejax.registry import COMMANDS
 from support import oracle, tiny
 
 ROOT = Path(__file__).parents[1]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 
+from pipejax.apps.plan import plan_command
 from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.model.sharding import make_mesh
@@ -81,7 +82,7 @@ def test_that_of_a_t5gemma_is_near_too(capsys):
     chosen = dataclasses.replace(
         config(512, {"data": 1}, remat="layers", dropout=0.0), model=T5GemmaConfig(side, side, 2048, 4, 4)
     )
-    trainer, terms = memory.plan(memory._resolve(chosen, None))
+    trainer, terms = memory.plan(plan_command._resolve(chosen, None))
     compiled = memory.compiled_bytes(trainer, chosen)
     assert 0.75 * compiled < sum(terms.values()) < 1.5 * compiled
     assert "T5GemmaConfig: activations by the arithmetic of a T5" in capsys.readouterr().err

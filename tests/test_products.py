@@ -17,10 +17,12 @@ from pipejax.backbones.umt5 import UMT5Config
 from pipejax.decoding import GREEDILY, DecodingOptions, Pipelined
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference import backends
-from pipejax.inference.backends import Backend, Products
+from pipejax.inference.backends import Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.kernels import products
+from pipejax.kernels import backends as kernel_backends
+from pipejax.kernels import cpu_kernel, products
+from pipejax.kernels.backends import OwnKernel, Products
 from pipejax.kernels.cpu_decoder import matrix
 from pipejax.model import layers, t5
 from pipejax.model.backbone import smallest_batch
@@ -228,8 +230,8 @@ def test_logits_that_are_more_than_products_are_computed_whole():
         def logits(self, hidden):
             return super().logits(hidden).at[..., 5].add(9.0)
 
-    assert backends._cap(Raised(GEMMA, dtype=jnp.float32)) is None
-    assert backends._cap(t5gemma.T5Gemma(GEMMA, dtype=jnp.float32)) == 4.0
+    assert kernel_backends._cap(Raised(GEMMA, dtype=jnp.float32)) is None
+    assert kernel_backends._cap(t5gemma.T5Gemma(GEMMA, dtype=jnp.float32)) == 4.0
 
 
 def decoded(model, params, backend, options=GREEDILY):
@@ -354,7 +356,7 @@ def test_parameters_that_others_change_or_only_ask_for_are_left_to_the_layers(ke
     assert not any("feed_forward" in path for path in ready.decoding.matrices) and "lm_head" in ready.decoding.matrices
     source = jnp.ones((1, 16), jnp.int32), jnp.ones(1, jnp.int32)
     memory = jax.eval_shape(partial(backend.encode, model), ready.encoding, *source)
-    step = partial(backends._step, model, memory)
+    step = partial(kernel_backends._step, model, memory)
     wanted = jax.jit(step)(params)
     with products.multiplying(ready.decoding.matrices, kernel):
         found = jax.jit(lambda params: step(params))(ready.decoding.others)
@@ -369,7 +371,7 @@ def test_a_table_that_a_subclass_changes_is_left_to_it(kernel, monkeypatch):
 
 @pytest.mark.parametrize("owner, name", [(layers.Linear, "__call__"), (layers, "logits_of")])
 def test_a_product_that_was_replaced_from_outside_is_computed_as_it_is(owner, name, kernel, monkeypatch):
-    monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
+    monkeypatch.setattr(cpu_kernel, "use", lambda: kernel)
     monkeypatch.setattr(owner, name, lambda *given: None)
     assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
 
@@ -382,13 +384,13 @@ def test_a_heads_product_that_was_replaced_in_its_room_is_the_t5gemmas_too(monke
 
 
 def test_the_kernel_is_asked_where_it_can_be(kernel, monkeypatch):
-    monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
+    monkeypatch.setattr(cpu_kernel, "use", lambda: kernel)
     chosen = backends.fastest(GEMMA, jnp.float32, "int8")
     assert type(chosen) is Products and chosen.weights == "int8"
     assert type(backends.fastest(GEMMA, jnp.bfloat16)) is Backend
     assert type(backends.choose(backends.XLA, GEMMA, jnp.float32, "auto")) is Backend
-    assert type(backends.fastest(T5Config(50, 16, 16, 32, 2, 2, 2), jnp.float32)) is backends.OwnKernel
-    monkeypatch.setattr(backends.kernels, "use", lambda: None)
+    assert type(backends.fastest(T5Config(50, 16, 16, 32, 2, 2, 2), jnp.float32)) is OwnKernel
+    monkeypatch.setattr(cpu_kernel, "use", lambda: None)
     assert type(backends.fastest(GEMMA, jnp.float32)) is Backend
 
 

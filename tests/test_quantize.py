@@ -16,9 +16,10 @@ from pipejax import checkpoint
 from pipejax.checkpoint.__main__ import verify
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert
-from pipejax.inference.backends import OwnKernel, Xla
+from pipejax.inference.backends import Xla
 from pipejax.inference.loading import load
 from pipejax.kernels import cpu_kernel
+from pipejax.kernels.backends import OwnKernel
 from pipejax.model import lora, quantization, t5
 from pipejax.system.errors import UserError
 from pipejax.training import loop

@@ -27,11 +27,12 @@ from pipejax.apps.serving.engine import Engine, Request
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Sampling, grammar
-from pipejax.inference.backends import XLA, OwnKernel
+from pipejax.inference.backends import XLA
 from pipejax.inference.compiler import LAST
 from pipejax.inference.loading import load
 from pipejax.inference.running_batch import Steps
 from pipejax.inference.streaming import RowEvent
+from pipejax.kernels.backends import OwnKernel
 from pipejax.offline.decode_command import main
 from pipejax.system import cli
 from pipejax.system.errors import UserError

@@ -45,7 +45,7 @@ LAYERS = (
     ("apps", "apps.*"),
     ("__main__", "*.__main__", ""),
 )
-ROOMS = 21  # names in pipejax/, at the most
+ROOMS = 22  # names in pipejax/, at the most
 
 # Importing the first does not bring in the second, by whatever way.
 NON_EDGES = (
@@ -189,30 +189,33 @@ def test_every_way_to_import_is_seen(line: str) -> None:
     assert any(within(name, "flax.linen") for name in mentioned(ast.parse(line)))
 
 
-# Rooms that the core does without: their modules, and those that name them, when they are asked for and not before. To
-# delete one, delete its modules and these names.
-ROOMS_APART = {
-    "picture": (("apps.picture*", "training.picture_command"), {"__main__"}),
-    "probe": (("apps.probe*", "training.probe_command", "training.adaptation"), {"__main__"}),
-    "bulk": (("apps.bulk*", "apps.ray_pool", "apps.shards"), {"__main__"}),
-    "teach": (("training.teach*",), {"__main__"}),
-    "papers": (("data.papers", "data.published", "data.builders", "data.manual"), {"data", "data.__main__"}),
-    "push": (("convert.push",), {"__main__"}),
+# The core is everything else. It knows these folders only by the texts of `registry`, so that it works without them.
+APPS = sorted(path.name for path in (ROOT / "pipejax" / "apps").iterdir() if (path / "__init__.py").exists())
+OUTSIDE = {"backbones": ("backbones*",), "kernels": ("kernels*",)} | {
+    f"apps.{app}": (f"apps.{app}", f"apps.{app}.*") for app in APPS
 }
+# Modules that still import an app themselves.
+SCHEMAS_IN_CORE = {"inference.generator", "inference.running_batch", "inference.sources"}
+SCHEMAS_IN_SERVING = {f"apps.serving.{name}" for name in ("app", "engine", "requests", "row_text")}
+EXCEPTIONS = {"apps.schemas": SCHEMAS_IN_CORE | SCHEMAS_IN_SERVING}
 
 
-@pytest.mark.parametrize("room", ROOMS_APART)
-def test_a_room_apart_is_named_by_its_door_alone(room: str) -> None:
-    """The door imports it when it is asked for; in a table of commands that is a text."""
-    patterns, doors = ROOMS_APART[room]
-    inside = {module for module in TREES if matches(module, patterns)}
-    outside = TREES.keys() - inside
-    assert inside and not [module for module in outside if EDGES_AT_ONCE[module] & inside]
-    texts = {
-        module: {node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)} for module in outside
+def texts_in(tree: ast.AST) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@pytest.mark.parametrize("folder", OUTSIDE)
+def test_folders_outside_the_core_are_named_in_registries_alone(folder: str) -> None:
+    inside = {module for module in TREES if matches(module, OUTSIDE[folder])}
+    assert inside
+    naming = {
+        short(module)
+        for module in TREES.keys() - inside
+        if (EDGES[module] | {text.partition(":")[0] for text in texts_in(TREES[module])}) & inside
     }
-    naming = {module for module in outside if (EDGES[module] | texts[module]) & inside}
-    assert {short(module) for module in naming} == doors
+    assert not naming - {"registry", "moved", *EXCEPTIONS.get(folder, ())}
+    places = {place.replace(":", ".") for place in texts_in(TREES["pipejax.registry"])}
+    assert not folder.startswith("apps.") or sum(within(place, f"pipejax.{folder}") for place in places) <= 5
 
 
 def test_few_rooms() -> None:
@@ -223,6 +226,8 @@ def test_few_rooms() -> None:
 @pytest.mark.parametrize("module", sorted(TREES))
 def test_imports_go_downwards(module: str) -> None:
     upwards = {target for target in EDGES[module] if layer(target) > layer(module)}
+    if short(module) in SCHEMAS_IN_CORE:
+        upwards.discard("pipejax.apps.schemas.row_schema")
     assert not upwards, f"{module} imports from a layer above its own"
 
 

@@ -25,11 +25,13 @@ from pipejax.config import Config, DecodeConfig, T5Config
 from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
 from pipejax.decoding import DecodingOptions, Pipelined
 from pipejax.inference import backends
-from pipejax.inference.backends import Backend, OwnKernel, Xla, portable
+from pipejax.inference.backends import Backend, Xla, portable
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.model.backbone import BACKBONES
+from pipejax.kernels import cpu_kernel
+from pipejax.kernels.backends import OwnKernel, Products
+from pipejax.registry import BACKBONES
 from support import in_transformers, oracle, schemas
 from support.in_transformers import (
     check_algorithm_1,
@@ -159,12 +161,12 @@ def test_fast_decoders_support_bias_table_for_each_layer(tied, own, weights, ker
 
 
 def test_umt5_is_taken_for_itself_alone(kernel, monkeypatch):
-    monkeypatch.setattr(backends.kernels, "use", lambda: kernel)
+    monkeypatch.setattr(cpu_kernel, "use", lambda: kernel)
     model = UMT5Config(50, 32, 16, 48, 2, 3, 3, tied_head=False, scale_head=False)
     assert type(backends.fastest(model, jnp.float32)) is OwnKernel
     assert model.head_width() == 0  # its attention does not run in blocks
     monkeypatch.setattr(umt5.UMT5DecoderLayer, "__call__", lambda *given: None)
-    assert type(backends.fastest(model, jnp.float32)) is backends.Products
+    assert type(backends.fastest(model, jnp.float32)) is Products
 
 
 def test_umt5_goes_there_and_back(theirs, tmp_path):

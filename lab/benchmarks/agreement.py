@@ -26,10 +26,11 @@ from lab.benchmarks.peers.worker import error_line
 from lab.benchmarks.systems import SIZES, machine, random_params, save
 from pipejax.config import T5Config
 from pipejax.decoding import GREEDILY, Decoded, DecodingOptions, Pipelined, Sequential
-from pipejax.inference.backends import XLA, Backend, Gpu
+from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.kernels import gpu
+from pipejax.kernels.backends import Gpu
 from pipejax.system import cli, compile_cache
 
 WORSE = 2.0  # the mean of a few outputs varies by a quarter

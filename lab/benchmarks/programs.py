@@ -34,7 +34,8 @@ from lab.benchmarks.systems import SIZES, names_of, save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs
-from pipejax.inference.backends import XLA, Backend, Gpu
+from pipejax.inference.backends import XLA, Backend
+from pipejax.kernels.backends import Gpu
 from pipejax.model.slots import Blocks
 from pipejax.model.t5 import T5
 from pipejax.system import cli, targets

@@ -238,7 +238,7 @@ class _Seen(Exception):
 
 
 def _flags() -> Iterator[str]:
-    from pipejax.__main__ import COMMANDS
+    from pipejax.registry import COMMANDS
     from pipejax.system import cli
 
     def seen(parser: argparse.ArgumentParser, *_: object) -> None:

@@ -378,19 +378,19 @@ KINDS: tuple[Kind, ...] = (
     ),
     _flags(
         "memory of less than nothing",
-        "pipejax.training.memory",
+        "pipejax.apps.plan.plan_command",
         ("--config={here}/config.py", "--memory=-1"),
         "--memory",
     ),
     _flags(
         "devices for nobody",
-        "pipejax.training.memory",
+        "pipejax.apps.plan.plan_command",
         ("--config={here}/config.py", f"--devices={10**30}"),
         "--devices",
     ),
     _flags(
         "an unknown size",
-        "pipejax.training.memory",
+        "pipejax.apps.plan.plan_command",
         ("--config={here}/config.py", "--model=huge"),
         "model: found 'huge'",
     ),

@@ -28,7 +28,7 @@ PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cann
     ("to-hf CHECKPOINT", CONVERT, ("to-hf", "{place}", "{{here}}/converted")),
     ("to-hf OUT", CONVERT, ("to-hf", "{{here}}/run", "{place}")),
     ("verify DIR", VERIFY, ("verify", "{place}")),
-    ("plan --config", "pipejax.training.memory", ("--config={place}",)),
+    ("plan --config", "pipejax.apps.plan.plan_command", ("--config={place}",)),
     ("metrics FILE", METRICS, ("spans", "{place}")),
     ("picture RECORDS", PICTURE, ("{place}", "--output={{here}}/x.svg")),
     ("prepare --manual-dir", DATA, ("prepare", "msqa", "--manual-dir={place}", "--data-dir={{here}}/data")),

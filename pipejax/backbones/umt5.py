@@ -143,14 +143,9 @@ class UMT5Config(t5_config.T5Config):
         return facts | {"tie_word_embeddings": facts.pop("scale_decoder_outputs")}
 
 
-def is_stock(model: Any) -> bool:
-    """As `t5.is_stock`, of this module."""
-    mine = t5.is_unchanged() and stock.picture(globals()) == STOCK
-    return mine and type(model) is UMT5 and type(model.config) is UMT5Config
-
-
 ARCHITECTURES = {
     f"umt5-{size}": UMT5Config(**vars(t5_config.ARCHITECTURES[f"mt5-{size}"]) | {"vocab_size": 256_384})
     for size in ("small", "base", "xl", "xxl")
 }
-STOCK = stock.picture(globals())  # see `t5.is_stock`
+PACKED = UMT5, UMT5Config  # see `t5.is_packed`
+STOCK = stock.picture(globals())

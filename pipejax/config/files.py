@@ -21,8 +21,9 @@ from typing import Any
 from pipejax import moved
 from pipejax.config.row_names import names_of, quoted
 from pipejax.config.sections import Config, check
-from pipejax.model.backbone import BACKBONES, Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
+from pipejax.registry import BACKBONES
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import (

@@ -27,8 +27,9 @@ from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
-from pipejax.model.backbone import BACKBONES, Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.model.parameters import check_shape
+from pipejax.registry import BACKBONES
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import VOCABULARY, absolute, look, new_directory, read_small, require_own

@@ -5,16 +5,13 @@ Nothing in this package imports JAX.
 
 from collections.abc import Sequence
 
+from pipejax import registry
 from pipejax.config import DataConfig
-from pipejax.data.demo import DemoTask
 from pipejax.data.examples import Task
-from pipejax.data.own_files import FilesTask
 from pipejax.system.errors import UserError, did_you_mean
 
 OWN_FILES = ("jsonl", "csv")  # tasks whose splits are files named in the config
-# tasks of apps/papers
-PAPERS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed", "sumpubmed", "wikihow")
-TASKS = ("demo", "demo_long", *OWN_FILES, *PAPERS)
+PAPERS, TASKS = registry.PAPERS, (*registry.TASKS,)
 
 
 def make_task(config: DataConfig, row_names: Sequence[str] = ()) -> Task:
@@ -24,15 +21,9 @@ def make_task(config: DataConfig, row_names: Sequence[str] = ()) -> Task:
       config: the data settings.
       row_names: `grid.row_names`, the beginnings of rows that are columns.
     """
-    if config.task in OWN_FILES:
-        return FilesTask(config, row_names)
-    if config.task in ("demo", "demo_long"):
-        return DemoTask(long=config.task == "demo_long")
-    if config.task in PAPERS:
-        from pipejax.apps.papers.data_sets import PUBLISHED
-        from pipejax.apps.papers.published import PublishedTask
-
-        return PublishedTask(PUBLISHED[config.task], config)
-    raise UserError(
-        f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}{did_you_mean(config.task, TASKS)}"
-    )
+    if config.task not in TASKS:
+        raise UserError(
+            f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}{did_you_mean(config.task, TASKS)}"
+        )
+    task: Task = registry.find(registry.TASKS[config.task])(config, row_names)
+    return task

@@ -9,11 +9,12 @@ uses the task's length limits unless --set changes them; without a tokenizer it 
 """
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from pipejax import config as config_lib
+from pipejax import registry
 from pipejax.config import Config, DataConfig
 from pipejax.data import OWN_FILES, PAPERS, TASKS, make_task
 from pipejax.data.encoding import answered
@@ -47,21 +48,16 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
     if flags.command == "stats":
         return _stats(flags)
-    from pipejax.apps.papers import builders
-    from pipejax.apps.papers.data_sets import PUBLISHED
-
-    print(builders.prepare_data_set(PUBLISHED[flags.task], manual_dir=flags.manual_dir, data_dir=flags.data_dir))
+    prepare_data_set = registry.find(registry.PREPARE)
+    print(prepare_data_set(flags.task, manual_dir=flags.manual_dir, data_dir=flags.data_dir))
     return 0
 
 
 def _stats(flags: argparse.Namespace) -> int:
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
     if flags.task in PAPERS:
-        from pipejax.apps.papers.data_sets import PUBLISHED
-
-        published = PUBLISHED[flags.task]
-        data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)
-        config = dataclasses.replace(config, data=data, grid=published.grid)
+        published: Any = make_task(config.data)
+        config = published.bounded(config)
     config = config_lib.override(config, [*flags.overrides, *(["data.skip_bad=true"] if flags.skip_bad else [])])
     task = make_task(config.data, config.grid.row_names)
     examples = {split: task.examples(split) for split in ([flags.split] if flags.split else SPLITS)}

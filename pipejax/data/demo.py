@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipejax.config import DataConfig
 from pipejax.data.examples import Example, PreparedExamples
 from pipejax.data.lines import Object, text_of
 from pipejax.data.tokenizer import Tokenizer, import_transformers
@@ -195,3 +196,8 @@ def _uniform_numbers(rng: np.random.Generator) -> Iterator[float]:
 
 
 BASKETS = _baskets()
+
+
+def demo_task(config: DataConfig, row_names: Sequence[str] = ()) -> DemoTask:
+    """Returns the task "demo" or "demo_long", as `config.task` says; its rows have no names."""
+    return DemoTask(long=config.task == "demo_long")

@@ -1,8 +1,8 @@
 """Backends, which lay out weights and compute the encoder and the decoding steps.
 
-`Backend` computes any backbone with the layers of its module. For the stock T5 and UMT5 there are faster backends that
-repeat their arithmetic: `Xla` with XLA's products over packed queries, `Gpu` with pipejax's kernels in addition, and
-`OwnKernel` with pipejax's kernel for CPUs. A backend is chosen once, when a checkpoint is opened.
+`Backend` computes any backbone with the layers of its module. For the stock T5 and UMT5 `Xla` repeats their arithmetic,
+with XLA's products over packed queries. `registry.STEP_COMPUTERS` names backends with pipejax's own kernels, which are
+faster still. A backend is chosen once, when a checkpoint is opened.
 
 Shapes: O outputs, I inputs of a matrix; B batch, L source length; N, Q, C as in `decoding.core`.
 """
@@ -11,34 +11,41 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pipejax.backbones import umt5
+from pipejax import registry
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference.step_decoder import StepDecoder
-from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
-from pipejax.kernels import cpu_decoder, cpu_kernel, products
-from pipejax.kernels.cpu_decoder import KernelDecoder
-from pipejax.kernels.cpu_kernel import Reading
+from pipejax.inference.weights import Layer, Weights, lay_out, lay_out_layer, narrow
 from pipejax.model import lora, quantization
 from pipejax.model.backbone import Backbone, Module
 from pipejax.model.parameters import check_read
-from pipejax.model.t5 import Memory, is_stock, is_unchanged
-from pipejax.model.t5_config import T5Config
+from pipejax.model.t5 import Memory, is_packed
 from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
+
+
+class Reading(NamedTuple):
+    """The fixed cost of a call of the decoder, in columns, by the dtype of the weights that the call reads."""
+
+    float32: float
+    bfloat16: float
+    int8: float
+    cached: float  # where the processor's cache holds the weights: the time between calls and between their parts
+
+
 Compute = Callable[..., Any]  # calls a function of a tree with static options, compiled or not
-CACHE = 32e6  # bytes; smaller weights stay in a CPU's cache: see `kernels.Reading`
+CACHE = 32e6  # bytes; smaller weights stay in a CPU's cache: see `Reading`
 
 
 @flax.struct.dataclass
@@ -49,7 +56,8 @@ class Ready:
     decoding: Tree  # parameters for `Backend.decoder`; a `Weights` for the stock T5
 
 
-def _call(function: Compute, *arguments: Tree, **options: object) -> Tree:
+def call(function: Compute, *arguments: Tree, **options: object) -> Tree:
+    """Calls a function without compiling it."""
     return function(*arguments, **options)
 
 
@@ -70,7 +78,7 @@ class Backend:
     skips_fillers: ClassVar[bool] = False  # whether the time of a step depends on its live queries, not on its size
     can_listen: ClassVar[bool] = False  # whether a running program reads the switch of `listen`
 
-    def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
+    def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
         """Merges low-rank factors, rounds the weights, and lays them out. Can be traced."""
         held = compute(_laid, params, model=model, backend=self, part="_held")
         if self.weights == "int8":
@@ -151,70 +159,10 @@ class LayerDecoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Products(Backend):
-    """Computes with the layers of any backbone in float32 on a CPU; products of steps use pipejax's kernel."""
-
-    level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
-
-    def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
-        """See `Backend`. Arrays that encoder and decoder share are stored once, except matrices that both multiply."""
-        held = Backend.prepare(self, model, params, compute=compute).encoding
-        one, length = jnp.zeros((1, cpu_kernel.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
-        memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
-        single = products.split_kernel_weights(
-            partial(_step, model, memory), held, compute=compute, weights=self.weights, rough=_cap(model) is not None
-        )
-        return Ready(products.needed(lambda params: self.encode(model, params, one, length), held), single)
-
-    def decoder(self, model: Module, weights: products.StepParams, memory: Memory) -> Model[Tree]:
-        """See `Backend`."""
-        return ProductDecoder(model, weights.others, memory, weights.matrices, self.level)
-
-    @property
-    def reading(self) -> Reading:
-        """See `Backend`."""
-        return self.level.reading
-
-
-def _step(model: Module, memory: Memory, params: Tree) -> Tree:
-    """The logits of a step with one query; traced to find the products of a step."""
-    zeros = partial(jnp.zeros, dtype=jnp.int32)
-    memory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), memory)
-    given = jnp.ones((1, 1, 1), bool), zeros((1, 1)), zeros((1, 1)), memory, model.empty_cache(1, 1), zeros(1)
-    hidden, _ = model.apply({"params": params}, zeros((1, 1)), *given, method="step")
-    return model.apply({"params": params}, hidden[0], method="logits")
-
-
-def _cap(model: Module) -> float | None:
-    """The soft cap of a module's logits (0: none), see `layers.capped_by`; None: the logits are not so marked."""
-    setting: str | None = getattr(type(model).logits, "capped_by", None)
-    return None if setting is None else float(getattr(model.config, setting))
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductDecoder(LayerDecoder):
-    """A `LayerDecoder` whose products are computed by pipejax's kernel."""
-
-    matrices: dict[str, products.Panels]
-    level: cpu_kernel.Level
-
-    def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
-        """See `Model`."""
-        with products.multiplying(self.matrices, self.level):
-            return super().__call__(step, cache)
-
-    def greedy(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
-        """See `Model`."""
-        with products.multiplying(self.matrices, self.level, _cap(self.model)):
-            logits, cache = super().__call__(step, cache)
-        return first_argmax(logits), cache
-
-
-@dataclasses.dataclass(frozen=True)
 class Xla(Backend):
     """XLA's products over packed queries, for the stock T5."""
 
-    def prepare(self, model: Module, params: Tree, *, compute: Compute = _call) -> Ready:
+    def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
         """See `Backend`. Prepares one layer at a time, so that only one is in memory in float32."""
         if not is_packed(model):
             raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5 or UMT5")
@@ -264,75 +212,6 @@ def _with_tables(stack: Tree, count: int) -> Tree:
     return {**stack, "relative_bias": {"embedding": jnp.stack(tables)}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu(Xla):
-    """XLA, with pipejax's kernels for GPUs in the decoder's steps."""
-
-    interpret: bool = False  # whether Pallas interprets the kernels, which works on any device
-
-    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
-        """See `Backend`."""
-        from pipejax.kernels.gpu import GpuDecoder  # imported here, as importing Pallas takes time
-
-        return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnKernel(Xla):
-    """pipejax's kernel for CPUs, for the stock T5 and UMT5, with float32 activations."""
-
-    level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
-    skips_fillers: ClassVar[bool] = True
-    can_listen: ClassVar[bool] = True
-
-    def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
-        return cpu_decoder.encoder_layer(layer, weights=self.weights)
-
-    def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
-        matrix = partial(cpu_decoder.matrix, weights=self.weights)
-        memory = join(*(matrix(layer["cross_attention"][name]) for name in ("key", "value")))
-        return memory, lay_out_layer(layer, matrix)
-
-    def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        laid = lay_out(model.config, params, partial(cpu_decoder.matrix, weights=self.weights))
-        own = params["encoder"]
-        encoder = cpu_decoder.KernelEncoder(
-            embedding=narrow(params["shared"], self.weights, jnp.float32),
-            bias=bias_tables(own),
-            norm=own["norm"]["scale"],
-            layers=(),
-            memories=(),
-        )
-        return encoder, laid
-
-    def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
-        return ends.replace(layers=tuple(layers), memories=tuple(memories))
-
-    def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
-        """See `Backend`."""
-        slots = memory_length(source.shape[1])
-        return cpu_decoder.encode(
-            model.config, encoder, source, length, slots=slots, weights=self.weights, level=self.level
-        )
-
-    def widen(self, memory: Memory, slots: int) -> Memory:
-        """See `Backend`."""
-        return cpu_decoder.widen(memory, slots)
-
-    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
-        """See `Backend`."""
-        return KernelDecoder(model.config, weights, memory, self.level)
-
-    @property
-    def reading(self) -> Reading:
-        """See `Backend`."""
-        return self.level.reading
-
-    def listen(self, count: Array, switch: Array) -> Array:
-        """See `Backend`."""
-        return cpu_decoder.listen(count, switch, level=self.level)
-
-
 XLA = Xla()
 
 
@@ -343,17 +222,12 @@ def call_costs(weights: Tree, backend: Backend = XLA) -> float:
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
-def is_packed(model: Module) -> bool:
-    """Whether the faster decoders repeat a module's arithmetic: that of the stock T5 or UMT5."""
-    return is_stock(model) or umt5.is_stock(model)
-
-
 def portable(model: Module, weights: str = "auto") -> Backend:
     """The fastest backend that runs on any device; logs a line if the module is computed layer by layer."""
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    changed = "which was changed, " if kind in ("pipejax.model.t5.T5", "pipejax.backbones.umt5.UMT5") else ""
+    changed = "which was changed, " if is_packed(model, changed=True) else ""
     logger.info(
         f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone"
     )
@@ -370,13 +244,8 @@ def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights
 def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Backend:
     """The fastest backend on this machine for a compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
     found = portable(backbone.module(dtype=dtype), weights)
-    level = cpu_kernel.use() if dtype == jnp.float32 else None
-    if type(found) is not Xla or not isinstance(backbone, T5Config):
-        return Products(weights, level) if level and is_unchanged() else found
-    if level and cpu_decoder.fits(backbone):
-        return OwnKernel(weights, level)
-    if dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
-        from pipejax.kernels import gpu
-
-        return Gpu(weights) if gpu.use() else found
+    for place in registry.STEP_COMPUTERS.values():
+        faster: Backend | None = registry.find(place)(backbone, found, dtype)
+        if faster is not None:
+            return faster
     return found

@@ -89,4 +89,4 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, .
 _attend.defvjp(_forward, _backward)
 
 
-STOCK = picture(globals())  # see `t5.is_stock`
+STOCK = picture(globals())  # see `t5.is_packed`

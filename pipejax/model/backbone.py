@@ -16,6 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pipejax import registry
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -32,14 +33,6 @@ Module = Any  # a Flax module that has the fields and methods of `pipejax.model.
 Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
 # How the paths of parameters end that are no weight matrices: they stay float32, never decay, and are never int8.
 VECTORS = ("norm/scale", "relative_bias/embedding")
-# The classes that are here, by the model_type of a config.json; each is imported when it is asked for.
-BACKBONES = {
-    "t5": "pipejax.model.t5_config:T5Config",
-    "mt5": "pipejax.model.t5_config:T5Config",
-    "umt5": "pipejax.backbones.umt5:UMT5Config",
-    "t5gemma": "pipejax.backbones.t5gemma:T5GemmaConfig",
-    "t5gemma2": "pipejax.backbones.t5gemma2:T5Gemma2Config",
-}
 
 
 class Backbone:
@@ -179,7 +172,7 @@ def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | 
     """
     if device.platform not in ("gpu", "cuda"):
         return None
-    from pipejax.kernels import block_attention
+    block_attention = registry.find(registry.BLOCK_ATTENTION)
     from pipejax.model.slots import Blocks
 
     if not (width := backbone.head_width()):

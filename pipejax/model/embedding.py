@@ -91,4 +91,4 @@ def sum_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
 look_up.defvjp(_forward, _backward)
 
 
-STOCK = picture(globals())  # see `t5.is_stock`
+STOCK = picture(globals())  # see `t5.is_packed`

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pipejax import registry
 from pipejax.model import lora
 from pipejax.model.attention import attend
 from pipejax.model.dropout import drop, seed_of
@@ -251,10 +252,8 @@ class Attention(nn.Module):
         seed = None if deterministic or not self.dropout else seed_of(self)
         attend_to: Any = attend
         if isinstance(bias, Seen):
-            # Imported here: on a CPU nobody waits for Pallas.
-            from pipejax.kernels.block_attention import attend_in_blocks
-
-            attend_to = attend_in_blocks
+            # Imported here, as importing Pallas takes time, which decoding on a CPU need not spend.
+            attend_to = registry.find(registry.BLOCK_ATTENTION).attend_in_blocks
         found = attend_to(queries, keys, values, bias, seed, self.dropout, over_sources=self.over_sources)
         found = found.swapaxes(1, 2)
         return x + self.drop(self.output(found.reshape(x.shape[0], x.shape[1], -1)), deterministic=deterministic)
@@ -284,4 +283,4 @@ class FeedForward(nn.Module):
         return x + drop(hidden, deterministic=deterministic)
 
 
-STOCK = picture(globals())  # see `t5.is_stock`
+STOCK = picture(globals())  # see `t5.is_packed`

@@ -68,4 +68,4 @@ def _multiply(table: Array, bucket: Array, gradient: Array) -> Array:
 by_bucket.defvjp(_forward, _backward)
 
 
-STOCK = picture(globals())  # see `t5.is_stock`
+STOCK = picture(globals())  # see `t5.is_packed`

@@ -75,4 +75,4 @@ def _first(found: Array | tuple[Array, object]) -> Array:
     return found[0] if isinstance(found, tuple) else found
 
 
-STOCK = picture(globals())  # see `t5.is_stock`
+STOCK = picture(globals())  # see `t5.is_packed`

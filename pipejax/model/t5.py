@@ -6,6 +6,7 @@ computation, and norms, softmax and logits are float32 always. Architecture: Raf
 and ByT5 variants.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -364,8 +365,19 @@ def _flax() -> stock.Picture:
 
 
 def is_stock(model: Any) -> bool:
-    """Whether a module computes what is written in this room: no subclass, no function of it replaced from outside."""
-    return is_unchanged() and type(model) is T5 and type(model.config) is T5Config
+    """Whether a module is T5 itself: no subclass, no function of it replaced from outside."""
+    return type(model) is T5 and is_packed(model)
+
+
+def is_packed(model: Any, *, changed: bool = False) -> bool:
+    """Whether the decoders over packed queries repeat the arithmetic of a module.
+
+    The file that defines the module's class declares this by `PACKED`, the class and the class of its config. A
+    subclass is not packed. Nor is a module if a function of that file or of this folder was replaced, unless `changed`.
+    """
+    room = vars(sys.modules[type(model).__module__])
+    is_known: bool = room.get("PACKED") == (type(model), type(model.config))
+    return is_known and (changed or (is_unchanged() and stock.picture(room) == room["STOCK"]))
 
 
 def is_unchanged() -> bool:
@@ -375,5 +387,6 @@ def is_unchanged() -> bool:
     return mine and _flax() == FLAX
 
 
+PACKED = T5, T5Config  # see `is_packed`
 FLAX = _flax()
 STOCK = stock.picture(globals())  # before anyone can change it; the other modules have theirs

@@ -11,8 +11,9 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipejax.model.backbone import BACKBONES, Backbone
+from pipejax.model.backbone import Backbone
 from pipejax.model.config_json import REQUIRED, Key, Keys, read_keys
+from pipejax.registry import BACKBONES
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import setting
 

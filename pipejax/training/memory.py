@@ -1,33 +1,22 @@
-"""Estimates the memory that a training step needs on each device, without allocating it.
+"""The memory that a training step needs on each device: by arithmetic, by compiling the step, and by running it.
 
-    pipejax plan --config FILE [--model base] [--set KEY=VALUE ...] [--target NAME | --compile | --measure]
-
-The estimate is computed for the longest batch that the config allows: every source and every target has its maximum
-length. --target also compiles the step for that device, which need not be present, and shows the memory that XLA
-allocates. --compile does the same for this machine's CPU, simulating as many devices as the mesh needs; a CPU stores
-bfloat16 as float32. --measure runs real steps on this machine's accelerators and shows the peak that they report.
+`pipejax plan` prints the estimate, and `train.remat=auto` chooses by it.
 """
 
-import argparse
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.config import REMATS, Config, T5Config
-from pipejax.system import Tree, cli
-from pipejax.system.errors import UserError
-from pipejax.system.files import look, read_small
+from pipejax.system import Tree
 
 if TYPE_CHECKING:
     import jax
@@ -276,127 +265,3 @@ def measured_bytes(trainer: "Trainer", config: Config, *, steps: int = 3) -> tup
     seconds = [step() for _ in range(steps)][-1]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in trainer.mesh.devices.flat]
     return (max(p for p in peaks if p) if all(peaks) else None), seconds
-
-
-def _gib(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected a number of GiB") from error
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = cli.Parser(prog="pipejax plan", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
-    parser.add_argument("--model", metavar="SIZE", help="base, umt5-base, t5gemma-b-b ...: for configs that name none")
-    parser.add_number("--devices", "devices to plan for (default: what the mesh names)", most=2**12)
-    parser.add_argument(
-        "--memory",
-        type=_gib,
-        metavar="GIB",
-        help="does it fit in this much on each device? (exit code 1: no) With --target it is XLA's figure that must",
-    )
-    parser.add_argument(
-        "--target", metavar="NAME", help="compile the step for rtx4090, h100, v5e, v5e:4x4 ... and show XLA's figure"
-    )
-    parser.add_argument("--compile", action="store_true", help="compile the step for the CPU and show XLA's figure")
-    parser.add_argument("--measure", action="store_true", help="make real steps on this machine's accelerators")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_overrides("override a setting of the config (repeatable)")
-    flags = parser.parse_args(argv)
-    if flags.memory is not None and not 0 <= flags.memory < math.inf:
-        raise UserError(f"--memory: found {flags.memory:g}; expected at least 0")
-    if flags.target is not None and (flags.compile or flags.measure):
-        raise UserError("--target: found --compile or --measure beside it; expected one of them")
-    config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
-    from pipejax.system import targets
-
-    kind = targets.find_target(flags.target, "--target") if flags.target is not None else None
-
-    import jax  # imported once all names are known to be valid
-
-    mesh = config.mesh
-    if flags.measure and jax.default_backend() == "cpu":
-        raise UserError("--measure: found no GPU or TPU here; expected one (--compile needs none)")
-    if not flags.measure:  # planning needs no accelerator: simulate the devices on the CPU
-        devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    if config.train.dtype == "auto":  # the value that "auto" has on a GPU or TPU
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype="bfloat16"))
-    absent = kind.devices(devices) if kind else None
-    if flags.memory:
-        memory: float | None = flags.memory * GIB
-    elif isinstance(kind, targets.GpuTarget):
-        memory = SHARE * kind.device_memory_size
-    else:
-        memory = device_memory()
-    config = choose_remat(config, memory, absent)
-    trainer, terms = plan(config, absent)
-    total = sum(terms.values())
-    found: dict[str, Any] = {
-        "devices": trainer.mesh.size,
-        "dtype": config.train.dtype,
-        "attention": "in blocks" if trainer.blocks else "with arrays of queries by keys",
-        "remat": config.train.remat,
-        "estimate_bytes": {name: int(size) for name, size in terms.items()},
-        "estimate_total_bytes": int(total),
-    }
-    if flags.compile or kind:
-        found["compiled_for"] = flags.target or "CPU"
-        cli.note(f"compiling for the {found['compiled_for']} (a minute or more for the larger models)")
-        found["compiled_total_bytes"] = int(compiled_bytes(trainer, config))
-    if flags.measure:
-        peak, seconds = measured_bytes(trainer, config)
-        tokens = math.prod(longest_batch(config)["source"]) + math.prod(longest_batch(config)["inputs"])
-        found |= {"measured_peak_bytes": peak, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
-    if flags.memory is not None:
-        found["fits"] = (found["compiled_total_bytes"] if kind else total) <= flags.memory * GIB
-    print(json.dumps(found) if flags.json else "\n".join(_lines(found, flags.memory)))
-    return 0 if found.get("fits", True) else 1
-
-
-def _resolve(config: Config, name: str | None) -> Config:
-    """Returns the config with a model: `--model`, the config's model, or the architecture of `train.init_from`."""
-    from pipejax.model.t5_config import architecture
-
-    if name is not None:
-        return dataclasses.replace(config, model=architecture(name))
-    if config.model is None and config.train.init_from:
-        path = Path(config.train.init_from) / "config.json"
-        if look(path, "train.init_from:") == "file":
-            found = config_lib.from_json(read_small(path), where=str(path))
-            config = dataclasses.replace(config, model=found.model)
-        else:
-            raise UserError(
-                f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint"
-            )
-    if config.model is None:
-        raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
-    if config.model.like_t5() is not config.model:
-        cli.note(f"{type(config.model).__name__}: activations by the arithmetic of a T5 of its larger sizes")
-    return config
-
-
-def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
-    unit, size_of = ("GiB", GIB) if found["estimate_total_bytes"] >= GIB else ("MiB", GIB / 1024)
-
-    def line(name: str, size: float) -> str:
-        return f"  {name:<40}{size / size_of:8.2f} {unit}"
-
-    where = f"each of {found['devices']} devices" if found["devices"] > 1 else "one device"
-    how = f"train.remat = {found['remat']}, attention {found['attention']}"
-    lines = [f"on {where}, {found['dtype']}, {how}, by arithmetic:"]
-    lines += [line(name, size) for name, size in found["estimate_bytes"].items()]
-    lines += [line("in all (estimated)", found["estimate_total_bytes"])]
-    if "compiled_total_bytes" in found:
-        where, more = found["compiled_for"], ", bfloat16 as float32" if found["compiled_for"] == "CPU" else ""
-        lines += [line(f"in all (XLA for the {where}{more})", found["compiled_total_bytes"])]
-    if "step_seconds" in found:
-        peak = found["measured_peak_bytes"]
-        lines += [line("peak (measured)", peak) if peak else "  peak: the device reports none"]
-        lines += [f"  {found['step_seconds']:.2f} s a step, {found['tokens_per_second']:.0f} tokens/s"]
-    if memory is not None:
-        which = "the estimate" if found.get("compiled_for", "CPU") == "CPU" else "XLA's figure"
-        lines += [f"{which} {'fits' if found['fits'] else 'does not fit'} in {memory:g} GiB"]
-    return lines

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.inference.backends import OwnKernel
 from pipejax.inference.weights import Matrix
 from pipejax.kernels import cpu_decoder, cpu_kernel
+from pipejax.kernels.backends import OwnKernel
 from pipejax.model import t5
 from pipejax.system import processor
 from support import oracle, quantised

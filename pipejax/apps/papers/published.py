@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.apps.papers.manual import Manual
-from pipejax.config import DataConfig, GridConfig
+from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data.examples import Example, PreparedExamples, Task
 from pipejax.data.lines import Object, text_of
 from pipejax.data.text import Template, plain_text
@@ -59,6 +59,12 @@ class PublishedTask(Task):
         fields = Template(self.template, key="template").fields
         self._document = fields if HEADLINES[self.metric] == "present_f1@M" else ()
         self._data_dir = config.data_dir
+
+    def bounded(self, config: Config) -> Config:
+        """Returns the config with the separator and the bounds that suit the data set."""
+        published = self.published
+        data = dataclasses.replace(config.data, max_target=published.max_target, separator=published.separator)
+        return dataclasses.replace(config, data=data, grid=published.grid)
 
     def examples(self, split: str) -> Sequence[Example]:
         source = self._source(self.published.splits[split])

@@ -17,21 +17,13 @@ from typing import NamedTuple
 
 import jax
 
+from pipejax.inference.backends import Reading
 from pipejax.system import compile_cache, processor
 from pipejax.system.errors import UserError, did_you_mean, first_line
 
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
-
-
-class Reading(NamedTuple):
-    """The fixed cost of a decoder's call, in columns, by the type of the weights that it reads."""
-
-    float32: float
-    bfloat16: float
-    int8: float
-    cached: float  # if a processor's cache holds the weights: what is between calls and between their parts
 
 
 class Level(NamedTuple):

@@ -1,0 +1,177 @@
+"""Backends that compute with pipejax's own kernels, for CPUs and GPUs: `registry.STEP_COMPUTERS` names them."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pipejax.data.shapes import memory_length
+from pipejax.decoding import Model, Step
+from pipejax.decoding.choice import first_argmax
+from pipejax.inference.backends import Array, Backend, Compute, LayerDecoder, Reading, Ready, Xla, call
+from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
+from pipejax.kernels import cpu_decoder, cpu_kernel, products
+from pipejax.kernels.cpu_decoder import KernelDecoder
+from pipejax.model.backbone import Backbone, Module
+from pipejax.model.t5 import Memory, is_unchanged
+from pipejax.model.t5_config import T5Config
+from pipejax.system import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(Backend):
+    """Computes with the layers of any backbone in float32 on a CPU; products of steps use pipejax's kernel."""
+
+    level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
+
+    def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
+        """See `Backend`. Arrays that encoder and decoder share are stored once, except matrices that both multiply."""
+        held = Backend.prepare(self, model, params, compute=compute).encoding
+        one, length = jnp.zeros((1, cpu_kernel.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
+        memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
+        single = products.split_kernel_weights(
+            partial(_step, model, memory), held, compute=compute, weights=self.weights, rough=_cap(model) is not None
+        )
+        return Ready(products.needed(lambda params: self.encode(model, params, one, length), held), single)
+
+    def decoder(self, model: Module, weights: products.StepParams, memory: Memory) -> Model[Tree]:
+        """See `Backend`."""
+        return ProductDecoder(model, weights.others, memory, weights.matrices, self.level)
+
+    @property
+    def reading(self) -> Reading:
+        """See `Backend`."""
+        return self.level.reading
+
+
+def _step(model: Module, memory: Memory, params: Tree) -> Tree:
+    """The logits of a step with one query; traced to find the products of a step."""
+    zeros = partial(jnp.zeros, dtype=jnp.int32)
+    memory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), memory)
+    given = jnp.ones((1, 1, 1), bool), zeros((1, 1)), zeros((1, 1)), memory, model.empty_cache(1, 1), zeros(1)
+    hidden, _ = model.apply({"params": params}, zeros((1, 1)), *given, method="step")
+    return model.apply({"params": params}, hidden[0], method="logits")
+
+
+def _cap(model: Module) -> float | None:
+    """The soft cap of a module's logits (0: none), see `layers.capped_by`; None: the logits are not so marked."""
+    setting: str | None = getattr(type(model).logits, "capped_by", None)
+    return None if setting is None else float(getattr(model.config, setting))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductDecoder(LayerDecoder):
+    """A `LayerDecoder` whose products are computed by pipejax's kernel."""
+
+    matrices: dict[str, products.Panels]
+    level: cpu_kernel.Level
+
+    def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
+        """See `Model`."""
+        with products.multiplying(self.matrices, self.level):
+            return super().__call__(step, cache)
+
+    def greedy(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
+        """See `Model`."""
+        with products.multiplying(self.matrices, self.level, _cap(self.model)):
+            logits, cache = super().__call__(step, cache)
+        return first_argmax(logits), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu(Xla):
+    """XLA, with pipejax's kernels for GPUs in the decoder's steps."""
+
+    interpret: bool = False  # whether Pallas interprets the kernels, which works on any device
+
+    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
+        """See `Backend`."""
+        from pipejax.kernels.gpu import GpuDecoder  # imported here, as importing Pallas takes time
+
+        return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnKernel(Xla):
+    """pipejax's kernel for CPUs, for the stock T5 and UMT5, with float32 activations."""
+
+    level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
+    skips_fillers: ClassVar[bool] = True
+    can_listen: ClassVar[bool] = True
+
+    def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
+        return cpu_decoder.encoder_layer(layer, weights=self.weights)
+
+    def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
+        matrix = partial(cpu_decoder.matrix, weights=self.weights)
+        memory = join(*(matrix(layer["cross_attention"][name]) for name in ("key", "value")))
+        return memory, lay_out_layer(layer, matrix)
+
+    def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
+        laid = lay_out(model.config, params, partial(cpu_decoder.matrix, weights=self.weights))
+        own = params["encoder"]
+        encoder = cpu_decoder.KernelEncoder(
+            embedding=narrow(params["shared"], self.weights, jnp.float32),
+            bias=bias_tables(own),
+            norm=own["norm"]["scale"],
+            layers=(),
+            memories=(),
+        )
+        return encoder, laid
+
+    def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
+        return ends.replace(layers=tuple(layers), memories=tuple(memories))
+
+    def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
+        """See `Backend`."""
+        slots = memory_length(source.shape[1])
+        return cpu_decoder.encode(
+            model.config, encoder, source, length, slots=slots, weights=self.weights, level=self.level
+        )
+
+    def widen(self, memory: Memory, slots: int) -> Memory:
+        """See `Backend`."""
+        return cpu_decoder.widen(memory, slots)
+
+    def decoder(self, model: Module, weights: Weights, memory: Memory) -> Model[Tree]:
+        """See `Backend`."""
+        return KernelDecoder(model.config, weights, memory, self.level)
+
+    @property
+    def reading(self) -> Reading:
+        """See `Backend`."""
+        return self.level.reading
+
+    def listen(self, count: Array, switch: Array) -> Array:
+        """See `Backend`."""
+        return cpu_decoder.listen(count, switch, level=self.level)
+
+
+def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
+    """The kernel for CPUs, for a stock T5 or UMT5 in float32 whose sizes it supports; None elsewhere."""
+    if type(portable) is not Xla or not isinstance(backbone, T5Config) or dtype != jnp.float32:
+        return None
+    level = cpu_kernel.use()
+    return OwnKernel(portable.weights, level) if level and cpu_decoder.fits(backbone) else None
+
+
+def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
+    """The kernels for GPUs, for a stock T5 or UMT5 in bfloat16; None elsewhere."""
+    if type(portable) is not Xla or not isinstance(backbone, T5Config) or dtype != jnp.bfloat16:
+        return None
+    if jax.default_backend() != "gpu":
+        return None
+    from pipejax.kernels import gpu
+
+    return Gpu(portable.weights) if gpu.use() else None
+
+
+def cpu_products_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
+    """The products of the kernel for CPUs, for any other backbone in float32; None elsewhere."""
+    if (type(portable) is Xla and isinstance(backbone, T5Config)) or dtype != jnp.float32:
+        return None
+    level = cpu_kernel.use()
+    return Products(portable.weights, level) if level and is_unchanged() else None

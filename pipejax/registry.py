@@ -1,0 +1,69 @@
+"""Names everything outside the core, and the parts of the core that are imported late, in one table for each kind.
+
+The core is all of pipejax but `apps/`, `backbones/` and `kernels/`. It reaches these three folders only through the
+tables of this module. A place is "MODULE:NAME", or "MODULE" for a whole module. It is imported when it is first needed.
+"""
+
+import importlib
+import operator
+from typing import Any
+
+# Commands of `pipejax`: a summary, and the module whose `main` runs the command.
+COMMANDS = {
+    "train": ("train a T5, or go on with a run", "pipejax.training.train_command"),
+    "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.apps.teach.teach_command"),
+    "decode": ("decode a file of sources", "pipejax.offline.decode_command"),
+    "serve": ("answer requests over HTTP", "pipejax.apps.serving.serve_command"),
+    "bulk": ("decode many files by several processes", "pipejax.apps.bulk.bulk_command"),
+    "evaluate": ("decode a split of a task and score it", "pipejax.offline.evaluation"),
+    "export": ("decoding as files that JAX alone runs", "pipejax.apps.export.export_command"),
+    "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
+    "push": ("share a run as a model of the Hugging Face hub", "pipejax.apps.hub.push_command"),
+    "plan": ("what a training will need of each device's memory", "pipejax.apps.plan.plan_command"),
+    "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
+    "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
+    "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
+    "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
+    "probe": ("measure how much the rows of labelled answers need one another", "pipejax.apps.probe.probe_command"),
+    "picture": ("draw a record's grid, or the curves of runs, as a page", "pipejax.apps.picture.picture_command"),
+}
+
+# Backbones by the model_type of a config.json: classes of `pipejax.model.backbone.Backbone`.
+BACKBONES = {
+    "t5": "pipejax.model.t5_config:T5Config",
+    "mt5": "pipejax.model.t5_config:T5Config",
+    "umt5": "pipejax.backbones.umt5:UMT5Config",
+    "t5gemma": "pipejax.backbones.t5gemma:T5GemmaConfig",
+    "t5gemma2": "pipejax.backbones.t5gemma2:T5Gemma2Config",
+}
+
+# Kernels that replace XLA's, in the order in which `inference.backends.fastest` asks for them: functions of a backbone,
+# a dtype and the dtype of weights that return a backend, or None where the kernel does not fit.
+STEP_COMPUTERS = {
+    "cpu": "pipejax.kernels.backends:cpu_decoder_backend",
+    "gpu": "pipejax.kernels.backends:gpu_backend",
+    "cpu products": "pipejax.kernels.backends:cpu_products_backend",
+}
+
+# The module that computes attention in blocks, in training on a GPU.
+BLOCK_ATTENTION = "pipejax.kernels.block_attention"
+
+# Tasks, the data sets of `data.task`: functions of a `DataConfig` and of `grid.row_names` that return a `data.Task`.
+PAPERS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed", "sumpubmed", "wikihow")
+TASKS = {
+    "demo": "pipejax.data.demo:demo_task",
+    "demo_long": "pipejax.data.demo:demo_task",
+    "jsonl": "pipejax.data.own_files:FilesTask",
+    "csv": "pipejax.data.own_files:FilesTask",
+    **dict.fromkeys(PAPERS, "pipejax.apps.papers:published_task"),
+}
+
+# The function that writes a published data set in the form that training reads: `pipejax data prepare`.
+PREPARE = "pipejax.apps.papers:prepare"
+
+
+def find(place: str) -> Any:
+    """Imports what is at a place, "MODULE:NAME" or "MODULE"."""
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return operator.attrgetter(name)(found) if name else found
