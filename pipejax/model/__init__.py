@@ -1,1 +1,1 @@
-"""The T5: masks and positions in, logits out. It knows nothing of grids, data or disks."""
+"""The T5 model: it maps tokens, masks and positions to logits, and is independent of grids, data and files."""

@@ -1,10 +1,11 @@
-"""Attention under an additive bias, with its gradient by hand.
+"""Attention with an additive bias, and a hand-written gradient.
 
 Shapes: B batch, H heads, Q queries, C keys, K head width.
 
-What costs is each pass over an array [B, H, Q, C]. So the sums of softmax's rows divide the results [B, H, Q, K]
-instead of the weights, and its gradient sums over those, too (Dao et al. 2022, arXiv 2205.14135, appendix B.2). One
-such array is kept for the backward pass.
+Most of the time is spent on passes over arrays [B, H, Q, C]. To save passes, the softmax is normalised after the
+product with the values: its row sums divide the outputs [B, H, Q, K] instead of the weights. The sum over keys in the
+gradient of the softmax is computed from outputs and output gradients, too (Dao et al. 2022, arXiv 2205.14135, appendix
+B.2). Only one array [B, H, Q, C], the unnormalised weights, is kept for the backward pass.
 """
 
 from functools import partial
@@ -29,10 +30,18 @@ def attend(
     *,
     over_sources: bool = False,
 ) -> Array:
-    """softmax(queries keys^T + bias) values, [B, H, Q, K]; of keys and values C, of bias f32 [B|1, H|1, Q|1, C].
+    """Computes softmax(queries keys^T + bias) values, [B, H, Q, K]. Scores are not divided by sqrt(K), as in T5.
 
-    The softmax is float32; queries are not divided by sqrt(K): T5's are not. `seed`: u32 [2], of dropout; None:
-    without. `over_sources`: whether the keys are of sources, which dropout counts for each source.
+    Scores and softmax are float32; the weights are rounded to the dtype of the values before the second product.
+
+    Args:
+      queries: [B, H, Q, K].
+      keys: [B, H, C, K].
+      values: [B, H, C, K].
+      bias: f32 [B|1, H|1, Q|1, C], added to the scores; masked keys have a large negative bias.
+      seed: u32 [2], the seed of dropout on the weights; None: no dropout.
+      rate: the probability that a weight is dropped.
+      over_sources: whether the keys are tokens of sources; dropout then numbers the keys within each source.
     """
     lines = None
     if seed is not None:
@@ -47,11 +56,11 @@ def _attend(queries: Array, keys: Array, values: Array, bias: Array, lines: Line
 
 
 def _left(weights: Array, lines: Lines | None, rate: float) -> Array:
-    """The weights after dropout, not rescaled: the division by the kept share is applied to the float32 sums."""
+    """The weights after dropout, without rescaling: `sums` contains the probability that a weight is kept."""
     return weights if lines is None else dropout.left(weights, lines, rate)
 
 
-Kept = tuple[Array, Array, Array, Array, Lines | None, Array, Array, Array]  # for the backward pass
+Kept = tuple[Array, Array, Array, Array, Lines | None, Array, Array, Array]  # the residuals of the backward pass
 
 
 def _share_left(lines: Lines | None, rate: float) -> float:

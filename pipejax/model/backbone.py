@@ -1,13 +1,15 @@
-"""The interface of a backbone: one object from token ids to logits, which is also its own config.
+"""The interface of a backbone: one object that describes an encoder-decoder, and is also the config of its model.
 
-A backbone names its sizes, its parameters, their places on a mesh and their names in Hugging Face's files, and it makes
-the Flax module that computes with them. Training, decoding, converting and planning ask it; none asks for its class.
+A backbone defines its sizes, its parameters, their sharding over a mesh and their names in Hugging Face's files, and it
+makes the Flax module that maps token ids to logits. Training, decoding, conversion and planning use only this
+interface: their code does not depend on the class of a backbone.
 
-Queries and keys are told by a mask and by one position each: on the grid it is row + time, and on every pair that a
-query sees the difference of positions is the distance of the paper (section 3.2). The encoder's are 0, 1, 2, ...
+Attention receives a mask and one position for each query and key. On the grid the position is row + time; for every key
+that a query sees, the difference of their positions is the distance of the paper (section 4.3). The positions of the
+encoder are 0, 1, 2, ...
 
-A backbone of your own is a frozen dataclass in a file of your own: see docs/backbones.md. Importing this module does
-not import JAX: configs are read without it.
+A custom backbone is a frozen dataclass in a file outside pipejax: see docs/backbones.md. Importing this module does not
+import JAX, because configs are read without it.
 """
 
 import functools
@@ -29,32 +31,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Module = Any  # a Flax module that has the fields and methods of `pipejax.model.t5.T5`
-Axes = tuple[str | None, ...]  # of a parameter: the axis of the mesh that splits each of its own
-# How the paths of parameters end that are no weight matrices: they stay float32, never decay, and are never int8.
+Module = Any  # a Flax module with the fields and methods of `pipejax.model.t5.T5`
+Axes = tuple[str | None, ...]  # for each axis of a parameter, the mesh axis that splits it; None: it is not split
+# Path endings of parameters that are not weight matrices: they stay float32, have no weight decay, and are never int8.
 VECTORS = ("norm/scale", "relative_bias/embedding")
 
 
 class Backbone:
-    """An encoder-decoder. A subclass is a frozen dataclass, whose fields are the keys of `model` in a config.
+    """An encoder-decoder. A subclass is a frozen dataclass whose fields are the keys of the section `model` in configs.
 
-    The paths of its parameters begin with "encoder/" or "decoder/" within its stacks, which `train.freeze`,
-    `train.remat` and low-rank factors go by; a weight matrix is "kernel" [in, out], a table "embedding".
+    The paths of parameters in the two stacks begin with "encoder/" and "decoder/"; `train.freeze`, `train.remat` and
+    low-rank factors rely on this. A weight matrix is called "kernel" and has the axes [in, out]; an embedding table is
+    called "embedding".
     """
 
-    vocab_size: int  # tokens
-    num_layers: int  # of the encoder
+    vocab_size: int  # the number of token ids
+    num_layers: int  # the number of encoder layers
     num_decoder_layers: int
     pad_token_id: int
-    eos_token_id: int  # ends rows, and sources as the tokenizer says
-    other_eos_token_ids: tuple[int, ...] = ()  # end rows as well, in decoding
-    decoder_start_token_id: int  # the token that every row begins with
+    eos_token_id: int  # the token that ends rows; it also ends sources if the tokenizer adds it
+    other_eos_token_ids: tuple[int, ...] = ()  # further tokens that end a row in decoding
+    decoder_start_token_id: int  # bos, the token with which every row begins
 
-    model_types: ClassVar[tuple[str, ...]] = ()  # of the config.json that it reads
+    model_types: ClassVar[tuple[str, ...]] = ()  # the values of model_type in the config.json files that it reads
     tables: ClassVar[tuple[str, ...]] = ("shared/embedding",)  # the parameters in which tokens are looked up
-    is_relative: ClassVar[bool] = True  # whether logits depend on differences of positions alone
-    image_tensors: ClassVar[tuple[str, ...]] = ()  # prefixes of names in files: of an image encoder, which is not read
-    # From a parameter's path, by the first expression that matches the whole of it, to its axes.
+    is_relative: ClassVar[bool] = True  # whether logits depend on positions only through their differences
+    image_tensors: ClassVar[tuple[str, ...]] = ()  # name prefixes of an image encoder's tensors, which are not read
+    # Pairs of a regular expression and axes. The first expression that matches a whole path determines its axes.
     sharding: ClassVar[tuple[tuple[str, Axes], ...]] = (
         (r"(.*/)?(shared|embedder)/embedding", ("tensor", "fsdp")),
         (r"lm_head/kernel", ("fsdp", "tensor")),
@@ -72,76 +75,92 @@ class Backbone:
 
     @property
     def eos_fact(self) -> int | list[int]:
-        """The `eos_token_id` of config.json and generation_config.json: an id, or a list of several."""
+        """The value of `eos_token_id` in config.json and generation_config.json: an id, or a list of several ids."""
         return [*self.end_token_ids] if self.other_eos_token_ids else self.eos_token_id
 
     def module(self, **options: Any) -> Module:
         """The Flax module, with the fields and methods of `pipejax.model.t5.T5`.
 
         Args:
-          options: any of T5's fields: `dtype` of the computation, `dropout`, `remat`, `pin`, `shards`; and `blocks`,
-            if `head_width` is not 0.
+          options: values of the fields of `T5` beside `config`: `dtype`, `dropout`, `remat`, `pin`, `shards`, and
+            `blocks` if `head_width` is not 0.
         """
         raise NotImplementedError(f"{type(self).__name__}.module")
 
     def tensors(self) -> dict[str, tuple[str, str]]:
-        """The path of each parameter -> its name in Hugging Face's files, and its axes by letters of `sizes`."""
+        """A map from the path of each parameter to its name in Hugging Face's files and its axes, letters of `sizes`.
+
+        The axes describe the parameter here: a kernel is [in, out], and its transpose in the files.
+        """
         raise NotImplementedError(f"{type(self).__name__}.tensors")
 
     def module_name(self, name: str) -> str:
-        """The name in transformers' module, which PEFT adapters use, of the tensor with this name in files."""
+        """The name in transformers' module, which PEFT adapters use, of the tensor called `name` in weight files."""
         return name
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """The letter of each axis -> the key of the config, for messages, and the size."""
+        """A map from the letter of each axis to its config key, for messages, and its size."""
         raise NotImplementedError(f"{type(self).__name__}.sizes")
 
     def head_width(self) -> int:
-        """The width of attention's heads, if the module takes `blocks` as T5 does; 0: it does not.
+        """The head width of attention if the module supports the field `blocks` of `T5`, otherwise 0.
 
-        Then its attention, given `Slots` in the place of masks, is `block_attention.attend_in_blocks`.
+        With `blocks`, the module is called with `Slots` instead of masks, and its attention must be
+        `block_attention.attend_in_blocks`.
         """
         return 0
 
     def training_flops(self, lengths: "np.ndarray") -> float:
-        """Operations of a training step for lengths [B, 2], of sources and targets; 0: unknown, none is reported."""
+        """The floating-point operations of a training step; 0: unknown, so that reports omit them.
+
+        Args:
+          lengths: [B, 2], the source tokens and target slots of each example.
+        """
         return 0.0
 
     def like_t5(self) -> "Backbone":
-        """A T5 whose activations are about as large, for estimates of memory."""
+        """A T5 with activations of about the same size, for memory estimates. Raises a UserError if there is none."""
         raise UserError(f"model: found {type(self).__name__}; expected a T5, whose arithmetic this is")
 
     def check(self, where: str) -> None:
-        """Raises a UserError that begins with `where` and the key if its fields contradict each other."""
+        """Raises a UserError if fields contradict each other. The message begins with `where` and the key."""
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, object]) -> dict[str, object]:
-        """The values of its fields from a config.json; the special ids are looked for elsewhere.
+        """Reads the values of the backbone's fields from a config.json. The caller determines the special token ids.
+
+        Args:
+          facts: the content of config.json.
 
         Raises:
-          UserError: a key is missing or wrong; the message begins with the key.
+          UserError: a key is missing or has a wrong value; the message begins with the key.
         """
         raise UserError(f"model_type: found {facts.get('model_type')!r}; {cls.__name__} reads no config.json")
 
     def facts(self) -> dict[str, object]:
-        """The values of config.json."""
+        """The content of a config.json for the backbone. Raises a UserError if it has no such form."""
         raise UserError(f"model: found {type(self).__name__}; expected a backbone that writes a config.json")
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """The backbone as the tensors of a file show it to be; may take tensors away that it does not use.
+        """The backbone with those fields corrected that the tensors of a file determine better than config.json.
+
+        The method may remove tensors that the backbone does not use.
 
         Args:
-          tensors: by name; each has a `shape` and a `file`, and `read()` gives its numbers.
-          weights: their file, for messages.
+          tensors: the tensors by name. Each has a `shape` and a `file`; `read()` returns its values.
+          weights: the file of the tensors, for messages.
         """
         return self
 
     def without_copies(self, params: "MutableMapping[str, np.ndarray]") -> Self:
-        """The backbone as its parameters, by path, show it to be; may take those away that are copies of others."""
+        """The backbone without parameters that are copies of others. Removes the copies from `params`, a map by path.
+
+        For example, a head that equals the embedding table is removed, and the result has a tied head.
+        """
         return self
 
     def written(self, params: "MutableMapping[str, np.ndarray]") -> Self:
-        """The backbone in a form that config.json can describe; may add copies of parameters, by path, for it."""
+        """An equivalent backbone that config.json can describe. May add copies of parameters to `params`, by path."""
         return self
 
     def earlier_doubts(self) -> str:
@@ -152,23 +171,28 @@ class Backbone:
         return ""
 
     def check_names(self, names: "frozenset[str]", where: Path, weights: Path) -> None:
-        """Raises a UserError that explains which key of config.json the names of tensors contradict, if one is known.
+        """Raises a UserError that names the key of config.json that the tensors contradict, if it can be determined.
 
         Args:
-          names: of all tensors.
-          where: config.json.
-          weights: the file of the tensors.
+          names: the names of all tensors.
+          where: the path of config.json, for messages.
+          weights: the file of the tensors, for messages.
         """
 
     def init_params(self, rng: "Array") -> Tree:
-        """Fresh float32 parameters; jit-able."""
+        """Newly initialised float32 parameters. The function can be traced by `jax.jit`."""
         return self.module().init(rng, *smallest_batch())["params"]
 
 
 def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | None" = None) -> "Blocks | None":
-    """The way in which attention runs in blocks on such devices; None: it does not, which is said if it is a GPU.
+    """The `Blocks` with which a model attends in blocks on a device, or None if it cannot.
 
-    `split`: of batches over the mesh on which it trains; None: it only decodes.
+    If the device is a GPU, the reason for None is logged as a warning.
+
+    Args:
+      backbone: the backbone.
+      device: a device of the platform on which the model runs.
+      split: the sharding of batches over the mesh on which the model is trained; None: it only decodes.
     """
     if device.platform not in ("gpu", "cuda"):
         return None
@@ -189,12 +213,12 @@ def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | 
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Once, however many programs it concerns."""
+    """Logs a warning once for each line, even if it applies to several programs."""
     logger.warning(line)
 
 
 def smallest_batch() -> "tuple[Array, ...]":
-    """The arguments of a teacher-forced call with one token on both sides."""
+    """The arguments of a teacher-forced call of a module with one source token and one target slot."""
     import jax.numpy as jnp
 
     token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)

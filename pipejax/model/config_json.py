@@ -1,9 +1,9 @@
-"""The keys of a Hugging Face config.json that a backbone reads: kinds, defaults, null and other names.
+"""Reads a Hugging Face config.json by a table of keys, with the type, default, meaning of null and names of each key.
 
 Files may lack keys: transformers then uses the default of its config class. For some keys null is a value with a
-meaning, for others it is refused. Some keys have other names in other releases. A table describes each key, and
-`read_keys` returns only the keys of its table. Reading a file does not require transformers: tests compare each row of
-the tables with its config classes. Importing this module does not import JAX.
+meaning, for others it is an error. Some keys have other names in other releases. `read_keys` returns only the keys of
+its table. Reading a file does not require transformers: tests compare each row of the tables with transformers' config
+classes. Importing this module does not import JAX.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.fields import noun, shown_value
 
 REQUIRED: Any = object()  # the default of a key that every file has
-REFUSED: Any = object()  # of null: not a value of this key
+REFUSED: Any = object()  # the `null` of a key for which null is an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Key:
     """A key of an object in config.json."""
 
     kind: Any  # the type of its value; Any: checked where the value is used
-    default: Any  # the value of a file without the key
-    null: Any = REFUSED  # the value that null means
-    names: tuple[str, ...] = ()  # other names of the key, which go before it as in transformers' `attribute_map`
-    keys: "dict[str, Key]" = dataclasses.field(default_factory=dict)  # of an object that is its value
+    default: Any  # the value if the file lacks the key
+    null: Any = REFUSED  # the value that null stands for
+    names: tuple[str, ...] = ()  # other names, which take precedence as in transformers' `attribute_map`
+    keys: "dict[str, Key]" = dataclasses.field(default_factory=dict)  # the keys of a value that is an object
 
 
 Keys = dict[str, Key]

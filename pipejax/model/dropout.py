@@ -1,20 +1,20 @@
-"""Dropout whose mask is a hash of each element's place, computed where it is used and never stored.
+"""Dropout whose mask is a hash of each element's index, computed where it is used and never stored.
 
 JAX's generator writes arrays of up to 28 bytes for each element of a mask, so that a training step on a CPU took 1.6
-times as long. Here the bits of an element are a function of its place and a seed, computed in the same loop as the
-product that they mask; the backward pass computes them again. The hash is not cryptographic.
+times as long. Here the random bits of an element are a function of its index and a seed. They are computed in the same
+loop as the product that they mask, and computed again in the backward pass. The hash is not cryptographic.
 
-The bits, version `VERSION`:
+Definition of the bits (`VERSION`):
 
-- A site (a module that drops) has a seed of two words, drawn from the rng of the step by stack, layer and module.
+- A site (a module with dropout) has a seed of two words, drawn from the rng of the step by stack, layer and module.
 - A line consists of the elements of an array along its last axis: a token's features, or a query's weights for all
-  keys. Its hash is computed from the example's number in the whole batch, the token's place in its example, and the
+  keys. Its hash is computed from the example's number in the whole batch, the token's index in its example, and the
   head. So a mask does not depend on the mesh, on the parts of a batch (`train.accumulate`), on packing or on padding.
-- Columns c and c + 8 of each 16 share a hash of 32 bits: the first eight take the low half, the others the high half.
-  For keys the count begins at the first key of the query's example. A thread of a tensor core holds results that are
-  8 columns or 8 rows apart, so tiles [queries, keys] and [keys, queries] need one hash for two elements. Compilers find
-  this by themselves, except for slots of several examples in a row.
-- An element is dropped where its 16 bits, as a number, are less than `threshold(rate)`: rates are multiples of 2**-16.
+- Columns c and c + 8 of each block of 16 share a hash of 32 bits: the first eight columns take the low half, the others
+  the high half. Columns that are keys are counted from the first key of the query's example. A thread of a tensor core
+  holds results that are 8 columns or 8 rows apart, so in tiles [queries, keys] and in tiles [keys, queries] it needs
+  only one hash for two elements. Compilers find this shared hash, except if a row has slots of several examples.
+- An element is dropped if its 16 bits, as a number, are less than `threshold(rate)`: rates are multiples of 2**-16.
 """
 
 import contextlib
@@ -31,35 +31,36 @@ import numpy as np
 from pipejax.system.hashing import GOLDEN, mix, places
 
 Array = jax.Array
-VERSION = 2  # of the definition of the bits; version 1 hashed each column, and numbered lines by array index
-# The rng of a step from which seeds are drawn. Without it they are drawn from "dropout", which differs in each part of
-# a batch, for modules whose masks do not depend on examples.
+VERSION = 2  # the version of the definition above; version 1 hashed each column, and numbered lines by array index
+# The name of the rng from which seeds are drawn. Its key is the same for all parts of a batch, since masks also depend
+# on the numbers of the examples. Without it seeds are drawn from the rng "dropout", whose key differs in each part of a
+# batch, so it also serves modules whose masks do not depend on examples.
 STREAM = "batch_dropout"
 
 
 @flax.struct.dataclass
 class Lines:
-    """The lines of an array."""
+    """The hashes of the lines of an array."""
 
     hashes: Array  # u32 [...], the array's shape without its last axis
-    first: Array | None = None  # u32 [...], the column at which the count begins; None: 0
-    multiple: int = flax.struct.field(pytree_node=False, default=1)  # every number in `first` is a multiple of it
+    first: Array | None = None  # u32 [...], the index of the column that counts as column 0; None: 0
+    multiple: int = flax.struct.field(pytree_node=False, default=1)  # a common divisor of all values of `first`
 
 
 class Numbering(NamedTuple):
-    """The places of a batch's tokens, u32, and where each slot's example begins."""
+    """The keys (see `place`) of a batch's tokens, and the beginnings of examples that share a row of slots."""
 
-    sources: Array  # [B, L]
-    slots: Array  # [G, N]
-    first_slot: Array | None  # [G, N]; None, as the next: each row has one example
-    first_source: Array | None  # [G, N], among the sources of a row end to end
+    sources: Array  # u32 [B, L], the keys of source tokens
+    slots: Array  # u32 [G, N], the keys of target slots
+    first_slot: Array | None  # u32 [G, N], the first slot of each slot's example; None if each row has one example
+    first_source: Array | None  # u32 [G, N], the first token of its source in the row's concatenated sources, or None
 
 
 _numbering: ContextVar[Numbering | None] = ContextVar("numbering", default=None)
 
 
 def place(number: Array, at: Array) -> Array:
-    """u32, a token's key: the number of its example in the batch and its place in the example."""
+    """u32, the key of a token: a mix of the number of its example in the batch and its index in the example."""
     return number.astype(jnp.uint32) * jnp.uint32(GOLDEN) + at.astype(jnp.uint32)
 
 
@@ -69,8 +70,9 @@ def numbered(numbers: Array, length: int, example: Array) -> Iterator[None]:
 
     Args:
       numbers: i32 [B], the number of each source's example in the whole batch.
-      length: L of the sources.
-      example: i32 [G, N], which of the B / G examples of its row a slot belongs to; an example's slots are adjacent.
+      length: L, the padded length of the sources.
+      example: i32 [G, N], the index of each slot's example among the B / G examples of its row. The slots of an example
+        are adjacent.
     """
     groups, width = example.shape
     of_sources = place(numbers[:, None], jnp.arange(length)[None])
@@ -90,12 +92,12 @@ def numbered(numbers: Array, length: int, example: Array) -> Iterator[None]:
 
 
 def make_seed(key: Array) -> Array:
-    """u32 [2] from a key."""
+    """u32 [2], a seed drawn from a key of `jax.random`."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def seed_of(module: Any) -> Array:
-    """u32 [2], the seed of a site, drawn from its rng."""
+    """u32 [2], the seed of the site `module`, drawn from its rng `STREAM`, or from "dropout" if it has none."""
     return make_seed(module.make_rng(STREAM if module.has_rng(STREAM) else "dropout"))
 
 
@@ -104,8 +106,8 @@ def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) ->
 
     Args:
       seed: u32 [2].
-      shape: without the last axis.
-      over_sources: whether the columns are tokens of a row's sources, or else of the tokens' own row.
+      shape: the shape of the array without its last axis.
+      over_sources: whether the columns are the tokens of a row's sources; otherwise they are the slots of the same row.
     """
     near, known, first, multiple = shape[:2], _numbering.get(), None, 1
     if known and near == known.slots.shape:
@@ -123,7 +125,7 @@ def lines(seed: Array, shape: tuple[int, ...], *, over_sources: bool = False) ->
 
 
 def for_head(hashes: Array, head: Array) -> Array:
-    """u32, the lines of heads, from the lines of queries and the numbers of the heads."""
+    """u32, the hashes of lines for single heads, from the hashes of queries and the numbers of the heads."""
     return mix(hashes + (head.astype(jnp.uint32) + 1) * jnp.uint32(GOLDEN))
 
 
@@ -135,7 +137,7 @@ def of_heads(lines: Lines, heads: int) -> Lines:
     first = lines.first[:, None].astype(jnp.uint32)
     if lines.multiple % 16:
         return Lines(hashes, jnp.broadcast_to(first, hashes.shape))
-    return Lines(hashes - first // 16 * 8 * jnp.uint32(GOLDEN))  # the same bits, of columns that are counted from 0
+    return Lines(hashes - first // 16 * 8 * jnp.uint32(GOLDEN))  # gives the same bits with columns counted from 0
 
 
 def threshold(rate: float) -> int:
@@ -149,43 +151,45 @@ def share_kept(rate: float) -> float:
 
 
 def keeps(hashes: Array, columns: Array | np.ndarray, rate: float) -> Array:
-    """bool: False where elements are dropped; hashes u32 of lines, columns u32, each with an axis for the other's."""
+    """bool, False for dropped elements. The hashes of lines and the column numbers, both u32, are broadcast."""
     one = np.uint32(1)
     pair = ((columns >> one * 4) * (one * 8) + (columns & one * 7)) * (one * GOLDEN)
-    # A product instead of a shift, as CPUs shift all elements of a vector alike. It moves the column's half to the top.
+    # The product moves the column's half to the top. A shift would be slower, since CPUs shift all elements of a vector
+    # by the same number of bits.
     bits = mix(hashes + pair) * (one << (one * 16 - (columns & one * 8) * (one * 2)))
     return bits >= jnp.uint32(threshold(rate) << 16)
 
 
 def mask_of(lines: Lines, columns: int, rate: float) -> Array:
-    """bool [..., C]: False with probability `rate`."""
-    column: Any = np.arange(columns, dtype=np.uint32)  # known to the compiler, which finds the pairs once
+    """bool [..., C], the mask of C = `columns` columns of each line: False with probability `rate`."""
+    column: Any = np.arange(columns, dtype=np.uint32)  # a constant, so the compiler finds the columns that share a hash
     if lines.first is not None:
         column = column - lines.first[..., None].astype(jnp.uint32)
     return keeps(lines.hashes[..., None], column, rate)
 
 
 def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
-    """`mask_of` an array of that shape."""
+    """bool, the mask of an array of the given shape: False with probability `rate`."""
     return mask_of(lines(seed, shape[:-1]), shape[-1], rate)
 
 
 def left(x: Array, lines: Lines, rate: float) -> Array:
-    """x where the mask is True, and zeros."""
-    # Of a plain zero, `jax.lax.scan` makes an array before its loop, as large as x, which every layer would read.
-    # One array for each line, as a shared one would have to be sent to all devices.
+    """x with zeros in place of dropped elements, without rescaling."""
+    # `jax.lax.scan` would expand a constant zero to an array of the size of x before its loop, and every layer would
+    # read this array. So the zero is computed from `hashes`, one for each line: a single one would have to be sent to
+    # all devices.
     zero = (lines.hashes & jnp.uint32(0))[..., None].astype(x.dtype)
     return jnp.where(mask_of(lines, x.shape[-1], rate), x, zero)
 
 
 def drop(x: Array, seed: Array, rate: float) -> Array:
-    """Zeros with probability `rate`, and the rest of x divided by what that leaves."""
+    """Dropout of x: elements are 0 with probability `rate`, and the others are divided by `share_kept(rate)`."""
     return _drop(x, Lines(lines(seed, x.shape[:-1]).hashes), rate)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _drop(x: Array, lines: Lines, rate: float) -> Array:
-    # In float32: 1 - rate is no number of bfloat16.
+    # In float32, since bfloat16 cannot represent 1 - rate exactly.
     return left((x.astype(jnp.float32) * (1 / share_kept(rate))).astype(x.dtype), lines, rate)
 
 

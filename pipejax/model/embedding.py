@@ -1,8 +1,8 @@
-"""The lookup of tokens in the embedding table, with a gradient that no accelerator adds up in an order of its own.
+"""The lookup of tokens in the embedding table, with a gradient that is fast and deterministic on accelerators.
 
-JAX makes a scatter of a lookup's gradient. On a GPU that adds to the same row in whatever order its threads arrive, so
-that two runs differ, or, where results must be the same, one addition waits for the other. Sorted tokens bring equal
-ones together, and what is left are dense products of blocks.
+JAX differentiates a lookup into a scatter. On a GPU the order of the additions to a row depends on the timing of
+threads, so two runs differ; in deterministic mode the additions to a row wait for each other. Here the tokens are
+sorted instead, so that equal tokens are adjacent, and their gradients are summed by dense products of blocks.
 
 Shapes: N tokens, V vocabulary, D width, S shards, n blocks of K tokens.
 """
@@ -18,15 +18,25 @@ from pipejax.model.stock import picture
 
 Array = jax.Array
 Tokens = tuple[Array, ...]
-BLOCK = 128  # tokens that one product adds up
+BLOCK = 128  # K, the number of tokens whose gradients one product sums
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def look_up(table: Array, tokens: Tokens, dtype: DTypeLike, shards: int) -> tuple[Array, ...]:
-    """For each array of tokens i32 [B, L] the rows of table [V, D] that they name, [B, L, D] in `dtype`.
+    """Looks tokens up in an embedding table.
 
-    The gradient is summed in float32, whatever `dtype` is: a sum of ones in bfloat16 stays at 256, and a batch holds
-    the same word more often than that. Of several arrays it is one sum: it is as large as the table.
+    The gradient of the table is summed in float32 for every `dtype`: in bfloat16 a sum of ones stops growing at 256,
+    and a batch contains common words more often. There is one sum over all arrays of tokens, since each sum has the
+    size of the table.
+
+    Args:
+      table: [V, D].
+      tokens: several arrays i32 [B, L].
+      dtype: the dtype of the results.
+      shards: S, the number of devices over which the batch is split; each sorts its own tokens.
+
+    Returns:
+      For each array of tokens, the rows of the table, [B, L, D].
     """
     return tuple(jnp.take(table, each, axis=0).astype(dtype) for each in tokens)
 
@@ -44,7 +54,7 @@ def _backward(
     found = jax.lax.platform_dependent(
         jnp.concatenate([each.reshape(shards, -1) for each in tokens], axis=1),
         jnp.concatenate([each.reshape(shards, -1, table.shape[1]) for each in gradients], axis=1),
-        cpu=partial(_scatter, vocabulary=table.shape[0]),  # additions come one after the other there
+        cpu=partial(_scatter, vocabulary=table.shape[0]),  # a CPU does the additions one by one in a fixed order
         default=partial(sum_by_token, vocabulary=table.shape[0]),
     )
     return found.astype(table.dtype), tuple(np.zeros(each.shape, jax.dtypes.float0) for each in tokens)
@@ -56,15 +66,16 @@ def _scatter(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
 
 
 def sum_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
-    """f32 [V, D], the sum of gradient [S, N, D] over the places of each token of tokens i32 [S, N].
+    """f32 [V, D], the sums of the gradients [S, N, D] of equal tokens i32 [S, N]; rows of absent tokens are 0.
 
-    Equal tokens lie side by side when sorted. A product with what is equal within a block of K of them gives each
-    place the sum of its token in the block. Of a token that began in an earlier block, the sums at the ends of that
-    block and of all up to this one are added. So a token's whole sum stands at the last of its places.
+    The tokens of each shard are sorted, so that equal ones are adjacent, and divided into blocks of K. The product of a
+    block's equality matrix [K, K] with its gradients gives each place the sum of its token over the block (`within`).
+    For a token that began in an earlier block, `before` adds its sums at the ends of all earlier blocks that end with
+    this token. So the last place of each token has its complete sum, from which the result is gathered.
     """
     shards, count, width = gradient.shape
     blocks = -(-count // BLOCK)
-    # What fills the last block up is no token.
+    # The last block is padded with an id beyond the vocabulary.
     ids = jnp.pad(tokens, ((0, 0), (0, blocks * BLOCK - count)), constant_values=vocabulary)
     order = jnp.argsort(ids, axis=1)
     ids = jnp.take_along_axis(ids, order, axis=1)

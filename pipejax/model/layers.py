@@ -1,4 +1,7 @@
-"""The layers that a T5 is made of. Parameters are float32; `dtype` is that of the computation."""
+"""The layers of a T5. Parameters are float32; `dtype` is the dtype of the computation.
+
+Shapes: B batch, L length, Q queries, C keys, D width, H heads, K head width, V vocabulary.
+"""
 
 import math
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from pipejax.model.stock import picture
 from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
-Method = Any  # a function of a module's class
+Method = Any  # a method of a module's class
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
@@ -30,7 +33,10 @@ def _drawn(key: Array, shape: tuple[int, ...], dtype: DTypeLike, scale: float) -
 
 
 def normal(scale: float) -> nn.initializers.Initializer:
-    """Draws from a normal distribution, by one program for each shape: see `pipejax.model.parameters.initial`."""
+    """An initializer that draws from a normal distribution with standard deviation `scale`.
+
+    It compiles one program for each shape and scale: see `pipejax.model.parameters.initial`.
+    """
 
     def draw(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
         return _drawn(key, tuple(shape), dtype, scale)
@@ -39,14 +45,14 @@ def normal(scale: float) -> nn.initializers.Initializer:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm without mean or bias, in float32."""
+    """Root-mean-square normalisation over the last axis, without mean or bias, computed in float32."""
 
     epsilon: float
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Of the same shape."""
+        """The normalised and scaled x, of the same shape, in `dtype`."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
@@ -54,7 +60,7 @@ class RMSNorm(nn.Module):
 
 
 def multiplies_with(name: str) -> Callable[[Method], Method]:
-    """Marks a method that multiplies with this parameter and does nothing else, which decoding may do faster."""
+    """Marks a method that only multiplies its input with the parameter `name`, so that decoding may use a kernel."""
 
     def mark(method: Method) -> Method:
         method.multiplies_with = name
@@ -64,9 +70,13 @@ def multiplies_with(name: str) -> Callable[[Method], Method]:
 
 
 def capped_by(setting: str) -> Callable[[Method], Method]:
-    """Marks a module's `logits` that is the head's products and nothing else, bent softly below a setting.
+    """Marks a module's `logits` that consists of the head's products and an optional soft cap (tanh).
 
-    0 there: not bent. Decoding may then leave out products that are lower than the highest.
+    The cap is monotonic, so the highest product is the highest logit, and greedy decoding may skip products that
+    cannot be the highest.
+
+    Args:
+      setting: the name of the config's field that contains the cap; 0 there means no cap.
     """
 
     def mark(method: Method) -> Method:
@@ -77,9 +87,9 @@ def capped_by(setting: str) -> Callable[[Method], Method]:
 
 
 class Linear(nn.Module):
-    """x W, plus x A B where the parameters hold low-rank factors (`pipejax.model.lora`).
+    """A linear layer: x W, plus x A B if the parameters contain low-rank factors (`pipejax.model.lora`).
 
-    W may be int8 with a scale for each output (`pipejax.model.quantization`).
+    W may be int8 with a float32 scale for each output (`pipejax.model.quantization`).
     """
 
     features: int
@@ -101,25 +111,25 @@ class Linear(nn.Module):
         a: Array = self.get_variable("params", lora.A)
         b: Array = self.get_variable("params", lora.B)
         low = jnp.dot(x, a.astype(self.dtype))
-        if self.has_variable("params", lora.OF):  # [B, rank]: the part of each example's adapter
+        if self.has_variable("params", lora.OF):  # [B, rank], 1 for the components of each example's adapter, else 0
             of: Array = self.get_variable("params", lora.OF)
             low = low * of[:, None].astype(self.dtype)
         return answer + jnp.dot(low, b.astype(self.dtype))
 
 
 class Dropout(nn.Module):
-    """`pipejax.model.dropout.drop` with a seed of its own."""
+    """Dropout (`pipejax.model.dropout.drop`). Each module draws its own seed."""
 
     rate: float
 
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
-        """x itself if there is nothing to drop."""
+        """x after dropout; x itself if `deterministic` is True or the rate is 0."""
         return x if deterministic or not self.rate else drop(x, seed_of(self), self.rate)
 
 
 class Head(nn.Module):
-    """An own head: logits f32 [..., V], accumulated in float32 whatever the compute dtype."""
+    """A head with a separate weight matrix: logits f32 [..., V], accumulated in float32 for every compute dtype."""
 
     features: int
     dtype: DTypeLike
@@ -132,15 +142,16 @@ class Head(nn.Module):
         found = logits_of(hidden, kernel.T, self.dtype)
         if not self.has_variable("params", "scale"):
             return found
-        scale: Array = self.get_variable("params", "scale")  # of int8
+        scale: Array = self.get_variable("params", "scale")  # f32 [V], the scales of an int8 kernel
         return found * scale
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def logits_of(hidden: Array, rows: Array, dtype: DTypeLike) -> Array:
-    """f32 [..., V] from hidden [..., D] and rows [V, D], multiplied in `dtype` and summed in float32.
+    """Logits f32 [..., V] from hidden states [..., D] and rows [V, D], multiplied in `dtype` and summed in float32.
 
-    So are both products of the gradient: the logits' own is float32, and a product with that would be slow.
+    Both products of the gradient are computed in the same way: the float32 gradient of the logits is rounded to `dtype`
+    first, since float32 products would be slow.
     """
     return jnp.einsum("...d,vd->...v", hidden.astype(dtype), rows.astype(dtype), preferred_element_type=jnp.float32)
 
@@ -161,7 +172,19 @@ logits_of.defvjp(_forward, _backward)
 
 
 def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
-    """T5's relative position buckets of non-negative distances: exact up to count / 2, logarithmic up to `longest`."""
+    """T5's relative position buckets of non-negative distances (Raffel et al. 2020, section 2.1).
+
+    Each distance below count / 2 has its own bucket. Longer distances share buckets of logarithmically growing width,
+    and all distances from `longest` on share the last one.
+
+    Args:
+      distances: integers of any shape.
+      count: the number of buckets.
+      longest: the distance from which on the last bucket is used.
+
+    Returns:
+      i32, the buckets, 0 to count - 1.
+    """
     exact = count // 2
     ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact)) / np.float32(
         math.log(longest / exact)
@@ -171,7 +194,7 @@ def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
 
 
 class RelativeBias(nn.Module):
-    """One learned number per bucket of distance and head."""
+    """T5's relative attention bias: one learned number for each bucket of distances and each head."""
 
     config: T5Config
     bidirectional: bool
@@ -183,7 +206,10 @@ class RelativeBias(nn.Module):
         )
 
     def _buckets(self) -> np.ndarray:
-        """The bucket of each distance up to the longest; bidirectional: of each offset, the most negative first."""
+        """i32, the buckets of the distances 0, 1, ... up to the longest.
+
+        If bidirectional, the buckets of the offsets key - query, from the most negative one on.
+        """
         count, longest = self.config.relative_attention_num_buckets, self.config.relative_attention_max_distance
         distances = np.arange(longest + 1)
         if not self.bidirectional:
@@ -193,14 +219,14 @@ class RelativeBias(nn.Module):
         return np.concatenate([half[:0:-1], half[:1], half[1:] + count // 2])
 
     def distances(self) -> Distances:
-        """The same by the difference of two positions, query - key."""
+        """The bias as a function of the difference of two positions, query - key, for attention in blocks."""
         buckets = self._buckets()
-        # Keys ahead, which a decoder's query does not see, get any bucket.
+        # The bucket of keys with a later position does not matter in a decoder, as no query sees them.
         both = buckets[::-1] if self.bidirectional else np.concatenate([np.zeros(len(buckets) - 1, np.int32), buckets])
         return Distances(self.embedding.astype(jnp.float32), jnp.asarray(both))
 
     def within(self, length: int) -> Array:
-        """f32 [1, H, L, L], bidirectional, among the tokens of a sequence."""
+        """f32 [1, H, L, L], the bidirectional bias between the tokens of a sequence of `length` tokens."""
         longest = self.config.relative_attention_max_distance
         offsets = np.clip(np.arange(1 - length, length), -longest, longest)
         bucket = jnp.asarray(self._buckets()[offsets + longest])
@@ -208,22 +234,22 @@ class RelativeBias(nn.Module):
         return along_diagonals(values, length)[None].astype(jnp.float32)
 
     def __call__(self, query: Array, key: Array) -> Array:
-        """f32 [1|B, H, Q, C] from positions i32 [1|B, Q] and [1|B, C]."""
+        """The bias f32 [1|B, H, Q, C] between positions of queries i32 [1|B, Q] and of keys i32 [1|B, C]."""
         longest = self.config.relative_attention_max_distance
         back = query[:, :, None] - key[:, None]
-        # Keys ahead, which a decoder's query does not see, get any bucket.
+        # The bucket of keys with a later position does not matter in a decoder, as no query sees them.
         place = jnp.clip(longest - back, 0, 2 * longest) if self.bidirectional else jnp.clip(back, 0, longest)
         bucket = jnp.asarray(self._buckets())[place]
         return by_bucket(self.embedding, bucket).astype(jnp.float32)
 
 
 class Attention(nn.Module):
-    """Multi-head attention with an additive bias, its norm and its residual; T5 does not divide by sqrt(d)."""
+    """Multi-head attention with an additive bias, with its norm and residual. Scores are not divided by sqrt(K)."""
 
     config: T5Config
     dtype: DTypeLike
     dropout: float
-    over_sources: bool = False  # whether the keys are of sources
+    over_sources: bool = False  # whether the keys are tokens of sources, as in cross-attention
 
     def setup(self) -> None:
         c = self.config
@@ -237,22 +263,31 @@ class Attention(nn.Module):
         self.drop = Dropout(self.dropout)
 
     def heads(self, x: Array) -> Array:
-        """[B, L, H*K] -> [B, H, L, K]."""
+        """Splits the last axis into heads: [B, L, H * K] -> [B, H, L, K]."""
         return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """Keys and values [B, H, L, K] of already normed states [B, L, D]."""
+        """Keys and values [B, H, L, K] of states [B, L, D] that are already normalised."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
     def attend(
         self, x: Array, normed: Array, keys: Array, values: Array, bias: Array | Seen, deterministic: bool
     ) -> Array:
-        """x [B, Q, D] plus what its normed form, as large, finds in keys and values [B, H, C, K]."""
+        """The residual x plus the output of attention, [B, Q, D].
+
+        Args:
+          x: [B, Q, D], the input of the layer.
+          normed: [B, Q, D], x after the norm, from which the queries are computed.
+          keys: [B, H, C, K].
+          values: [B, H, C, K].
+          bias: f32 [B|1, H|1, Q|1, C], added to the scores; or a `Seen`, for attention in blocks.
+          deterministic: whether dropout is off.
+        """
         queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else seed_of(self)
         attend_to: Any = attend
         if isinstance(bias, Seen):
-            # Imported here, as importing Pallas takes time, which decoding on a CPU need not spend.
+            # Imported here because importing Pallas takes time, and a CPU does not need it.
             attend_to = registry.find(registry.BLOCK_ATTENTION).attend_in_blocks
         found = attend_to(queries, keys, values, bias, seed, self.dropout, over_sources=self.over_sources)
         found = found.swapaxes(1, 2)
@@ -260,7 +295,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The position-wise network, its norm and its residual."""
+    """The position-wise feed-forward network, with its norm and residual: [B, L, D] -> [B, L, D]."""
 
     config: T5Config
     dtype: DTypeLike

@@ -1,11 +1,13 @@
-"""Low-rank adaptation (Hu et al. 2021, arXiv 2106.09685): a weight matrix W is kept, and A B beside it is trained.
+"""Low-rank adaptation (Hu et al. 2021, arXiv 2106.09685): a weight matrix W is frozen, and factors A B are trained.
 
-The factors lie beside their kernel: "query/kernel" [in, out], "query/lora_a" [in, rank], "query/lora_b" [rank, out].
-B begins as zero, so that factors just added change nothing. There is no other scale than the learning rate.
+The layer computes x W + x A B. The factors are parameters beside their kernel: "query/kernel" [in, out], "query/lora_a"
+[in, rank], "query/lora_b" [rank, out]. B is initialised to zero, so new factors do not change the outputs. There is no
+scaling factor.
 
-Where several adapters share one base, their factors lie end to end along the rank, and beside them "lora_of"
-[adapters + 1, rank] says by 1 and 0 which adapter has which part; the first row, of none, is zeros. For a batch it has
-a row for each example. So all adapters are computed in two products, whoever has which.
+If several adapters share one base, their factors are concatenated along the rank. An additional parameter "lora_of"
+[adapters + 1, rank] contains 1 where a component of the rank belongs to an adapter, else 0; row 0 is for examples
+without an adapter and contains zeros. For a batch, `choose` replaces it with one row for each example. Two matrix
+products therefore compute all adapters, even if the examples of a batch have different ones.
 """
 
 import re
@@ -19,16 +21,23 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from pipejax.system import Tree
 
 A, B, OF = "lora_a", "lora_b", "lora_of"
-ADAPTED = re.compile(r"(encoder|decoder)/.*/kernel")  # of attention and feed-forward; no embedding, no head
+ADAPTED = re.compile(r"(encoder|decoder)/.*/kernel")  # kernels of attention and feed-forward, not embedding or head
 
 
 def is_factor(path: str) -> bool:
-    """Whether the parameter of this path is one of a pair of factors."""
+    """Whether the parameter with this path is a low-rank factor."""
     return path.endswith((f"/{A}", f"/{B}"))
 
 
 def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], bool] = lambda path: True) -> Tree:
-    """The parameters with fresh factors of that rank (0: none) beside each adapted kernel."""
+    """The parameters with newly initialised factors beside each adapted kernel.
+
+    Args:
+      params: the parameters of a model.
+      rank: the rank of the factors; 0: no factors are added.
+      key: the key of `jax.random`.
+      is_trained: whether the factor with a path is trained; other kernels get no factors.
+    """
     if not rank:
         return params
     flat = flatten_dict(params, sep="/")
@@ -43,7 +52,10 @@ def add(params: Tree, rank: int, key: jax.Array, is_trained: Callable[[str], boo
 
 
 def merge_factors(params: Tree) -> Tree:
-    """Parameters with W + A B in place of all three, on every device alike; factors of several adapters stay."""
+    """The parameters with W + A B in place of W, A and B. Factors of several adapters are not merged.
+
+    The products have the highest precision, so that the result is the same on every device.
+    """
     flat = flatten_dict(params, sep="/")
     for path in [path for path in flat if path.endswith(f"/{A}")]:
         stem = path.removesuffix(f"/{A}")
@@ -56,7 +68,12 @@ def merge_factors(params: Tree) -> Tree:
 
 
 def stack(params: Tree, adapters: Sequence[Mapping[str, jax.Array]]) -> Tree:
-    """The parameters with the factors of several adapters beside their kernels."""
+    """The parameters with the concatenated factors of several adapters beside their kernels.
+
+    Args:
+      params: the parameters of the base.
+      adapters: the factors of each adapter, by path. Adapter number n (from 1) is row n of "lora_of".
+    """
     flat = dict(flatten_dict(params, sep="/"))
     for stem in sorted({path.removesuffix(f"/{A}") for own in adapters for path in own if path.endswith(f"/{A}")}):
         owners = [number for number, own in enumerate(adapters, 1) if f"{stem}/{A}" in own]
@@ -69,12 +86,17 @@ def stack(params: Tree, adapters: Sequence[Mapping[str, jax.Array]]) -> Tree:
 
 
 def is_stacked(params: Tree) -> bool:
-    """Whether the parameters hold the factors of several adapters."""
+    """Whether the parameters contain factors of several adapters."""
     return any(path.endswith(f"/{OF}") for path in flatten_dict(params, sep="/"))
 
 
 def choose(params: Tree, adapter: jax.Array | None) -> Tree:
-    """The parameters for a batch whose examples have these adapters, i32 [B]; None: there are no adapters."""
+    """The parameters for a batch, with one row of "lora_of" for each example.
+
+    Args:
+      params: the parameters, from `stack`.
+      adapter: i32 [B], the number of each example's adapter, 0 for none; None: `params` has no adapters.
+    """
     if adapter is None:
         return params
     flat = flatten_dict(params, sep="/")

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint beside those that its backbone has: paths and shapes."""
+"""Checks the parameters of a checkpoint against the backbone of its config, and initialises parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,10 +15,18 @@ from pipejax.system.errors import UserError
 
 
 def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone) -> None:
-    """Low-rank factors may lie beside their kernels, and scales beside int8 matrices."""
+    """Raises a UserError unless paths and shapes of parameters are those of a backbone.
+
+    Low-rank factors beside kernels and scales beside matrices are accepted, too.
+
+    Args:
+      where: the place of the parameters, with which messages begin.
+      shapes: the shape of each parameter, by path.
+      model: the backbone.
+    """
     table = model.tensors()
     factors = {path for path in shapes if lora.is_factor(path)}
-    # One of each output: of a table's rows, of a kernel's columns.
+    # The axis of a scale: the rows of an embedding table, or the columns of a kernel.
     scales = {
         quantization.scale_path(path): axes[0 if "embedding" in path else -1]
         for path, (_, axes) in table.items()
@@ -46,7 +54,14 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
 
 
 def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) -> None:
-    """Raises a UserError that begins with `where` if the config implies another shape."""
+    """Raises a UserError that begins with `where` if a shape is not the one that the config implies.
+
+    Args:
+      where: the path of the parameter.
+      shape: its shape.
+      axes: the letters of its axes, keys of `Backbone.sizes`.
+      model: the backbone.
+    """
     sizes = dict(model.sizes()[axis] for axis in axes)
     expected = list(sizes.values())
     if list(shape) != expected:
@@ -55,9 +70,10 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
 
 
 def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
-    """Fresh parameters, as `backbone.init_params` under jit gives them, laid out over a mesh.
+    """Newly initialised parameters, sharded over a mesh. Their values are those of `jax.jit(backbone.init_params)`.
 
-    They are drawn one after the other, by a program for each shape and scale: one for all takes XLA a minute.
+    They are drawn one after the other, by one program for each shape and scale, because XLA takes about a minute to
+    compile a single program for all of them.
     """
     whole, shapes = jax.make_jaxpr(backbone.init_params, return_shape=True)(key)
     places, structure = jax.tree.flatten(param_shardings(backbone, shapes, mesh))
@@ -71,7 +87,16 @@ def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
 
 
 def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, ...]) -> None:
-    """Flax ignores what a module does not ask for: scales and factors that nobody reads would change nothing."""
+    """Raises a UserError if a module does not read some of its scales or factors.
+
+    Flax ignores parameters that a module does not read, so such scales or factors would silently have no effect.
+
+    Args:
+      where: the place of the parameters, with which the message begins.
+      model: the Flax module.
+      params: its parameters.
+      kind: the path endings of the parameters to check.
+    """
     read = paths_read(lambda params: model.apply({"params": params}, *smallest_batch()), params)
     for keys, _ in jax.tree_util.tree_leaves_with_path(params):
         path = path_of(keys)
@@ -82,7 +107,7 @@ def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, .
 
 
 def paths_read(function: Callable[[Tree], object], params: Tree) -> set[str]:
-    """Of the parameters that a function computes something with."""
+    """The paths of those parameters that a function uses in a computation."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
 
     def run(arrays: Sequence[jax.Array]) -> object:

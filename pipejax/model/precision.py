@@ -1,4 +1,4 @@
-"""The dtype of a computation, and what float32 means in it."""
+"""The dtype of a computation and the precision of its matrix products."""
 
 import contextlib
 from typing import Any
@@ -12,22 +12,22 @@ from pipejax.system import Tree
 
 
 def compute_dtype(name: str) -> jnp.dtype:
-    """The dtype of that name; "auto" is bfloat16 where the hardware has it, float32 on a CPU."""
+    """The dtype with this name; "auto" is float32 if JAX's default backend is a CPU, otherwise bfloat16."""
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
 
 
 def precision(dtype: DTypeLike) -> contextlib.AbstractContextManager[object]:
-    """Around the tracing of a model of that dtype: float32 means float32, of whatever is multiplied.
+    """A context in which a model is traced: with the dtype float32, matrix products are computed in full float32.
 
-    By JAX's default a GPU rounds it to TF32, and a TPU to bfloat16.
+    By JAX's default, a GPU rounds the factors of float32 products to TF32, and a TPU to bfloat16.
     """
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def cast_params(params: Tree, dtype: DTypeLike) -> Tree:
-    """Parameters in the compute dtype, so that decoding does not read float32; norms and biases stay float32."""
+    """Casts weight matrices to the compute dtype, so that decoding reads fewer bytes. Norms and biases stay float32."""
 
     def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,10 +1,12 @@
-"""Weights in fewer bytes than the computation has: bfloat16, or int8 with a float32 scale for each output.
+"""Weights stored in fewer bytes than the compute dtype: bfloat16, or int8 with a float32 scale for each output.
 
-Only weights are rounded: norms, biases, activations and sums are those of the computation. An int8 matrix has its scale
-beside it: "query/kernel" [in, out] and "query/scale" [out], "shared/embedding" [V, D] and "shared/scale" [V].
+Only weight matrices are rounded. Norms, biases, activations and sums have the dtypes of the computation. The scale of
+an int8 matrix is a parameter beside it: "query/kernel" [in, out] and "query/scale" [out], "shared/embedding" [V, D] and
+"shared/scale" [V]. A weight is the int8 value times the scale of its output.
 
-A scale has 17 significant bits, so whole number times scale is exact in float32. Hence `hold` rounds what `whole` gives
-back to the same numbers and scales again, and a checkpoint with int8 weights decodes as its original does in int8.
+A scale has 17 significant bits, so its product with an int8 value is exact in float32. So quantising dequantised
+weights again (`hold` after `whole`) gives the same int8 values and scales, and a checkpoint with int8 weights decodes
+exactly like its original with `decode.weights` = int8.
 """
 
 from collections.abc import Mapping
@@ -21,13 +23,21 @@ from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 Array = jax.Array
-SCALE = "scale"  # of a module's kernel or table, beside it
-_INPUTS = {"kernel": 0, "embedding": 1}  # the axis of the inputs, by what a matrix is called
-_BITS = 16  # of a scale, after the first one
+SCALE = "scale"  # the name of the scale beside a kernel or table
+_INPUTS = {"kernel": 0, "embedding": 1}  # name of a matrix -> the axis of its inputs, over which a scale is shared
+_BITS = 16  # the mantissa bits of a scale, without the implicit leading one
 
 
 def quantize(weights: Array, axis: int) -> tuple[Array, Array]:
-    """int8 of the same shape, and the f32 scale of each output: the largest magnitude along the inputs is 127."""
+    """Rounds a weight matrix to int8, with the largest magnitude of each output mapped to 127.
+
+    Args:
+      weights: a matrix of any float dtype.
+      axis: the axis of the inputs.
+
+    Returns:
+      i8 of the same shape, and the f32 scale of each output.
+    """
     weights = weights.astype(jnp.float32)
     scale = jnp.abs(weights).max(axis=axis, keepdims=True) * np.float32(1 / 127)
     scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=_BITS)
@@ -36,7 +46,7 @@ def quantize(weights: Array, axis: int) -> tuple[Array, Array]:
 
 
 def scale_path(path: str) -> str | None:
-    """Where the scale of this parameter is if it is int8; None of what is no weight matrix and never int8."""
+    """The path of the scale that belongs to a parameter if it is int8; None if it is not a weight matrix."""
     module, _, name = path.rpartition("/")
     if name not in _INPUTS or path.endswith(VECTORS):
         return None
@@ -44,7 +54,13 @@ def scale_path(path: str) -> str | None:
 
 
 def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
-    """Parameters as a T5 of that dtype computes with them, its weights held in fewer bytes."""
+    """Casts or quantises the parameters of a model for decoding.
+
+    Args:
+      params: the parameters; int8 matrices with scales stay as they are if `weights` is "int8".
+      dtype: the compute dtype.
+      weights: the storage of weight matrices: "bfloat16", "int8", or another value for the compute dtype.
+    """
     if weights == "bfloat16":
         return cast_params(params, jnp.bfloat16)
     if weights != "int8":
@@ -57,7 +73,10 @@ def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
 
 
 def whole(params: Tree) -> Tree:
-    """The float32 parameters that those of a T5 or a part of it stand for, whatever they are held in."""
+    """The float32 values of the parameters of a model or of a part of it; int8 matrices are multiplied by their scales.
+
+    The result has no scales.
+    """
     flat = flatten_dict(params, sep="/")
     scales = {path: scale for path in flat if (scale := scale_path(path)) in flat}
     for path, scale in scales.items():
@@ -66,13 +85,16 @@ def whole(params: Tree) -> Tree:
 
 
 def is_int8(params: Tree) -> bool:
-    """Whether all weight matrices of a T5 or a part of it are int8."""
+    """Whether all weight matrices among the parameters of a model or of a part of it are int8."""
     flat = flatten_dict(params, sep="/")
     return all(scale is None or scale in flat for scale in map(scale_path, flat))
 
 
 def check_scales(where: str, dtypes: Mapping[str, str]) -> None:
-    """Raises a UserError that begins with `where` unless exactly the int8 parameters, by path, have scales."""
+    """Raises a UserError that begins with `where` unless exactly the int8 parameters have scales.
+
+    `dtypes`: the name of each parameter's dtype, by path.
+    """
     for path, dtype in sorted(dtypes.items()):
         has = scale_path(path) in dtypes
         if (dtype == "int8") != has:

@@ -1,7 +1,8 @@
-"""T5's relative bias spread over queries and keys, so that its gradient is made of dense sums and products.
+"""Expands T5's relative bias to queries and keys, with a gradient that consists of dense sums and products.
 
-The gradient of a lookup is a scatter: an addition for each score, most of them to the same few numbers. On a GPU these
-wait for each other, and where results must be the same in each run they are sorted before. So it is a product there.
+JAX differentiates a lookup into a scatter: one addition for each score, most of them to the same few numbers. On a GPU
+these additions wait for each other, and in deterministic mode they are sorted first. So on accelerators the gradient is
+computed as a product with a one-hot matrix.
 
 Shapes: H heads, L length, G rows of queries, Q queries, C keys, K buckets.
 """
@@ -13,14 +14,19 @@ import numpy as np
 from pipejax.model.stock import picture
 
 Array = jax.Array
-ELEMENTS = 2**24  # of the products' one-hot factor, at the most at once: 64 MiB
+ELEMENTS = 2**24  # the most elements of the one-hot matrix at a time: 64 MiB in float32
 
 
 def along_diagonals(values: Array, length: int) -> Array:
-    """[H, L, L] from values [H, 2 L - 1] of key - query = 1 - L to L - 1, the bias of neighbours in a sequence.
+    """[H, L, L], the bias between the tokens of a sequence, from its values at each offset.
 
-    Rows that are one longer than those of the result shift by one each. There is nothing to look up, and what a
-    gradient does with it is to sum over diagonals.
+    The matrix is constant along its diagonals. It is made by reshaping instead of a lookup: the values of all offsets
+    are repeated as rows of length 2 L, and reading them as rows of length 2 L - 1 shifts each row by one more column.
+    The gradient sums over diagonals.
+
+    Args:
+      values: [H, 2 L - 1], for the offsets key - query from 1 - L to L - 1.
+      length: L.
     """
     heads, longer = values.shape[0], 2 * length
     rows = jnp.broadcast_to(jnp.pad(values, ((0, 0), (0, 1)))[:, None], (heads, length, longer))
@@ -30,7 +36,7 @@ def along_diagonals(values: Array, length: int) -> Array:
 
 @jax.custom_vjp
 def by_bucket(table: Array, bucket: Array) -> Array:
-    """[G, H, Q, C], the rows of table [K, H] that bucket i32 [G, Q, C] names."""
+    """[G, H, Q, C], the bias of each query and key: the rows of table [K, H] selected by bucket i32 [G, Q, C]."""
     return jnp.moveaxis(table[bucket], -1, 1)
 
 
@@ -45,7 +51,7 @@ def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, np.nda
 
 
 def _scatter(table: Array, bucket: Array, gradient: Array) -> Array:
-    """As JAX differentiates a lookup: on a CPU, where additions come one after the other anyway, it is the fastest."""
+    """The gradient of the table as a scatter, the fastest way on a CPU, which does the additions one by one anyway."""
     return jnp.zeros_like(table).at[bucket].add(jnp.moveaxis(gradient, 1, -1))
 
 
@@ -59,7 +65,7 @@ def _multiply(table: Array, bucket: Array, gradient: Array) -> Array:
         own = jax.lax.dynamic_slice_in_dim(bucket, number * size, size, axis=1)
         own_gradient = jax.lax.dynamic_slice_in_dim(gradient, number * size, size, axis=2)
         chosen = (own[:, None] == jnp.arange(count)[:, None, None]).astype(gradient.dtype)
-        # Rows of queries stay apart until the end: they may lie on several devices.
+        # The axis of rows is kept until the end, since the rows may be on different devices.
         return jnp.einsum("gkqc,ghqc->gkh", chosen, own_gradient, precision=jax.lax.Precision.HIGHEST)
 
     return jax.lax.map(products, jnp.arange(parts)).sum((0, 1)).astype(table.dtype)

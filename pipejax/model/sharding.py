@@ -1,7 +1,7 @@
-"""Where arrays live: the device mesh, and a PartitionSpec for each parameter by the rules of its backbone.
+"""The device mesh, and the sharding of parameters and batches over it.
 
-Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward and
-vocabulary.
+Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor" splits heads, feed-forward width and
+vocabulary. The PartitionSpec of a parameter follows from the rules of its backbone (`Backbone.sharding`).
 """
 
 import re
@@ -20,7 +20,17 @@ from pipejax.system.errors import UserError
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over all devices, or the first if the sizes name fewer; `data` = -1: all that the others leave."""
+    """A device mesh with the axes "data", "fsdp" and "tensor".
+
+    Args:
+      data: the size of the axis "data"; -1: all devices that the other axes leave.
+      fsdp: the size of the axis "fsdp".
+      tensor: the size of the axis "tensor".
+      devices: the devices to choose from, by default all. If the mesh is smaller, it uses the first ones.
+
+    Raises:
+      UserError: the sizes do not fit the number of devices, or the mesh would have no device of some process.
+    """
     devices, rest = devices or jax.devices(), fsdp * tensor
     if data == -1:
         if len(devices) % rest:
@@ -31,7 +41,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
             f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
             "of this machine"
         )
-    # Of the devices that are there to choose from: those that `plan` describes belong to processes of their own.
+    # Compares with the given devices, as the devices that `pipejax plan` describes have process numbers of their own.
     if {device.process_index for device in devices[: data * rest]} != {device.process_index for device in devices}:
         raise UserError(
             f"mesh: found data x fsdp x tensor = {data * rest}; expected devices of each of the {jax.process_count()} "
@@ -46,12 +56,15 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A tree path as text, "encoder/norm/scale"."""
+    """The text form of a tree path, such as "encoder/norm/scale"."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The spec by the first rule that matches, without the axes that the dimension does not divide by."""
+    """The PartitionSpec of a parameter, by the first rule of its backbone that matches the path.
+
+    A dimension that is not divisible by the size of its mesh axis is not split. Raises a UserError if no rule matches.
+    """
     for pattern, spec in backbone.sharding:
         if re.fullmatch(pattern, path):
             return P(
@@ -71,12 +84,15 @@ def param_shardings(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """The sharding of arrays that every device holds completely."""
     return NamedSharding(mesh, P())
 
 
 def gather_tables(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
-    """Parameters with tables split over "tensor" alone, as lookups need them: XLA would copy each whole."""
+    """Constrains embedding tables to be split only over "tensor", for lookups within a computation.
+
+    With a table that is also split along its width, XLA would copy the whole table for a lookup.
+    """
     flat = flatten_dict(params, sep="/")
     for path in backbone.tables:
         spec = P(spec_of(backbone, path, flat[path].shape, mesh)[0], None)
@@ -85,34 +101,37 @@ def gather_tables(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of the arrays of a batch: split over data and fsdp by their first axis."""
+    """The sharding of the arrays of a batch: the first axis is split over "data" and "fsdp"."""
     return NamedSharding(mesh, P(("data", "fsdp")))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """On how many devices a batch lies, each with rows of its own."""
+    """The number of parts into which a batch is split, the size of "data" times the size of "fsdp"."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def split_batch(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """An array within a computation, laid out as batches are."""
+    """Constrains an array within a computation to the sharding of batches."""
     return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def own_rows(mesh: Mesh, rows: int) -> frozenset[int]:
-    """Which of so many rows of a batch are on devices of this process."""
+    """The indices of those among `rows` rows of a batch that are on devices of this process."""
     places = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
     return frozenset(row for place in places if place for row in range(*place[0].indices(rows)))
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A batch, split over data and fsdp: every process has arrays of its whole size, and each device takes its rows."""
+    """Puts a batch on the devices, split over "data" and "fsdp".
+
+    Every process passes arrays of the whole batch; each device receives only its rows.
+    """
     sharding = batch_sharding(mesh)
     return {key: jax.make_array_from_process_local_data(sharding, x, x.shape) for key, x in batch.items()}
 
 
 def put_tree(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays that every process holds whole, put where they belong: each device takes its part."""
+    """Puts a tree of whole arrays, which every process has, on the devices; each device receives only its part."""
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:
         whole = np.asarray(x)

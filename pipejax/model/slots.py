@@ -1,6 +1,8 @@
-"""Attention's mask and bias as vectors: where queries and keys stand, instead of an array of queries by keys.
+"""The mask and bias of attention as vectors: coordinates of queries and keys instead of an array of queries by keys.
 
-Shapes: B batch, N slots, H heads, T buckets, W the distance from which on there is one bucket.
+Attention in blocks (`pipejax.kernels.block_attention`) computes mask and bias of each block from these vectors.
+
+Shapes: B batch, N slots, H heads, T buckets, W the distance from which on all distances share a bucket.
 """
 
 import dataclasses
@@ -15,37 +17,38 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The way in which attention runs in blocks. Static under jit."""
+    """Options of attention in blocks. Static under jit."""
 
-    split: NamedSharding | None = None  # of a batch over devices, each of which attends for its own examples
-    interpret: bool = False  # as ordinary computations, on any device, slowly
+    split: NamedSharding | None = None  # the sharding of a batch over devices, each of which attends for its examples
+    interpret: bool = False  # whether the kernels run as ordinary JAX computations: on any device, but slowly
 
 
 @flax.struct.dataclass
 class Slots:
-    """Where queries or keys stand.
+    """The coordinates of queries or keys; all arrays are i32 [B, N].
 
-    A query sees the keys of its group that have neither a higher row nor a later time (paper section 3.2, eq. 4);
-    without rows and times all keys of its group. Nobody sees a key whose group is negative, and such a query sees none.
+    A query sees the keys of its group that have neither a higher row nor a later time (paper section 3.2, eq. 4).
+    Without rows and times it sees all keys of its group. A key with a negative group is seen by no query, and a query
+    with a negative group sees no key.
     """
 
-    group: Any  # i32 [B, N], as all of them
+    group: Any  # the example to which a slot belongs; negative for padding
     row: Any = None
     time: Any = None
-    position: Any = None  # for the bias
+    position: Any = None  # the position that determines the bias
 
 
 @flax.struct.dataclass
 class Distances:
-    """A bias by the difference of positions, query - key."""
+    """An attention bias as a function of the difference of positions, query - key."""
 
-    table: Array  # f32 [T, H]
-    bucket: Any  # i32 [2 W + 1], of differences from -W to W; those beyond have the same as -W or W
+    table: Array  # f32 [T, H], the bias of each bucket and head
+    bucket: Any  # i32 [2 W + 1], the buckets of differences from -W to W; larger differences are clipped to this range
 
 
 @flax.struct.dataclass
 class Seen:
-    """In the place of an additive bias: `pipejax.kernels.block_attention` makes it where it needs it."""
+    """The vectors that replace an additive bias: `pipejax.kernels.block_attention` computes the bias of each block."""
 
     queries: Slots
     keys: Slots

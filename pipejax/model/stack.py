@@ -1,4 +1,4 @@
-"""A stack of equal layers, run one after the other or, to save memory in training, in one scan."""
+"""Applies a stack of equal layers, one after the other or, to save memory in training, in one scan."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,15 +24,24 @@ def apply_layers(
     pin: Callable[[Array], Array],
     own: Sequence[Tree] = (),
 ) -> Array:
-    """Applies equal layers to x [B, L, D]: `x = layer(x, *seen, deterministic)`, or the first value of a tuple.
-
-    `own` is a tree of arrays for each layer, passed before `seen`, so that layers may differ in numbers.
-
-    `keys` returns the key of the rng "dropout", which is split for the layers like the key of `dropout.STREAM`.
+    """Applies equal layers: x = layer(x, *own, *seen, deterministic), or the first value if a layer returns a tuple.
 
     With `remat` "none" the layers are applied one by one. Otherwise one `lax.scan` over the stacked parameters compiles
-    a single layer, and stores for the backward pass only each layer's input ("layers"), or also the results of its
-    weight matrices ("dots"); the rest is computed again. XLA saves this memory only in a scan.
+    a single layer, and stores for the backward pass only each layer's input ("layers"), or also the results of products
+    with weight matrices ("dots"). The backward pass computes the rest again. XLA saves this memory only in a scan.
+
+    Args:
+      layers: the Flax modules of the layers, bound to their parameters.
+      x: [B, L, D].
+      seen: further arguments of all layers, such as a bias.
+      deterministic: whether dropout is off.
+      remat: "none", "layers" or "dots".
+      keys: returns the key of the rng "dropout", which is split for the layers, like the key of `dropout.STREAM`.
+      pin: a sharding constraint, applied to the input of each layer of a scan.
+      own: a tree of arrays for each layer, passed before `seen`, in which layers may differ.
+
+    Returns:
+      [B, L, D], the output of the last layer.
     """
     given: list[tuple[Tree, ...]] = [(each,) for each in own] or [()] * len(layers)
     rngs = {} if deterministic else _split_rngs(layers, keys)
@@ -40,12 +49,12 @@ def apply_layers(
         for number, (layer, each) in enumerate(zip(layers, given, strict=True)):
             if deterministic:
                 x = _first(layer(x, *each, *seen, True))
-            else:  # outside the stack's scope, as in a scan, so that modules draw the same seeds
+            else:  # applied outside the stack's scope, as in a scan, so that modules draw the same seeds in both cases
                 own_rngs = {name: of_layers[number] for name, of_layers in rngs.items()}
                 x = _first(_apart(layer).apply(layer.variables, x, *each, *seen, False, rngs=own_rngs))
         return x
     layer = _apart(layers[0])
-    # Cast first: a stack is a copy, and gradients of matrices are in the compute dtype either way.
+    # Cast before stacking: a stack is a copy, and the gradients of matrices have the compute dtype in both cases.
     params = [cast_params(each.variables["params"], layer.dtype) for each in layers]
     stacked, numbers = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) for trees in (params, given))
 
@@ -55,12 +64,12 @@ def apply_layers(
 
     policies = jax.checkpoint_policies
     kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
-    # The scan itself keeps XLA from merging the second computation with the first.
+    # The scan already prevents XLA from merging the second computation of a layer with the first.
     return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, numbers, rngs))[0]
 
 
 def _split_rngs(layers: Sequence[Any], keys: Callable[[], Array]) -> dict[str, Array]:
-    """Keys for each layer, by rng."""
+    """The keys [n, ...] of the n layers, by the name of the rng."""
     rngs = {"dropout": keys()}
     if layers[0].has_rng(STREAM):
         rngs[STREAM] = layers[0].make_rng(STREAM)

@@ -1,4 +1,8 @@
-"""A picture of a module's code, by which a change from outside is seen."""
+"""Detects functions of a module that were replaced at run time, by comparing snapshots of the module's code.
+
+Kernels compute the same as certain modules do. They must not be used after code outside pipejax replaced a function of
+these modules.
+"""
 
 import types
 from collections.abc import Mapping
@@ -7,10 +11,13 @@ Picture = dict[str, object]
 
 
 def picture(space: Mapping[str, object]) -> Picture:
-    """The functions, classes and numbers of a module's namespace: equal pictures compute the same.
+    """A snapshot of the functions, classes and constants of a module. Modules with equal snapshots compute the same.
 
-    Of a function its code and defaults count, and of a function that a decorator wrapped also the inner one; of a class
-    that stands in the module, its methods and attributes.
+    The snapshot contains the code and the defaults of functions, the wrapped functions of decorated ones, and the
+    methods and attributes of classes that the module defines.
+
+    Args:
+      space: the namespace of the module.
     """
     found: Picture = {}
     for name, value in space.items():
@@ -18,7 +25,8 @@ def picture(space: Mapping[str, object]) -> Picture:
             continue
         found[name] = _of(value)
         if isinstance(value, type) and value.__module__ == space.get("__name__"):
-            # Flax puts a subclass's view of the fields beside them; Python forgets a class's line when it is renamed.
+            # Skips attributes that change without a change of code: Flax adds dataclass attributes for subclasses, and
+            # Python drops the line number of a class that is renamed.
             own = {n: _of(x) for n, x in vars(value).items() if not n.startswith(("__dataclass", "__m", "__first"))}
             found |= {f"{name}.{inner}": x for inner, x in own.items()}
     return found

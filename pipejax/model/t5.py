@@ -1,9 +1,10 @@
-"""The T5 encoder-decoder. Masks and positions in, logits out: no grids, tasks, meshes or files here.
+"""The T5 encoder-decoder: Raffel et al. 2020 (v1.0), and the variants v1.1, mT5 and ByT5.
 
-Shapes: B batch, L source length, Q queries of a call, C keys, D width, H heads, K head width,
-F feed-forward width, V vocabulary. In a mask True means "may attend". Parameters are float32; `dtype` is that of the
-computation, and norms, softmax and logits are float32 always. Architecture: Raffel et al. 2020 (v1.0) and its v1.1, mT5
-and ByT5 variants.
+The module maps tokens, masks and positions to logits. It is independent of grids, tasks, meshes and files.
+
+Shapes: B batch, L source length, G rows of slots in training (each with the slots of B / G examples), N slots of such a
+row, Q queries of a call, C keys, D width, H heads, K head width, V vocabulary. In a mask True means "may attend".
+Parameters are float32. `dtype` is the dtype of the computation; norms, softmax and logits are always float32.
 """
 
 import sys
@@ -26,30 +27,32 @@ from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
-Caches = tuple[tuple[Array, Array], ...]  # keys and values [B, H, C, K] of each layer
-MASKED = -1e9  # finite: a query that sees nothing gets a uniform softmax instead of NaN, and nobody reads it
+Caches = tuple[tuple[Array, Array], ...]  # for each layer, keys and values [B, H, C, K]
+# The bias of masked keys. It is finite so that a query that sees nothing, whose output is not used, gets a uniform
+# softmax instead of NaN.
+MASKED = -1e9
 
 
 @flax.struct.dataclass
 class Memory:
     """Cross-attention keys and values of a source, computed once for decoding."""
 
-    keys: tuple[Any, ...]  # a layer each [B, H, K, L], or laid out otherwise by a backend
-    values: tuple[Any, ...]  # [B, H, L, K], or likewise
-    mask: Array  # bool [B, L]
-    adapter: Array | None = None  # i32 [B], that of each source, if several share the weights
+    keys: tuple[Any, ...]  # for each layer [B, H, K, L]; a backend may use another layout
+    values: tuple[Any, ...]  # for each layer [B, H, L, K]; a backend may use another layout
+    mask: Array  # bool [B, L], True at real tokens
+    adapter: Array | None = None  # i32 [B], the number of each source's adapter, if there are several adapters
 
 
 @flax.struct.dataclass
 class LayerCache:
-    """Self-attention keys and values of the slots that were fed to a layer so far."""
+    """The self-attention keys and values of a layer in all cache slots."""
 
     keys: Array  # [B, H, C, K]
     values: Array  # [B, H, C, K]
     start: Array  # i32 [B|1], the slot of the first query of each example
 
     def written(self, keys: Array, values: Array) -> "LayerCache":
-        """With those of the queries, [B, H, Q, K], in the slots from `start` on."""
+        """The cache with the queries' keys and values, [B, H, Q, K], written to the slots from `start` on."""
 
         def write(old: Array, new: Array) -> Array:
             if len(self.start) == 1:
@@ -60,7 +63,7 @@ class LayerCache:
 
 
 def unpinned(x: Array) -> Array:
-    """Leaves it to XLA where activations lie."""
+    """The default of `T5.pin`: no sharding constraint, so XLA chooses the sharding of activations."""
     return x
 
 
@@ -79,19 +82,19 @@ class EncoderLayer(nn.Module):
 
     def __call__(self, x: Array, bias: Array | Seen, padding: Array, deterministic: bool) -> Array:
         normed = self.attention.norm(x)
-        # Added up here, where it fuses with the scores: [B, H, L, L] is never held for all layers.
+        # Each layer computes this sum, which fuses with the scores, so no [B, H, L, L] is stored for all layers.
         seen = bias if isinstance(bias, Seen) else bias + padding
         x = self.attention.attend(x, normed, *self.attention.keys_values(normed), seen, deterministic)
         return self.feed_forward(x, deterministic)
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, cross-attention over the encoded source, feed-forward."""
+    """Self-attention, then cross-attention over the encoded source, then feed-forward."""
 
     config: T5Config
     dtype: DTypeLike
     dropout: float
-    attention_class: ClassVar[type[Attention]] = Attention  # of both
+    attention_class: ClassVar[type[Attention]] = Attention  # for self-attention and cross-attention
     feed_forward_class: ClassVar[type[nn.Module]] = FeedForward
 
     def setup(self) -> None:
@@ -108,12 +111,19 @@ class DecoderLayer(nn.Module):
         source_bias: Array,
         deterministic: bool,
     ) -> tuple[Array, LayerCache | None]:
-        """Teacher-forced, or a step of decoding: the same computation, with the keys of earlier steps or without.
+        """Computes the layer, teacher-forced (without a cache) or for a step of decoding (with a cache).
 
         Args:
           x: [B, Q, D].
-          cache: the slots that the queries are written to before they look at them all; None: they are all there is.
-          source: encoded [B, L, D], or the keys and values [B, H, L, K] that `memorize` made of it.
+          cache: the slots of earlier steps; the keys and values of the queries are written to it before attention.
+            None: the queries see only each other.
+          bias: f32 [B|1, H, Q, C] for self-attention, or a `Seen` for attention in blocks.
+          source: the encoded source [B, L, D], or its keys and values [B, H, L, K] from `memorize`.
+          source_bias: f32 [B, 1, Q|1, L] for cross-attention, or a `Seen`.
+          deterministic: whether dropout is off.
+
+        Returns:
+          [B, Q, D], and the cache with the slots of the queries.
         """
         normed = self.self_attention.norm(x)
         keys, values = self.self_attention.keys_values(normed)
@@ -127,12 +137,12 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x, deterministic), cache
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
-        """Cross-attention's keys and values [B, H, L, K] of an encoded source [B, L, D]."""
+        """The keys and values [B, H, L, K] of cross-attention for an encoded source [B, L, D]."""
         return self.cross_attention.keys_values(encoded)
 
 
 class Stack(nn.Module):
-    """The common part of both stacks: layers, with a norm and dropout around them."""
+    """The base class of encoder and decoder: a stack of layers, followed by a norm, with dropout before and after."""
 
     config: T5Config
     dtype: DTypeLike
@@ -141,8 +151,8 @@ class Stack(nn.Module):
     pin: Callable[[Array], Array] = unpinned
     blocks: Blocks | None = None
     layer: ClassVar[type[nn.Module]]
-    depth: ClassVar[str]  # the key of the config that counts the layers
-    bidirectional: ClassVar[bool]  # whether a query sees what comes after it
+    depth: ClassVar[str]  # the field of the config that is the number of layers
+    bidirectional: ClassVar[bool]  # whether a query sees later tokens
 
     def setup(self) -> None:
         c = self.config
@@ -152,20 +162,20 @@ class Stack(nn.Module):
         self.set_up_bias()
 
     def set_up_bias(self) -> None:
-        """Makes what `bias` and `distances` need."""
+        """Makes the submodules that `bias` and `distances` need. Called by `setup`."""
         self.relative_bias = RelativeBias(self.config, bidirectional=self.bidirectional)
 
     def distances(self) -> Distances | None:
-        """`bias` by distance, for attention in blocks; None: the layers have none in common."""
+        """The bias as a function of distance, for attention in blocks; None: there is no bias common to all layers."""
         return self.relative_bias.distances()
 
     def seen(self, queries: Slots, keys: Slots, distances: Distances | None = None) -> Seen:
-        """For attention in blocks, in the place of a bias."""
+        """The argument that replaces the bias of attention in blocks."""
         assert self.blocks is not None
         return Seen(queries, keys, distances, self.blocks)
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
-        """All of it, [B, Q, D] to the same; `seen`: as the layers are given it."""
+        """Applies dropout, all layers, the norm and dropout to x [B, Q, D]. `seen`: the layers' further arguments."""
         x = self.drop(x, deterministic=deterministic)
         keys = partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
@@ -173,19 +183,19 @@ class Stack(nn.Module):
 
 
 class Encoder(Stack):
-    """The encoder's stack: embedded tokens [B, L, D] to encoded ones."""
+    """The encoder: it maps embedded tokens [B, L, D] to encoded ones [B, L, D]."""
 
     layer: ClassVar[type[nn.Module]] = EncoderLayer
     depth: ClassVar[str] = "num_layers"
     bidirectional: ClassVar[bool] = True
 
     def bias(self, batch: int, length: int) -> Any:
-        """The bias of self-attention that all layers are given, [B|1, H, L, L]."""
+        """The bias f32 [B|1, H, L, L] of self-attention in all layers."""
         bias = self.relative_bias.within(length)
         if self.remat != "none":
             return bias
-        # Else its gradient is summed over the examples in each layer, which takes XLA long on CPUs. A scan is there to
-        # save memory, and had better keep the sum.
+        # Without the broadcast, every layer would sum the gradient over the examples, which XLA does slowly on CPUs. In
+        # a scan, whose purpose is to save memory, that sum is preferable.
         return jnp.broadcast_to(bias, (batch, *bias.shape[1:]))
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
@@ -199,14 +209,20 @@ class Encoder(Stack):
 
 
 class Decoder(Stack):
-    """The decoder's stack: embedded queries [B, Q, D] to hidden states of the same shape."""
+    """The decoder: it maps embedded queries [B, Q, D] to hidden states [B, Q, D]."""
 
     layer: ClassVar[type[nn.Module]] = DecoderLayer
     depth: ClassVar[str] = "num_decoder_layers"
     bidirectional: ClassVar[bool] = False
 
     def bias(self, mask: Array, query: Array, key: Array) -> Any:
-        """The bias that all layers are given, [B|1, H, Q, C]; mask [B|1, Q, C], positions i32 [B|1, Q] and [B|1, C]."""
+        """The bias f32 [B|1, H, Q, C] of self-attention in all layers.
+
+        Args:
+          mask: bool [B|1, Q, C].
+          query: i32 [B|1, Q], the positions of the queries.
+          key: i32 [B|1, C], the positions of the keys.
+        """
         return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
@@ -222,7 +238,16 @@ class Decoder(Stack):
         memory_mask: Any,
         deterministic: bool,
     ) -> Array:
-        """Teacher-forced; `memory_mask` is bool [B, 1|N, L], or the slots of the keys."""
+        """Computes the teacher-forced outputs [G, N, D]. The batch of the layers consists of the G rows of slots.
+
+        Args:
+          x: [G, N, D], the embedded inputs.
+          mask: bool [G|1, N, N], or the slots for attention in blocks.
+          position: i32 [G|1, N].
+          encoded: [G, L, D], the encoded sources of each row, concatenated.
+          memory_mask: bool [G, 1|N, L], or the slots of the source tokens for attention in blocks.
+          deterministic: whether dropout is off.
+        """
         bias: Any
         memory_bias: Any
         if isinstance(mask, Slots):
@@ -234,7 +259,7 @@ class Decoder(Stack):
     def step(
         self, x: Array, mask: Array, position: Array, key_position: Array, memory: Memory, caches: Caches, start: Array
     ) -> tuple[Array, Caches]:
-        """A step of decoding; arguments as of `T5.step`, but for the embedded tokens x [B, Q, D]."""
+        """Computes a step of decoding. The arguments are those of `T5.step`, with the embedded tokens x [B, Q, D]."""
         bias, memory_bias = self.bias(mask, position, key_position), jnp.where(memory.mask[:, None, None], 0.0, MASKED)
         written = []
         for layer, cache, keys, values in zip(self.layers, caches, memory.keys, memory.values, strict=True):
@@ -249,10 +274,10 @@ class T5(nn.Module):
     config: T5Config
     dtype: DTypeLike = jnp.float32
     dropout: float = 0.0
-    remat: str = "none"  # the trade of time for memory in teacher-forced calls: see `apply_layers`
-    pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D] between the layers of a scan
-    shards: int = 1  # on how many devices a batch lies when it trains
-    blocks: Blocks | None = None  # the way in which attention runs in blocks, where it does
+    remat: str = "none"  # trades time for memory in teacher-forced calls: see `apply_layers`
+    pin: Callable[[Array], Array] = unpinned  # a sharding constraint on [B, L, D], applied between the layers of a scan
+    shards: int = 1  # the number of devices over which a batch is split in training
+    blocks: Blocks | None = None  # the options of attention in blocks; None: attention uses arrays of queries by keys
     encoder_stack: ClassVar[type[nn.Module]] = Encoder
     decoder_stack: ClassVar[type[nn.Module]] = Decoder
 
@@ -265,21 +290,27 @@ class T5(nn.Module):
             self.lm_head = Head(c.vocab_size, self.dtype)
 
     def embed(self, *tokens: Array) -> tuple[Array, ...]:
-        """[..., D] in the compute dtype for each array of tokens [...]."""
+        """The embeddings [..., D], in the compute dtype, of each array of tokens [...]."""
         embedded = look_up(self.shared.embedding, tokens, self.dtype, self.shards)
         if not self.shared.has_variable("params", "scale"):
             return embedded
-        scale: Array = self.shared.get_variable("params", "scale")  # of int8
+        scale: Array = self.shared.get_variable("params", "scale")  # f32 [V], the scales of an int8 table
         return tuple(x * scale[named][..., None].astype(self.dtype) for x, named in zip(embedded, tokens, strict=True))
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> Memory:
-        """Encodes sources i32 [B, L] once and for all; mask bool [B, L], True at real tokens (0 is a legal one)."""
+        """Encodes sources for decoding (line 3 of Algorithm 1).
+
+        Args:
+          tokens: i32 [B, L].
+          mask: bool [B, L], True at real tokens. Padding is marked only by the mask, as the id 0 may be a real token.
+          deterministic: whether dropout is off.
+        """
         (embedded,) = self.embed(tokens)
         encoded = self.encoder(embedded, mask, deterministic)
         return self.decoder.memorize(encoded, mask)
 
     def logits(self, hidden: Array) -> Array:
-        """f32 [..., V] from the decoder's output [..., D]."""
+        """The logits f32 [..., V] of hidden states [..., D], the decoder's outputs."""
         if self.config.scale_head:
             hidden = hidden * jnp.asarray(self.config.d_model**-0.5, hidden.dtype)
         if not self.config.tied_head:
@@ -287,7 +318,7 @@ class T5(nn.Module):
         found = logits_of(hidden, self.shared.embedding, self.dtype)
         if not self.shared.has_variable("params", "scale"):
             return found
-        scale: Array = self.shared.get_variable("params", "scale")  # of int8
+        scale: Array = self.shared.get_variable("params", "scale")  # f32 [V], the scales of an int8 table
         return found * scale
 
     def hidden(
@@ -301,15 +332,19 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Teacher-forced outputs of the decoder [G, N, D], for `logits`.
+        """The teacher-forced outputs of the decoder [G, N, D], the argument of `logits` (paper section 3.3).
 
         Args:
           source: i32 [B, L].
-          source_mask: bool [B, L].
-          tokens: i32 [G, N]; each of the G rows of slots sees the memories of B / G consecutive sources end to end.
-          mask: bool [G|1, N, N]; in blocks, the slots instead, whose groups are the sources of a row, 0 to B / G - 1.
-          position: i32 [G|1, N]; less that of a slot that it sees, it is how far that lies back.
-          memory_mask: bool [G, N, B / G * L], which source each slot sees (padding apart); None: all of its row's.
+          source_mask: bool [B, L], True at real tokens.
+          tokens: i32 [G, N], the inputs of G rows of slots. Row g attends to the concatenated encodings of the sources
+            g * B / G to (g + 1) * B / G - 1.
+          mask: bool [G|1, N, N]; for attention in blocks the slots, whose groups are the numbers of the sources within
+            a row, 0 to B / G - 1.
+          position: i32 [G|1, N]; the distance to a visible slot is this position minus the slot's position.
+          memory_mask: bool [G, N, B / G * L], the source tokens that each slot may see, where True at padding has no
+            effect; None: all sources of its row.
+          deterministic: whether dropout is off.
         """
         embedded, inputs = self.embed(source, tokens)
         encoded = self.encoder(embedded, source_mask, deterministic)
@@ -324,7 +359,7 @@ class T5(nn.Module):
         return self.decoder(inputs, mask, position, encoded, seen, deterministic)
 
     def __call__(self, *args: Array, deterministic: bool = True) -> Array:
-        """Teacher-forced logits f32 [G, N, V]; touches every parameter, so `init` may use it."""
+        """The teacher-forced logits f32 [G, N, V]; see `hidden`. Uses every parameter, so `init` can call it."""
         return self.logits(self.hidden(*args, deterministic=deterministic))
 
     def step(
@@ -337,43 +372,49 @@ class T5(nn.Module):
         cache: Caches,
         start: Array,
     ) -> tuple[Array, Caches]:
-        """A step of decoding by the layers of `hidden`: outputs [B, Q, D] for `logits`, and the cache with its slots.
+        """Computes a step of decoding, with the same layers as `hidden` (line 8 of Algorithm 1).
 
-        A step may be taken back: nobody sees its slots then, and others write them again.
+        A step may be undone: its cache slots are then masked, and later steps overwrite them.
 
         Args:
           tokens: i32 [B, Q].
-          mask: bool [B, Q, C], which slots each query sees, its own included.
-          position: i32 [B, Q]; less that of a slot that it sees, it is how far that lies back.
-          key_position: i32 [B, C].
-          start: i32 [B|1], the slot of each example's first query.
+          mask: bool [B, Q, C], the slots that each query sees, its own included.
+          position: i32 [B, Q]; the distance to a visible slot is this position minus the slot's position.
+          key_position: i32 [B, C], the positions of the slots.
+          memory: the encoded sources.
+          cache: keys and values of the slots.
+          start: i32 [B|1], the slot to which each example's first query is written.
+
+        Returns:
+          The outputs [B, Q, D], the argument of `logits`, and the cache with the keys and values of the queries.
         """
         (embedded,) = self.embed(tokens)
         return self.decoder.step(embedded, mask, position, key_position, memory, cache, start)
 
     def empty_cache(self, batch: int, slots: int) -> Caches:
-        """Zeroed keys and values [B, H, C, K] of each layer of the decoder."""
+        """Keys and values of zeros, [B, H, C, K], for each layer of the decoder; `batch`: B, `slots`: C."""
         c = self.config
         zeros = jnp.zeros((batch, c.num_heads, slots, c.d_kv), self.dtype)
         return ((zeros, zeros),) * c.num_decoder_layers
 
 
 def _flax() -> stock.Picture:
-    """The parts of Flax that are used."""
+    """A snapshot of the parts of Flax that a T5 uses."""
     space = vars(nn.Embed) | {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu}
     return stock.picture({name.strip("_"): value for name, value in space.items()})
 
 
 def is_stock(model: Any) -> bool:
-    """Whether a module is T5 itself: no subclass, no function of it replaced from outside."""
+    """Whether a module is an unmodified T5: not a subclass, and without functions replaced at run time."""
     return type(model) is T5 and is_packed(model)
 
 
 def is_packed(model: Any, *, changed: bool = False) -> bool:
-    """Whether the decoders over packed queries repeat the arithmetic of a module.
+    """Whether the decoders over packed queries compute the same as a module.
 
-    The file that defines the module's class declares this by `PACKED`, the class and the class of its config. A
-    subclass is not packed. Nor is a module if a function of that file or of this folder was replaced, unless `changed`.
+    The Python module that defines the class declares this by a pair `PACKED`: the class, and the class of its config.
+    Subclasses are not packed. A module is not packed either if a function of that Python module or of this package was
+    replaced at run time, unless `changed` is True.
     """
     room = vars(sys.modules[type(model).__module__])
     is_known: bool = room.get("PACKED") == (type(model), type(model.config))
@@ -381,7 +422,7 @@ def is_packed(model: Any, *, changed: bool = False) -> bool:
 
 
 def is_unchanged() -> bool:
-    """Whether nobody replaced a function of this room from outside."""
+    """Whether all functions of the T5's modules, and of Flax as far as used, are those that were imported."""
     rooms = parts, attention, embedding, relative_bias, stack
     mine = all(stock.picture(vars(room)) == room.STOCK for room in rooms) and stock.picture(globals()) == STOCK
     return mine and _flax() == FLAX
@@ -389,4 +430,4 @@ def is_unchanged() -> bool:
 
 PACKED = T5, T5Config  # see `is_packed`
 FLAX = _flax()
-STOCK = stock.picture(globals())  # before anyone can change it; the other modules have theirs
+STOCK = stock.picture(globals())  # taken at import, before other code can replace a function

@@ -1,8 +1,8 @@
-"""The T5 as a backbone: its sizes, parameters and operations, and Hugging Face's words for them.
+"""The T5 as a backbone: sizes, parameters and operation counts, and their names in Hugging Face's files.
 
-Its arithmetic is in `pipejax.model.t5`. Supported are T5 v1.0, v1.1 (and Flan, ByT5) and mT5. Kernels are [in, out]
-here and [out, in] at Hugging Face. Axes: V vocabulary, D width, F feed-forward width, H heads, I inner width of all
-heads, B buckets. Importing this module does not import JAX.
+The computation is in `pipejax.model.t5`. T5 v1.0, v1.1 (including Flan-T5 and ByT5) and mT5 are supported. Kernels are
+[in, out] here and [out, in] in Hugging Face's files. Axes: V vocabulary, D width, F feed-forward width, H heads, I
+inner width of all heads, B buckets. Importing this module does not import JAX.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pipejax.system.fields import setting
 if TYPE_CHECKING:
     import numpy as np
 
-FEED_FORWARDS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}  # with transformers' dense_act_fn
+FEED_FORWARDS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}  # -> transformers' dense_act_fn
 # The keys of config.json, as transformers' T5Config reads them.
 KEYS: Keys = {
     "model_type": Key(str, REQUIRED),
@@ -45,7 +45,7 @@ KEYS: Keys = {
     "eos_token_id": Key(Any, 1, null=None),
     "decoder_start_token_id": Key(Any, None, null=None),
 }
-# The same of MT5Config.
+# The keys of config.json, as transformers' MT5Config reads them.
 MT5_KEYS: Keys = KEYS | {
     "vocab_size": Key(int, 250_112),
     "d_ff": Key(int, 1024),
@@ -55,7 +55,7 @@ MT5_KEYS: Keys = KEYS | {
     "tie_word_embeddings": Key(bool, True),
     "decoder_start_token_id": Key(Any, 0, null=None),
 }
-# Our path, Hugging Face's name without ".weight", our axes; `tensors` prefixes the layer.
+# Path within a sublayer, name in Hugging Face's files without ".weight", axes. `tensors` adds the prefix of the layer.
 ATTENTION = (
     ("norm/scale", "layer_norm", "D"),
     ("query/kernel", "{}.q", "DI"),
@@ -90,17 +90,17 @@ class T5Config(Backbone):
     num_heads: int = setting(least=1, most=2**10)  # attention heads
     num_layers: int = setting(least=1, most=2**10)  # layers of the encoder
     num_decoder_layers: int = setting(least=1, most=2**10)  # layers of the decoder
-    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)  # of distances, each with a bias of its own
-    relative_attention_max_distance: int = setting(128, least=4)  # farther tokens share the last bucket
-    dropout_rate: float = setting(0.1, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
+    relative_attention_num_buckets: int = setting(32, least=4, most=2**16)  # buckets of distances, each with a bias
+    relative_attention_max_distance: int = setting(128, least=4)  # tokens farther away share the last bucket
+    dropout_rate: float = setting(0.1, least=0.0, below=1.0)  # kept for Hugging Face; training uses train.dropout
     layer_norm_epsilon: float = setting(1e-6, above=0.0)  # added to the mean square under the root
     feed_forward: str = setting("relu", choices=tuple(FEED_FORWARDS))  # "gated-gelu": v1.1, Flan and mT5
     tied_head: bool = setting(True)  # the head is the embedding table (v1.0); False: lm_head/kernel (v1.1, mT5)
     scale_head: bool = setting(True)  # the decoder's output is multiplied by d_model**-0.5 before the head (v1.0)
-    pad_token_id: int = setting(0, least=0)  # fills up batches
-    eos_token_id: int = setting(1, least=0)  # ends rows, and sources as the tokenizer says
-    decoder_start_token_id: int = setting(0, least=0)  # bos: the token that every row begins with
-    other_eos_token_ids: tuple[int, ...] = setting(())  # end rows as well, in decoding
+    pad_token_id: int = setting(0, least=0)  # the padding of batches
+    eos_token_id: int = setting(1, least=0)  # ends rows; it also ends sources if the tokenizer adds it
+    decoder_start_token_id: int = setting(0, least=0)  # bos: the token with which every row begins
+    other_eos_token_ids: tuple[int, ...] = setting(())  # further tokens that end a row in decoding
 
     model_types: ClassVar[tuple[str, ...]] = ("t5", "mt5")
 
@@ -111,7 +111,7 @@ class T5Config(Backbone):
         return T5(self, **options)
 
     def head_width(self) -> int:
-        """See `Backbone`. A subclass says it for itself: its attention may be another one."""
+        """See `Backbone`. 0 for a modified T5; a subclass overrides the method if it supports attention in blocks."""
         from pipejax.model.t5 import is_stock
 
         return self.d_kv if is_stock(self.module()) else 0
@@ -131,7 +131,7 @@ class T5Config(Backbone):
         return table if self.tied_head else table | {"lm_head/kernel": (HEAD, "DV")}
 
     def biases(self, stack: str, depth: int) -> dict[str, tuple[str, str]]:
-        """The part of `tensors` that a stack of so many layers has for its relative positions."""
+        """The entries of `tensors` for the relative bias of a stack with `depth` layers, "encoder" or "decoder"."""
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return {f"{stack}/relative_bias/embedding": (name, "BH")}
 
@@ -142,12 +142,13 @@ class T5Config(Backbone):
         return sizes | {"I": ("num_heads * d_kv", self.num_heads * self.d_kv)}
 
     def training_flops(self, lengths: "np.ndarray") -> float:
-        """Operations of the model for one training step: forward and twice that backward, on real tokens alone.
+        """See `Backbone`. The floating-point operations of the forward pass, and twice as many of the backward pass.
 
-        A multiply-add counts as two. What rematerialisation computes again and what padding costs are not the model's,
-        so they do not count (as in "model FLOPs utilisation", Chowdhery et al. 2022).
+        A multiply-add counts as two operations. Only real tokens count: neither padding nor the second computation of
+        rematerialised values is included (as in "model FLOPs utilisation", Chowdhery et al. 2022).
 
-        `lengths` are [B, 2], source tokens and target slots of each example.
+        Args:
+          lengths: [B, 2], the source tokens and target slots of each example.
         """
         sources, slots = lengths.astype(float).T
         inner, width = self.num_heads * self.d_kv, self.d_model
@@ -173,7 +174,7 @@ class T5Config(Backbone):
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, object]) -> dict[str, object]:
-        """See `Backbone`. The weights show whether the head is tied."""
+        """See `Backbone`. Whether the head is tied is determined from the weights (`fitted`)."""
         own = {field.name for field in dataclasses.fields(cls)} - {field.name for field in dataclasses.fields(T5Config)}
         given = read_keys(facts, cls.keys_of(facts.get("model_type")))
         names = {field.name for field in dataclasses.fields(T5Config)} & given.keys()
@@ -186,15 +187,15 @@ class T5Config(Backbone):
 
     @classmethod
     def keys_of(cls, model_type: object) -> Keys:
-        """The table of the keys to read from a config.json of that model_type."""
+        """The table of the keys to read from a config.json with this model_type."""
         return MT5_KEYS if model_type == "mt5" else KEYS
 
     @classmethod
     def scales_head(cls, given: Mapping[str, Any]) -> bool:
-        """Whether the head is scaled, given the keys of config.json. mT5 never scales.
+        """Whether the inputs of the head are scaled, given the values of config.json. mT5 never scales them.
 
-        transformers 5 has the key scale_decoder_outputs. Older versions scale a head that is tied, as v1.0's is; v1.1's
-        is not.
+        transformers 5 reads the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0, and do
+        not scale otherwise, as in v1.1.
         """
         scaled: bool | None = given["scale_decoder_outputs"]
         return given["model_type"] != "mt5" and (given["tie_word_embeddings"] if scaled is None else scaled)
@@ -217,7 +218,10 @@ class T5Config(Backbone):
         }
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """See `Backbone`. config.json may mislead: the head is `lm_head.weight`, or without one the embedding table."""
+        """See `Backbone`. Determines from the weights whether the head is tied, as config.json may be wrong.
+
+        The head is `lm_head.weight` if the file has this tensor, and otherwise the embedding table.
+        """
         import numpy as np
 
         from pipejax.system.cli import note
@@ -259,7 +263,7 @@ class T5Config(Backbone):
                 f"{where}: feed_forward_proj: found {self.feed_forward}; expected {expected}, as {weights.name} holds "
                 f"{dense}"
             )
-        own = [name for name, _ in self.tensors().values()]  # a subclass may have others
+        own = [name for name, _ in self.tensors().values()]  # a subclass may have other names
         for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
             there, here = ({x.split(".")[2] for x in each if x.startswith(f"{stack}.block.")} for each in (names, own))
             if len(there) != len(here):
@@ -270,7 +274,7 @@ class T5Config(Backbone):
 
 
 def _feed_forward(given: Mapping[str, Any]) -> str:
-    """The name of the network that the keys of config.json describe."""
+    """The value of `feed_forward` that the values of config.json describe. Raises a UserError if they conflict."""
     name: str = given["feed_forward_proj"]
     function = FEED_FORWARDS.get(name, name.split("-")[-1])
     named = {"dense_act_fn": function, "is_gated_act": name.split("-")[0] == "gated"}
@@ -284,7 +288,7 @@ def _feed_forward(given: Mapping[str, Any]) -> str:
     return name
 
 
-# The published sizes, for planning and measuring without their weights (Raffel et al. 2020; T5 v1.1; Xue et al. 2021).
+# Published sizes (Raffel et al. 2020; T5 v1.1; Xue et al. 2021), for plans and measurements without their weights.
 _BASE = T5Config(vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12)
 _SMALL = dataclasses.replace(_BASE, d_model=512, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)
 _LARGE = dataclasses.replace(_BASE, d_model=1024, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24)
@@ -311,7 +315,11 @@ ARCHITECTURES |= {name: dataclasses.replace(size, vocab_size=250_112) for name, 
 
 
 def architecture(name: str) -> Backbone:
-    """The backbone of that name; Flan-T5 is "v1_1-..."."""
+    """The backbone with a published size, such as "base" or "v1_1-large"; the sizes of Flan-T5 are those of v1.1.
+
+    Raises:
+      UserError: there is no size with this name.
+    """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     known: dict[str, Backbone] = {}
