@@ -24,7 +24,7 @@ KEYS = ("data.csv_delimiter", "data.csv_quotes")  # the settings of a `Dialect`
 
 
 class Dialect(NamedTuple):
-    """How a text table is read."""
+    """The delimiter of a text table, and the meaning of its quotes."""
 
     # between columns; "": a tab in .tsv, else the one of DELIMITERS with which the first line has the most columns
     delimiter: str = ""
