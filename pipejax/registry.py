@@ -1,14 +1,14 @@
-"""Names everything outside the core, and the parts of the core that are imported late, in one table for each kind.
+"""Tables of the parts of pipejax that are imported by name: commands, backbones, kernels and tasks.
 
-The core is all of pipejax but `apps/`, `backbones/` and `kernels/`. It reaches these three folders only through the
-tables of this module. A place is "MODULE:NAME", or "MODULE" for a whole module. It is imported when it is first needed.
+The core is all of pipejax except `apps/`, `backbones/` and `kernels/`, and it imports these three folders only through
+this module. An entry is "MODULE:NAME", or "MODULE" for a whole module, and is imported when it is first needed.
 """
 
 import importlib
 import operator
 from typing import Any
 
-# Commands of `pipejax`: a summary, and the module whose `main` runs the command.
+# The commands of `pipejax`, by name: a summary, and the module whose `main` runs the command.
 COMMANDS = {
     "train": ("train a T5, or go on with a run", "pipejax.training.train_command"),
     "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.apps.teach.teach_command"),
@@ -37,8 +37,8 @@ BACKBONES = {
     "t5gemma2": "pipejax.backbones.t5gemma2:T5Gemma2Config",
 }
 
-# Kernels that replace XLA's, in the order in which `inference.backends.fastest` asks for them: functions of a backbone,
-# a dtype and the dtype of weights that return a backend, or None where the kernel does not fit.
+# Kernels that replace XLA's. Each function maps a backbone, a dtype and the dtype of weights to a backend, or to None
+# if the kernel does not support them. `inference.backends.fastest` tries the functions in this order.
 STEP_COMPUTERS = {
     "cpu": "pipejax.kernels.backends:cpu_decoder_backend",
     "gpu": "pipejax.kernels.backends:gpu_backend",
@@ -48,7 +48,7 @@ STEP_COMPUTERS = {
 # The module that computes attention in blocks, in training on a GPU.
 BLOCK_ATTENTION = "pipejax.kernels.block_attention"
 
-# Tasks, the data sets of `data.task`: functions of a `DataConfig` and of `grid.row_names` that return a `data.Task`.
+# Tasks by the values of `data.task`: functions that map a `DataConfig` and `grid.row_names` to a `data.Task`.
 PAPERS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed", "sumpubmed", "wikihow")
 TASKS = {
     "demo": "pipejax.data.demo:demo_task",
@@ -58,12 +58,12 @@ TASKS = {
     **dict.fromkeys(PAPERS, "pipejax.apps.papers:published_task"),
 }
 
-# The function that writes a published data set in the form that training reads: `pipejax data prepare`.
+# The function of `pipejax data prepare`, which writes a published data set in the form that training reads.
 PREPARE = "pipejax.apps.papers:prepare"
 
 
 def find(place: str) -> Any:
-    """Imports what is at a place, "MODULE:NAME" or "MODULE"."""
+    """Imports an entry of a table, "MODULE:NAME" or "MODULE", and returns the object or the module."""
     module, _, name = place.partition(":")
     found = importlib.import_module(module)
     return operator.attrgetter(name)(found) if name else found

@@ -1,1 +1,1 @@
-"""Backbones beside T5 and mT5: UMT5 and T5Gemma. The core works without them."""
+"""Backbones other than T5 and mT5: UMT5, T5Gemma and T5Gemma 2. The core does not depend on them."""

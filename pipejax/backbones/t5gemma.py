@@ -1,10 +1,18 @@
 """T5Gemma (Zhang et al. 2025, arXiv 2504.06225): an encoder-decoder of Gemma 2 blocks, whose sides may differ in width.
 
-Norms multiply by 1 + scale and stand before and after each sublayer; queries share keys and values in groups; positions
-are rotations; every second layer of self-attention sees a window of positions; scores and logits are capped softly;
-embedded tokens are multiplied by the root of the width. Dropout lies where transformers has it, and not on attention.
+A "side" is the encoder or the decoder. The architecture differs from T5 as follows:
 
-Shapes as in `pipejax.model.t5`, and: G groups of heads that share keys and values, R heads of a group.
+- Norms multiply by 1 + scale, and are applied before and after each sublayer.
+- Groups of query heads share a head of keys and values (grouped-query attention).
+- Positions are rotary. A rotary score depends on the difference of two positions, so with the positions row + time it
+  depends on the distance of the paper (section 4.3).
+- Every second layer of self-attention sees only a window of positions.
+- Scores and logits have soft caps.
+- Embeddings are multiplied by the square root of the width.
+
+Dropout is applied in the same places as in transformers, except on attention weights, which have none.
+
+Shapes as in `pipejax.model.t5`, except: G groups of heads that share keys and values, R heads of a group.
 """
 
 import dataclasses
@@ -31,21 +39,23 @@ from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
 
 Array = jax.Array
-# Of a layer: i32 left and right, where a query sees -right < query - key < left, and frequencies f32 [K / 2].
+# The values in which layers differ: i32 scalars left and right, the window -right < query - key < left of positions
+# that a query sees, and the rotary frequencies f32 [K / 2].
 Own = tuple[Array, Array, Array]
 Seen = tuple[Array, Array, Array]  # mask bool [B|1, Q|1, C], positions of queries i32 [B|1, Q] and keys [B|1, C]
 Slots = tuple[Array, Array, Array, Array]  # queries, keys, values, mask
 Source = tuple[Array, Array, Array]  # keys, values, mask
-EVERYTHING = 2**30  # a window that holds all positions
+EVERYTHING = 2**30  # a bound of a window that contains all positions
 LAYER_TYPES = ("sliding_attention", "full_attention")
 HEAD = "lm_head.out_proj.weight"
-# The keys of config.json, as transformers reads them: of `rope_parameters`, of a side, and of the whole.
+# The keys of config.json, as transformers reads them: ROPE for the object rope_parameters, SIDE for the objects encoder
+# and decoder, KEYS for the whole file.
 ROPE: Keys = {
     "rope_type": Key(str, None),
     "type": Key(str, None),  # an older name; rope_type takes precedence
     "rope_theta": Key(float, None),
     "factor": Key(float, None, null=None),
-    "partial_rotary_factor": Key(float, None, null=None),  # of type linear alone
+    "partial_rotary_factor": Key(float, None, null=None),  # only for the type linear
 }
 SIDE: Keys = {
     "vocab_size": Key(int, 256_000),
@@ -60,11 +70,11 @@ SIDE: Keys = {
     "rms_norm_eps": Key(float, 1e-6),
     "query_pre_attn_scalar": Key(int, 256),
     "sliding_window": Key(int, 4096),
-    "layer_types": Key(list, None, null=None),  # None: every second layer is full
+    "layer_types": Key(list, None, null=None),  # None: every second layer has full attention
     "attn_logit_softcapping": Key(float, 50.0, null=0.0),
     "final_logit_softcapping": Key(float, 30.0, null=0.0),
     "rope_parameters": Key(dict, None, null=None),
-    "rope_scaling": Key(dict, None, null=None),  # of older files, as the next
+    "rope_scaling": Key(dict, None, null=None),  # in older files, like the next key
     "rope_theta": Key(float, 10_000.0, null=None),
     "pad_token_id": Key(Any, 0, null=None),
     "eos_token_id": Key(Any, 1, null=None),
@@ -75,15 +85,15 @@ KEYS: Keys = {
     "decoder": Key(dict, {}, null={}, keys=SIDE),
     "dropout_rate": Key(float, 0.0),
     "tie_word_embeddings": Key(bool, True),
-    # They take precedence over the decoder's, which has no `decoder_start_token_id`.
+    # These ids take precedence over the ids of the decoder, which has no `decoder_start_token_id`.
     "pad_token_id": Key(Any, None, null=None),
     "eos_token_id": Key(Any, None, null=None),
     "bos_token_id": Key(Any, None, null=None),
     "decoder_start_token_id": Key(Any, None, null=None),
 }
 INNER, SHARED = (f"num_{kind}_heads * head_dim" for kind in ("attention", "key_value"))
-SIZES = ("hidden_size", "intermediate_size", INNER, SHARED, "head_dim")  # of a side, with a letter each
-# Our path, Hugging Face's name and our axes, in small letters.
+SIZES = ("hidden_size", "intermediate_size", INNER, SHARED, "head_dim")  # the sizes of a side, one for each axis letter
+# Path within a layer, name in Hugging Face's files, and axes in lower-case letters.
 FEED_FORWARD = (
     *(("feed_forward/wi_0/kernel", "mlp.gate_proj", "df"), ("feed_forward/wi_1/kernel", "mlp.up_proj", "df")),
     *(("feed_forward/wo/kernel", "mlp.down_proj", "fd"), ("feed_forward/norm/scale", "pre_feedforward_layernorm", "d")),
@@ -92,7 +102,13 @@ FEED_FORWARD = (
 
 
 def attention(ours: str, theirs: str, source: str) -> tuple[tuple[str, str, str], ...]:
-    """The same of an attention; `source`: the width that keys and values are made of."""
+    """The entries of an attention sublayer: path within a layer, name in Hugging Face's files, and axes.
+
+    Args:
+      ours: the name of the sublayer in paths.
+      theirs: its name in Hugging Face's files, "self" or "cross".
+      source: the letter of the width of the states from which keys and values are computed.
+    """
     axes = {"query": "di", "key": f"{source}j", "value": f"{source}j", "output": "id"}
     return (
         *((f"{ours}/{path}/kernel", f"{theirs}_attn.{path[0]}_proj", own) for path, own in axes.items()),
@@ -103,31 +119,36 @@ def attention(ours: str, theirs: str, source: str) -> tuple[tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class GemmaStack:
-    """One side of a T5Gemma (names as in Hugging Face's config.json where one exists)."""
+    """The architecture of one side of a T5Gemma (names as in Hugging Face's config.json where one exists)."""
 
     hidden_size: int = setting(least=1, most=2**16)  # width
     intermediate_size: int = setting(least=1, most=2**18)  # inner width of the feed-forward layers
     num_attention_heads: int = setting(least=1, most=2**10)
-    num_key_value_heads: int = setting(least=1, most=2**10)  # each shared by a group of heads
+    num_key_value_heads: int = setting(least=1, most=2**10)  # heads of keys and values, each shared by a group of heads
     head_dim: int = setting(least=2, most=2**12)
-    query_pre_attn_scalar: int = setting(256, least=1)  # scores are divided by its root
-    sliding_window: int = setting(4096, least=1)  # positions that a query of a sliding layer sees
-    full_every: int = setting(2, least=1)  # of so many layers the last sees everything, the others slide
-    attn_logit_softcapping: float = setting(50.0, least=0.0)  # of scores; 0: none
-    rope_theta: float = setting(10_000.0, above=0.0)  # of rotations
-    full_rope_theta: float = setting(10_000.0, above=0.0)  # the same in layers that see everything
-    full_rope_factor: float = setting(1.0, above=0.0)  # by which their positions are divided
+    query_pre_attn_scalar: int = setting(256, least=1)  # scores are divided by its square root
+    sliding_window: int = setting(4096, least=1)  # number of positions that a query of a sliding layer sees
+    full_every: int = setting(2, least=1)  # every n-th layer has full attention, the others have a sliding window
+    attn_logit_softcapping: float = setting(50.0, least=0.0)  # soft cap of scores; 0: no cap
+    rope_theta: float = setting(10_000.0, above=0.0)  # base of the rotary frequencies
+    full_rope_theta: float = setting(10_000.0, above=0.0)  # the same base in layers with full attention
+    full_rope_factor: float = setting(1.0, above=0.0)  # divisor of the positions in layers with full attention
 
     def is_full(self, layer: int) -> bool:
-        """Whether a layer sees everything."""
+        """Whether a layer has full attention, and not a sliding window."""
         return (layer + 1) % self.full_every == 0
 
     def layer_types(self, depth: int) -> list[str]:
-        """Of so many layers, in the words of config.json."""
+        """The value of layer_types in config.json for `depth` layers."""
         return [LAYER_TYPES[self.is_full(i)] for i in range(depth)]
 
     def own(self, layer: int, window: tuple[int, int]) -> Own:
-        """The numbers of a layer; `window`: the bounds of a sliding one."""
+        """The values in which a layer differs from others.
+
+        Args:
+          layer: the number of the layer.
+          window: the bounds left and right of the window of sliding layers, see `Own`.
+        """
         is_full = self.is_full(layer)
         theta, factor = (self.full_rope_theta, self.full_rope_factor) if is_full else (self.rope_theta, 1.0)
         frequencies = theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float32) / self.head_dim) / factor
@@ -136,7 +157,13 @@ class GemmaStack:
 
 
 def rotate(x: Array, position: Array, frequencies: Array) -> Array:
-    """x [B, H, L, K], whose halves are turned by angles of positions i32 [B|1, L] (Su et al. 2021)."""
+    """Rotary positions (Su et al. 2021): rotates the pairs (x[i], x[i + K / 2]) by angles proportional to positions.
+
+    Args:
+      x: [B, H, L, K].
+      position: i32 [B|1, L].
+      frequencies: f32 [K / 2], the angle of each pair for one position.
+    """
     angle = position[:, None, :, None].astype(jnp.float32) * frequencies
     one, other = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -144,19 +171,19 @@ def rotate(x: Array, position: Array, frequencies: Array) -> Array:
 
 
 def cap(x: Array, most: float) -> Array:
-    """x, bent so that it stays below `most`; 0: as it is."""
+    """The soft cap most * tanh(x / most), which keeps magnitudes below `most`; 0: x without changes."""
     return most * jnp.tanh(x / most) if most else x
 
 
 def near(seen: Seen, own: Own) -> Array:
-    """The mask within a layer's window of positions, bool [B, Q, C]."""
+    """bool [B, Q, C], the mask restricted to the layer's window of positions."""
     (mask, query, key), (left, right, _) = seen, own
     back = query[:, :, None] - key[:, None]
     return mask & (back < left) & (-back < right)
 
 
 class Norm(RMSNorm):
-    """Multiplies by 1 + scale."""
+    """Root-mean-square normalisation that multiplies by 1 + scale."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -167,7 +194,7 @@ class Norm(RMSNorm):
 
 
 class Sublayer(nn.Module):
-    """The norms before and after a sublayer, and its residual."""
+    """The base class of sublayers: the norms before and after a sublayer, and its residual."""
 
     config: "T5GemmaConfig"
     stack: GemmaStack
@@ -186,7 +213,7 @@ class Sublayer(nn.Module):
 
 
 class GemmaAttention(Sublayer):
-    """Attention in groups, with soft caps; keys and values may come from states of another width."""
+    """Grouped-query attention with a soft cap. Keys and values may be computed from states of another width."""
 
     def setup(self) -> None:
         super().setup()
@@ -196,25 +223,40 @@ class GemmaAttention(Sublayer):
         self.key, self.value = self.dense(s.hidden_size, shared), self.dense(s.hidden_size, shared)
 
     def heads(self, x: Array) -> Array:
-        """[B, L, H*K] -> [B, H, L, K]."""
+        """Splits the last axis into heads: [B, L, H * K] -> [B, H, L, K]."""
         return x.reshape(*x.shape[:2], -1, self.stack.head_dim).swapaxes(1, 2)
 
     def queries(self, normed: Array) -> Array:
-        """[B, H, Q, K] of normed states [B, Q, D]."""
+        """The queries [B, H, Q, K] of normalised states [B, Q, D]."""
         return self.heads(self.query(normed))
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
-        """Keys and values [B, G, L, K] of normed or encoded states [B, L, D]."""
+        """The keys and values [B, G, L, K] of normalised or encoded states [B, L, D]."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
     def turned(self, x: Array, position: Array, frequencies: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of x itself, at these positions."""
+        """The queries, keys and values of self-attention, with queries and keys rotated.
+
+        Args:
+          x: [B, L, D], not yet normalised.
+          position: i32 [B|1, L].
+          frequencies: f32 [K / 2].
+        """
         normed = self.norm(x)
         keys, values = self.keys_values(normed)
         return rotate(self.queries(normed), position, frequencies), rotate(keys, position, frequencies), values
 
     def attend(self, x: Array, queries: Array, keys: Array, values: Array, mask: Array, deterministic: bool) -> Array:
-        """x [B, Q, D] plus what queries [B, H, Q, K] find in keys and values [B, G, C, K]; mask [B|1, Q|1, C]."""
+        """The residual x plus the output of attention, [B, Q, D].
+
+        Args:
+          x: [B, Q, D], the input of the sublayer.
+          queries: [B, H, Q, K].
+          keys: [B, G, C, K].
+          values: [B, G, C, K].
+          mask: bool [B|1, Q|1, C].
+          deterministic: whether dropout is off.
+        """
         groups = queries.reshape(queries.shape[0], keys.shape[1], -1, *queries.shape[2:])
         scores = jnp.einsum("bgrqk,bgck->bgrqc", groups, keys, preferred_element_type=jnp.float32)
         scores = cap(scores * self.stack.query_pre_attn_scalar**-0.5, self.stack.attn_logit_softcapping)
@@ -225,7 +267,7 @@ class GemmaAttention(Sublayer):
 
 
 class GemmaFeedForward(Sublayer):
-    """The gated network."""
+    """The gated feed-forward network: [B, L, D] -> [B, L, D]."""
 
     def setup(self) -> None:
         super().setup()
@@ -256,7 +298,7 @@ class GemmaEncoderLayer(nn.Module):
 
 
 class GemmaDecoderLayer(nn.Module):
-    """Self-attention, cross-attention without rotations and windows, feed-forward; see `t5.DecoderLayer`."""
+    """Self-attention, cross-attention without rotary positions and windows, feed-forward; see `t5.DecoderLayer`."""
 
     config: "T5GemmaConfig"
     dtype: DTypeLike
@@ -282,7 +324,14 @@ class GemmaDecoderLayer(nn.Module):
         return self.feed_forward(x, deterministic), cache
 
     def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
-        """x with what queries find in slots, and then x in the source: keys, values and mask of each."""
+        """Applies self-attention and then cross-attention to x [B, Q, D].
+
+        Args:
+          x: [B, Q, D].
+          slots: queries, keys, values and mask of self-attention.
+          source: keys, values and mask of cross-attention.
+          deterministic: whether dropout is off.
+        """
         x = self.self_attention.attend(x, *slots, deterministic)
         queries = self.cross_attention.queries(self.cross_attention.norm(x))
         return self.cross_attention.attend(x, queries, *source, deterministic)
@@ -292,7 +341,7 @@ class GemmaDecoderLayer(nn.Module):
 
 
 class GemmaEmbedder(nn.Module):
-    """A table of tokens, which may be the head as well; int8 with a scale for each row, as in `t5.T5`."""
+    """An embedding table [V, D], which may also be the head. It may be int8 with a scale for each row."""
 
     size: int
     width: int
@@ -311,13 +360,13 @@ class GemmaEmbedder(nn.Module):
 
     @multiplies_with("embedding")
     def logits(self, hidden: Array) -> Array:
-        """f32 [..., V]."""
+        """The logits f32 [..., V] of hidden states [..., D], before the soft cap."""
         found = parts.logits_of(hidden, self.embedding, self.dtype)
         return found * self.get_variable("params", "scale") if self.has_variable("params", "scale") else found
 
 
 class GemmaStackModule(t5.Stack):
-    """The common part of both sides."""
+    """The base class of both sides; see `t5.Stack`."""
 
     config: Any
     shards: int = 1
@@ -332,7 +381,7 @@ class GemmaStackModule(t5.Stack):
             self.embedder = GemmaEmbedder(c.vocab_size, getattr(c, self.side).hidden_size, self.dtype, self.shards)
 
     def own(self) -> list[Own]:
-        """The numbers in which layers differ."""
+        """The values of each layer in which layers differ."""
         return [getattr(self.config, self.side).own(i, self.config.window(self.side)) for i in range(len(self.layers))]
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
@@ -385,7 +434,7 @@ class GemmaDecoder(GemmaStackModule):
 
 
 class T5Gemma(t5.T5):
-    """The module."""
+    """The Flax module of a T5Gemma; see `t5.T5` for its fields and methods."""
 
     config: Any
     encoder_stack: ClassVar[type[nn.Module]] = GemmaEncoder
@@ -400,14 +449,14 @@ class T5Gemma(t5.T5):
             self.lm_head = Head(c.vocab_size, self.dtype)
 
     def set_up_table(self) -> None:
-        """Each side has its own."""
+        """Makes an embedding table for both sides, if there is only one. Here each side makes its own table."""
 
     def table(self, stack: Any) -> Any:
-        """The table of a side."""
+        """The embedding table of a side."""
         return stack.embedder
 
     def embed(self, *tokens: Array) -> tuple[Array, ...]:
-        """[..., D] in the compute dtype, of a source's tokens and of the decoder's."""
+        """The embeddings [..., D], in the compute dtype, of source tokens and of decoder inputs."""
         return tuple(self.table(side)(each) for side, each in zip((self.encoder, self.decoder), tokens, strict=True))
 
     def encode(self, tokens: Array, mask: Array, *, deterministic: bool = True) -> t5.Memory:
@@ -434,23 +483,24 @@ class T5GemmaConfig(Backbone):
     encoder: GemmaStack
     decoder: GemmaStack
     vocab_size: int = setting(least=2, most=2**24)  # rows of each table
-    num_layers: int = setting(least=1, most=2**10)  # of the encoder
-    num_decoder_layers: int = setting(least=1, most=2**10)
-    final_logit_softcapping: float = setting(30.0, least=0.0)  # of logits; 0: none
+    num_layers: int = setting(least=1, most=2**10)  # layers of the encoder
+    num_decoder_layers: int = setting(least=1, most=2**10)  # layers of the decoder
+    final_logit_softcapping: float = setting(30.0, least=0.0)  # soft cap of logits; 0: no cap
     rms_norm_eps: float = setting(1e-6, above=0.0)  # added to the mean square under the root
-    dropout_rate: float = setting(0.0, least=0.0, below=1.0)  # kept for Hugging Face; training goes by train.dropout
+    dropout_rate: float = setting(0.0, least=0.0, below=1.0)  # kept for Hugging Face; training uses train.dropout
     tied_head: bool = setting(True)  # the head is the decoder's table; False: lm_head/kernel
-    pad_token_id: int = setting(0, least=0)  # fills up batches
-    eos_token_id: int = setting(1, least=0)  # ends rows, and sources as the tokenizer says
-    decoder_start_token_id: int = setting(2, least=0)  # bos: the token that every row begins with
-    other_eos_token_ids: tuple[int, ...] = setting(())  # end rows as well, in decoding
+    pad_token_id: int = setting(0, least=0)  # the padding of batches
+    eos_token_id: int = setting(1, least=0)  # ends rows; it also ends sources if the tokenizer adds it
+    decoder_start_token_id: int = setting(2, least=0)  # bos: the token with which every row begins
+    other_eos_token_ids: tuple[int, ...] = setting(())  # further tokens that end a row in decoding
 
     model_types: ClassVar[tuple[str, ...]] = ("t5gemma",)
-    keys: ClassVar[Keys] = KEYS  # of config.json
-    attention_class: ClassVar[type[GemmaAttention]] = GemmaAttention  # in every layer
+    keys: ClassVar[Keys] = KEYS  # the table of the keys of config.json
+    attention_class: ClassVar[type[GemmaAttention]] = GemmaAttention  # the attention of every layer
     tables: ClassVar[tuple[str, ...]] = ("encoder/embedder/embedding", "decoder/embedder/embedding")
-    has_one_table: ClassVar[bool] = False  # of tokens, for both sides
-    prefixes: ClassVar[Mapping[str, str]] = {"encoder": "model.encoder", "decoder": "model.decoder"}  # of tensors
+    has_one_table: ClassVar[bool] = False  # whether both sides share one embedding table
+    # The prefixes of tensor names in files, by side.
+    prefixes: ClassVar[Mapping[str, str]] = {"encoder": "model.encoder", "decoder": "model.decoder"}
     side_types: ClassVar[Mapping[str, str]] = dict.fromkeys(("encoder", "decoder"), "t5_gemma_module")
     attentions: ClassVar[Mapping[str, tuple[tuple[str, str, str], ...]]] = {
         "encoder": attention("attention", "self", "d"),
@@ -461,9 +511,10 @@ class T5GemmaConfig(Backbone):
         return T5Gemma(self, **options)
 
     def window(self, side: str) -> tuple[int, int]:
-        """The bounds of a sliding layer's window: see `Own`."""
+        """The bounds left and right of the window of a side's sliding layers: see `Own`."""
         size: int = getattr(self, side).sliding_window
-        # As in transformers; DeepMind's own encoder leaves the outermost positions out. The decoder sees none ahead.
+        # As in transformers; DeepMind's encoder excludes the outermost positions. The right bound has no effect in the
+        # decoder, whose mask already hides later positions.
         return (size + 1, size + 1) if side == "encoder" else (size, EVERYTHING)
 
     def tensors(self) -> dict[str, tuple[str, str]]:
@@ -473,7 +524,7 @@ class T5GemmaConfig(Backbone):
             for i in range(depth):
                 parts = self.attentions[side] + FEED_FORWARD
                 found |= {f"layers_{i}/{path}": (f"layers.{i}.{name}", axes) for path, name, axes in parts}
-            for path, (name, axes) in found.items():  # the encoder's letters are large
+            for path, (name, axes) in found.items():  # the letters of the encoder are upper case
                 axes = axes.upper() if side == "encoder" else axes
                 table[f"{side}/{path}"] = (f"{self.prefixes[side]}.{name}.weight", axes)
         return table if self.tied_head else table | {"lm_head/kernel": (HEAD, "dV")}
@@ -529,12 +580,16 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def sides(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The objects of both sides in config.json."""
+        """The values of the encoder and of the decoder, from the values of config.json."""
         return given["encoder"], given["decoder"]
 
     @classmethod
     def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
-        """One side, from the keys of its object in config.json."""
+        """Reads the architecture of a side from the values of its object in config.json.
+
+        Raises:
+          UserError: a value is not supported; the message begins with the side and the key.
+        """
         for key, expected in (("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False)):
             if given[key] != expected:
                 raise UserError(f"{side}.{key}: found {given[key]!r}; expected {expected!r}")
@@ -554,12 +609,12 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
-        """`GemmaStack.full_every` of a side without layer_types."""
+        """The value of `GemmaStack.full_every` if a side has no layer_types."""
         return 2
 
     @classmethod
     def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """The values of the rotations of a side; rope_scaling takes precedence over rope_parameters."""
+        """The rotary fields of `GemmaStack` for a side. The key rope_scaling takes precedence over rope_parameters."""
         place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
         kind, theta, _ = read_rope(found, given["rope_theta"], place)
         if kind != "default" or found.keys() & set(LAYER_TYPES):
@@ -567,7 +622,7 @@ class T5GemmaConfig(Backbone):
         return {"rope_theta": theta, "full_rope_theta": theta}
 
     def earlier_doubts(self) -> str:
-        """See `Backbone`. Earlier versions read absent soft caps as none."""
+        """See `Backbone`. Earlier versions read an absent soft cap as no cap."""
         sides = ("encoder", "decoder")
         found = [f"{side}.attn_logit_softcapping" for side in sides if not getattr(self, side).attn_logit_softcapping]
         found += [] if self.final_logit_softcapping else ["final_logit_softcapping"]
@@ -575,7 +630,7 @@ class T5GemmaConfig(Backbone):
 
     def facts(self) -> dict[str, object]:
         ids = {"pad_token_id": self.pad_token_id, "eos_token_id": self.eos_fact}
-        ids["bos_token_id"] = self.decoder_start_token_id  # there is no other key for it
+        ids["bos_token_id"] = self.decoder_start_token_id  # the only key for this token
         common = {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied_head, **ids}
         sides = dict[str, dict[str, object]]()
         for side, depth in (("encoder", self.num_layers), ("decoder", self.num_decoder_layers)):
@@ -595,11 +650,11 @@ class T5GemmaConfig(Backbone):
         return {**facts, "is_encoder_decoder": True, "dropout_rate": self.dropout_rate, **common, **sides}
 
     def rotations(self, stack: GemmaStack) -> dict[str, object]:
-        """The keys of `read_rotations`."""
+        """The keys of config.json that `read_rotations` reads, with the values of a side."""
         return {"rope_parameters": {"rope_type": "default", "rope_theta": stack.rope_theta}}
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
-        """A head with a tensor of its own is not tied, regardless of config.json, as in transformers."""
+        """See `Backbone`. If the file has a tensor for the head, the head is not tied, as in transformers."""
         return dataclasses.replace(self, tied_head=self.tied_head and HEAD not in tensors)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
@@ -610,7 +665,16 @@ class T5GemmaConfig(Backbone):
 
 
 def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tuple[str, float, float]:
-    """The type, theta and factor of an object of rotations; `theta`: the default of theta."""
+    """Reads an object of rotary parameters of config.json.
+
+    Args:
+      given: the object.
+      theta: the default of its rope_theta.
+      where: the path of the object, for messages.
+
+    Returns:
+      The type, theta, and the factor by which positions are divided.
+    """
     found = read_keys(given, ROPE, f"{where}.")
     kind: str = found["rope_type"] or found["type"] or "default"
     theta, factor = found["rope_theta"] or theta, found["factor"]
@@ -623,7 +687,7 @@ def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tupl
     return kind, theta, factor
 
 
-# The published sizes: layers, and a side's widths, heads, groups and widths of heads.
+# Published sizes of a side: the number of layers; width, feed-forward width, heads, groups of heads and head width.
 _SIDES = {
     "s": (8, GemmaStack(512, 1024, 8, 8, 64, 64)),
     "b": (12, GemmaStack(768, 2048, 12, 12, 64, 64)),

@@ -1,8 +1,10 @@
-"""T5Gemma 2 (Zhang et al. 2025, arXiv 2512.14856), text alone: Gemma 3 blocks whose decoder merges both attentions.
+"""T5Gemma 2 (Zhang et al. 2025, arXiv 2512.14856) for text: Gemma 3 blocks with merged attention in the decoder.
 
-One attention of the decoder looks at slots and source under one softmax. Its queries are turned by their positions, and
-keys of slots as well, but keys of the source are not: what a cell finds there depends on its position, row + time.
-One table is for both sides and the head. Scores are not capped, whatever config.json says, as in transformers.
+In the decoder one attention replaces self-attention and cross-attention: its softmax extends over the slots and the
+source. Queries and the keys of slots are rotated by their positions, but the keys of the source are not. So the
+attention of a query to the source depends on the query's position, row + time, and not only on differences of
+positions. The encoder, the decoder and the head share one embedding table. Scores have no soft cap, even if config.json
+has a value for it, as in transformers.
 """
 
 import dataclasses
@@ -25,15 +27,15 @@ from pipejax.system.fields import setting
 
 Array = jax.Array
 EOI = "eoi_embedding"
-NONE = -1  # no token has a separate vector
-TEXT = "text_model."  # a part of names in the module, and none in files
+NONE = -1  # the value of `eoi_token_index` if no token has a separate vector
+TEXT = "text_model."  # a part of tensor names in transformers' module that names in files lack
 # The keys of config.json, as transformers reads them.
 SIDE: Keys = t5gemma.SIDE | {
     "vocab_size": Key(int, 262_208),
     "attn_logit_softcapping": Key(float, 0.0, null=0.0),
     "final_logit_softcapping": Key(float, 0.0, null=0.0),
-    "sliding_window_pattern": Key(int, 6, null=None),  # of older files: of so many layers the last is full
-    "rope_theta": Key(float, 1e6, null=None),  # of older files, for full layers, and the next for the others
+    "sliding_window_pattern": Key(int, 6, null=None),  # in older files: every n-th layer has full attention
+    "rope_theta": Key(float, 1e6, null=None),  # in older files: for full layers; the next key is for the other layers
     "rope_local_base_freq": Key(float, 10_000.0, null=None),
 }
 ENCODER: Keys = {
@@ -47,7 +49,7 @@ KEYS: Keys = t5gemma.KEYS | {
 
 
 class Gemma2Attention(t5gemma.GemmaAttention):
-    """Norms each head's queries and keys."""
+    """Grouped-query attention whose queries and keys are normalised in each head."""
 
     def setup(self) -> None:
         super().setup()
@@ -62,10 +64,10 @@ class Gemma2Attention(t5gemma.GemmaAttention):
 
 
 class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
-    """One attention over slots and source, then feed-forward."""
+    """Merged attention over slots and source, then feed-forward."""
 
     def set_up_cross(self, *given: Any) -> None:
-        """There is nothing else."""
+        """Makes no sublayer, as merged attention has no separate cross-attention."""
 
     def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
         (queries, *own, mask), (*others, real) = slots, source
@@ -79,13 +81,13 @@ class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
 
 
 class Gemma2Decoder(t5gemma.GemmaDecoder):
-    """See `t5gemma.GemmaDecoder`."""
+    """The decoder with merged attention; see `t5gemma.GemmaDecoder`."""
 
     layer: ClassVar[type[nn.Module]] = Gemma2DecoderLayer
 
 
 class Gemma2Embedder(t5gemma.GemmaEmbedder):
-    """A table with a vector apart, which is not scaled, for the token that ends an image."""
+    """An embedding table with a separate vector, which is not scaled, for the token that ends an image."""
 
     eoi: int = 0
 
@@ -100,7 +102,7 @@ class Gemma2Embedder(t5gemma.GemmaEmbedder):
 
 
 class T5Gemma2(t5gemma.T5Gemma):
-    """The module."""
+    """The Flax module of a T5Gemma 2; see `t5.T5` for its fields and methods."""
 
     decoder_stack: ClassVar[type[nn.Module]] = Gemma2Decoder
 
@@ -182,7 +184,10 @@ class T5Gemma2Config(T5GemmaConfig):
 
     @classmethod
     def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """The values of the rotations. Full layers have their own, to which rope_scaling of older files is added."""
+        """The rotary fields of `GemmaStack`. Full and sliding layers have separate parameters.
+
+        In older files the key rope_scaling extends the parameters of full layers.
+        """
         place, found, more = f"{side}.rope_parameters", given["rope_parameters"], given["rope_scaling"] or {}
         sliding, full = ({"rope_type": "default"} if found is None else found.get(kind) or {} for kind in LAYER_TYPES)
         if not (isinstance(sliding, dict) and isinstance(full, dict) and (full or not more)):
@@ -194,18 +199,18 @@ class T5Gemma2Config(T5GemmaConfig):
         return {"rope_theta": theta, "full_rope_theta": full_theta, "full_rope_factor": factor}
 
     def earlier_doubts(self) -> str:
-        """See `Backbone`. Earlier versions read absent layer_types as T5Gemma's, and used factors of type "default"."""
+        """See `Backbone`. Earlier versions read absent layer_types like T5Gemma, and used factors of type "default"."""
         found, sides = list[str](), {"encoder": self.num_layers, "decoder": self.num_decoder_layers}
         for side, depth in sides.items():
             stack: GemmaStack = getattr(self, side)
             if stack.full_every == 2 <= depth:
                 found.append(f"every second layer of the {side} full, as if config.json said so")
-            if stack.full_rope_factor not in (1.0, 8.0):  # 8.0 is that of the published models, of type linear
+            if stack.full_rope_factor not in (1.0, 8.0):  # the published models have the factor 8.0, of type linear
                 found.append(f"a rope factor of {stack.full_rope_factor:g} in the {side}, whatever its type")
         return " and ".join(found)
 
     def facts(self) -> dict[str, object]:
-        """config.json ties the two tables of tokens, also if the head has a tensor of its own."""
+        """See `Backbone`. tie_word_embeddings is always true, as it also ties the embedding tables of both sides."""
         facts: dict[str, Any] = super().facts() | {"tie_word_embeddings": True}
         eoi = {"eoi_token_index": None if self.eoi_token_index == NONE else self.eoi_token_index}
         facts["encoder"] = {"model_type": "t5gemma2_encoder", "text_config": facts["encoder"], **eoi}
@@ -236,7 +241,8 @@ class T5Gemma2Config(T5GemmaConfig):
         return super().fitted(tensors, weights)
 
 
-# The published sizes: layers, width, that of feed-forward, groups of heads, window, and what divides full positions.
+# Published sizes: layers, width, feed-forward width, heads, groups of heads, window, and the divisor of positions in
+# layers with full attention.
 _SIZES = {
     "270m": (18, 640, 2048, 4, 1, 512, 8.0),
     "1b": (26, 1152, 6912, 4, 1, 512, 8.0),

@@ -1,4 +1,4 @@
-"""UMT5 (Chung et al. 2023, arXiv 2304.09151): a T5 v1.1 whose layers each have a relative bias of their own.
+"""UMT5 (Chung et al. 2023, arXiv 2304.09151): a T5 v1.1 with a separate relative bias in each layer.
 
 A head that is the embedding table is scaled by d_model**-0.5, as in transformers. The published models have a separate
 head and `tie_word_embeddings: false` in config.json. T5X, in which they were trained, and transformers 4 do not scale
@@ -20,12 +20,12 @@ from pipejax.model.layers import RelativeBias
 from pipejax.system.cli import note
 
 Array = jax.Array
-KEYS: Keys = t5_config.MT5_KEYS | {"tie_word_embeddings": Key(bool, True, null=True)}  # of config.json
+KEYS: Keys = t5_config.MT5_KEYS | {"tie_word_embeddings": Key(bool, True, null=True)}  # the keys of config.json
 IN_TRANSFORMERS_5 = "transformers 5 multiplies by d_model**-0.5 before it: the same tokens, other log-probabilities"
 
 
 class UMT5EncoderLayer(t5.EncoderLayer):
-    """Adds its own bias to the padding's."""
+    """A layer of the encoder that adds its own relative bias to the bias that masks padding."""
 
     def setup(self) -> None:
         super().setup()
@@ -36,7 +36,7 @@ class UMT5EncoderLayer(t5.EncoderLayer):
 
 
 class UMT5DecoderLayer(t5.DecoderLayer):
-    """Makes its bias of the mask and the positions that all layers are given."""
+    """A layer of the decoder that computes its own bias from the mask and the positions, which all layers receive."""
 
     def setup(self) -> None:
         super().setup()
@@ -50,33 +50,33 @@ class UMT5DecoderLayer(t5.DecoderLayer):
 
 
 class UMT5Encoder(t5.Encoder):
-    """Has no bias that its layers share."""
+    """The encoder, without a bias shared by its layers."""
 
     layer: ClassVar[type[t5.EncoderLayer]] = UMT5EncoderLayer
 
     def set_up_bias(self) -> None:
-        """Nothing is shared."""
+        """Makes no submodule, as each layer has its own bias."""
 
     def bias(self, batch: int, length: int) -> Array:
-        """See `t5.Encoder`."""
+        """A scalar zero, as each layer adds its own bias."""
         return jnp.zeros(())
 
 
 class UMT5Decoder(t5.Decoder):
-    """Hands the positions on to its layers."""
+    """The decoder, which passes mask and positions to its layers instead of a shared bias."""
 
     layer: ClassVar[type[t5.DecoderLayer]] = UMT5DecoderLayer
 
     def set_up_bias(self) -> None:
-        """Nothing is shared."""
+        """Makes no submodule, as each layer has its own bias."""
 
     def bias(self, mask: Array, query: Array, key: Array) -> tuple[Array, Array, Array]:
-        """See `t5.Decoder`."""
+        """The arguments, from which each layer computes its own bias; see `t5.Decoder`."""
         return mask, query, key
 
 
 class UMT5(t5.T5):
-    """The module."""
+    """The Flax module of a UMT5; see `t5.T5` for its fields and methods."""
 
     encoder_stack: ClassVar[type[t5.Encoder]] = UMT5Encoder
     decoder_stack: ClassVar[type[t5.Decoder]] = UMT5Decoder
@@ -93,7 +93,7 @@ class UMT5Config(t5_config.T5Config):
         return UMT5(self, **options)
 
     def biases(self, stack: str, depth: int) -> dict[str, tuple[str, str]]:
-        """See `T5Config`: one a layer."""
+        """See `T5Config`. Each layer has one entry."""
         name = "layer.0.SelfAttention.relative_attention_bias.weight"
         return {
             f"{stack}/layers_{i}/relative_bias/embedding": (f"{stack}.block.{i}.{name}", "BH") for i in range(depth)
@@ -110,11 +110,11 @@ class UMT5Config(t5_config.T5Config):
         return bool(given["tie_word_embeddings"])
 
     def with_head(self, *, tied: bool) -> Self:
-        """See `T5Config`. The table is scaled if it is the head."""
+        """See `T5Config`. A tied head is always scaled."""
         return dataclasses.replace(self, tied_head=tied, scale_head=self.scale_head or tied)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
-        """See `Backbone`. A head that is not scaled counts as separate."""
+        """See `Backbone`. A head that is not scaled stays separate."""
         model = super().without_copies(params) if self.scale_head else self
         if not model.scale_head:
             note(f"{t5_config.HEAD}: not scaled, as in T5X and transformers 4; {IN_TRANSFORMERS_5}")
