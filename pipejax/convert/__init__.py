@@ -1,4 +1,4 @@
-"""Converts checkpoints from and to Hugging Face, and to fewer bytes.
+"""Converts checkpoints from and to the Hugging Face format, and to smaller dtypes.
 
 A converted checkpoint is a run directory like any other.
 """

@@ -1,4 +1,4 @@
-"""The command line of `pipejax convert from-hf SRC OUT`, `to-hf CHECKPOINT OUT` and `quantize CHECKPOINT OUT`."""
+"""The commands `pipejax convert from-hf SRC OUT`, `to-hf CHECKPOINT OUT` and `quantize CHECKPOINT OUT`."""
 
 from collections.abc import Sequence
 

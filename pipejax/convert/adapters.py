@@ -1,7 +1,8 @@
-"""Adapters of PEFT's: low-rank factors from its directories, and to them.
+"""Reads and writes PEFT adapters: low-rank factors in a directory.
 
-PEFT keeps A [rank, in] and B [out, rank] of a module and adds s B A to its matrix, with s = lora_alpha / rank, or
-lora_alpha / sqrt(rank). Ours are [in, rank] and [rank, out], without a number (`pipejax.model.lora`): s goes into B.
+PEFT stores A [rank, in] and B [out, rank] of a module and adds s B A to its matrix, with s = lora_alpha / rank, or
+lora_alpha / sqrt(rank). Our factors are [in, rank] and [rank, out], without a scale (`pipejax.model.lora`), so s is
+multiplied into B.
 """
 
 import json
@@ -24,7 +25,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model_name_or_path"
-PREFIX = "base_model.model."  # of the names of tensors
+PREFIX = "base_model.model."  # of the tensors' names
 FOLLOWED = (
     BASE,
     "revision",
@@ -36,17 +37,17 @@ FOLLOWED = (
     "rank_pattern",
     "alpha_pattern",
 )
-# Keys that change no logits of a trained adapter.
+# Settings that do not change the logits of a trained adapter.
 NEUTRAL = (
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout", "ensure_weight_tying"),
     *("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "corda_config"),
-    *("loftq_config", "lora_ga_config", "fan_in_fan_out"),  # the last is of other layers than T5's
+    *("loftq_config", "lora_ga_config", "fan_in_fan_out"),  # `fan_in_fan_out` applies to layers that T5 does not have
 )
-# The values that these must have; all other keys have to be null, false or empty.
+# The values that these settings must have; all other settings must be null, false or empty.
 EXPECTED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    # Others change the matrices that the factors lie beside.
+    # Other initialisations change the matrices that the factors are added to.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 MATCH = """
@@ -58,15 +59,19 @@ for expression in expressions:
     except (re.error, RecursionError, OverflowError) as error:
         print(json.dumps(str(error)))
 """
-LONGEST, SECONDS = 2**16, 3  # characters and time of an adapter's expressions
+LONGEST, SECONDS = 2**16, 3  # limits for an adapter's regular expressions: characters, and seconds of matching
 
 
 def is_adapter(directory: Path) -> bool:
+    """Whether a directory is a PEFT adapter."""
     return look(directory / CONFIG) == "file"
 
 
 def base_of(directory: Path) -> str:
-    """The directory of the model that an adapter was trained on, or its name, as NAME@REVISION if it says one."""
+    """Returns the directory or the hub id of the model that an adapter was trained on.
+
+    A hub id has the form NAME@REVISION if the adapter names a revision.
+    """
     facts = read_json(directory / CONFIG)
     name, revision = facts.get(BASE), facts.get("revision")
     if not isinstance(name, str) or not name:
@@ -77,6 +82,11 @@ def base_of(directory: Path) -> str:
 
 
 def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
+    """Reads the factors of an adapter as parameters by path.
+
+    Raises:
+      UserError: the adapter's settings or its tensors do not fit the model.
+    """
     modules, formerly = _modules(model), _modules(model, in_files=True)
     targets = _targets(directory / CONFIG, [*(modules | formerly)])
     weights, tensors = open_tensors(directory, ADAPTER)
@@ -110,7 +120,13 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
 
 
 def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """The tensors and the config of PEFT's for the factors among parameters."""
+    """Converts the factors among the parameters to PEFT's tensors and config.
+
+    Args:
+      model: the architecture.
+      params: the parameters with factors.
+      base_model: the name of the model that the adapter belongs to.
+    """
     flat, modules, tensors = flatten_dict(params, sep="/"), _modules(model), dict[str, np.ndarray]()
     ranks = {name: flat[f"{path}/{lora.A}"].shape[1] for name, path in modules.items() if f"{path}/{lora.A}" in flat}
     if not ranks:
@@ -130,7 +146,7 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
         "task_type": "SEQ_2_SEQ_LM",
         BASE: base_model,
         "r": rank,
-        "lora_alpha": rank,  # so s is 1
+        "lora_alpha": rank,  # makes the scale s equal to 1
         "rank_pattern": others,
         "alpha_pattern": others,
         "target_modules": sorted(kinds if by_kind else ranks),
@@ -142,9 +158,9 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
 
 
 def _modules(model: Backbone, *, in_files: bool = False) -> dict[str, str]:
-    """The names in PEFT of the modules that may have factors, with their parameter paths.
+    """Returns the PEFT names of the modules that may have factors, with their parameter paths.
 
-    `in_files`: use the names of the base's files, as adapters made with earlier releases of transformers may do.
+    `in_files`: use the tensor names of the base's files, as adapters of earlier transformers releases may do.
     """
     found = {path: name for path, (name, _) in model.tensors().items() if lora.ADAPTED.fullmatch(path)}
     names = {path: name if in_files else model.module_name(name) for path, name in found.items()}
@@ -152,7 +168,11 @@ def _modules(model: Backbone, *, in_files: bool = False) -> dict[str, str]:
 
 
 def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
-    """By the name of each module with factors, their rank, and s; raises a UserError that names an unknown key."""
+    """Returns the rank and the scale s of each module with factors, by the module's name.
+
+    Raises:
+      UserError: the config has an unknown setting or value.
+    """
     facts = read_json(file)
     for key, value in facts.items():
         if key in EXPECTED and value not in EXPECTED[key]:
@@ -180,9 +200,10 @@ def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
 
 
 def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[str, set[str]]:
-    """The names that each list has, by their ends, or each expression, by the whole; `given` by their keys.
+    """Returns the module names that each setting selects.
 
-    Another process looks for those of the expressions: an expression may take for ever, and nothing stops it in this.
+    A list selects names by their ends, an expression by a full match. The expressions are matched in another process,
+    because matching may take arbitrarily long and cannot be interrupted within this process.
     """
     found, expressions = dict[str, set[str]](), dict[str, str]()
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""From the name of a Hugging Face model to a checkpoint: converted once, and kept in the user's cache."""
+"""Finds the checkpoint for the name of a Hugging Face model: it is converted once and kept in the user's cache."""
 
 import contextlib
 import hashlib
@@ -17,17 +17,20 @@ from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, new_directory, require_own
 
-# The small files that a conversion is made of.
+# The small files that affect a conversion.
 SETTINGS = ("config.json", generation.FILE, description.FILE, adapters.CONFIG, *TOKENIZER_FILES)
-PIECE = 2**24  # bytes that one thread digests at once
+PIECE = 2**24  # bytes that one thread hashes at a time
 
 
 def find_checkpoint(source: str | Path) -> Path:
-    """The directory of a checkpoint: the given one, or the kept conversion of a Hugging Face directory or hub name.
+    """Returns the directory of a checkpoint: the given one, or the cached conversion of a Hugging Face model.
 
-    A conversion is identified by the content of the files, the version of pipejax and that of the conversion: if one of
-    them changes, the directory is converted again. The hub is not contacted for a name, or for an adapter's base, whose
-    newest download was converted before.
+    `source` is a directory or a hub id. A conversion is identified by the content of the files, the version of pipejax
+    and the version of the conversion: if one of them changes, the directory is converted again. If the newest download
+    of a hub model, or of an adapter's base, was converted before, the hub is not contacted.
+
+    Raises:
+      UserError: there is no cache to write to, or the model cannot be converted.
     """
     path = Path(source)
     is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()
@@ -46,7 +49,7 @@ def find_checkpoint(source: str | Path) -> Path:
         )
     target, name = None, absolute(path).name
     if of_hub or adapters.is_adapter(path):
-        with contextlib.suppress(UserError):  # a part of it may not be here yet
+        with contextlib.suppress(UserError):  # a part of the model may not be downloaded yet
             target = _place(cache, name, str(source), at_once=True)
     if target is None or look(target) != "directory":
         target = _place(cache, name, str(source))
@@ -63,7 +66,7 @@ def find_checkpoint(source: str | Path) -> Path:
 
 
 def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Path:
-    """Where the conversion of a source is kept: by the content of all files that it is made of."""
+    """Returns the cache directory for the conversion of a source, named by the content of all files that affect it."""
     places = [(directory := locate(source, at_once=at_once), WHOLE)]
     if adapters.is_adapter(directory):
         places = [(directory, ADAPTER), (locate(adapters.base_of(directory), at_once=at_once), WHOLE)]
@@ -78,6 +81,7 @@ def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Pat
 
 
 def _digest_of_content(file: Path) -> str:
+    """Returns a SHA-256 of the file's content: the hub cache's own name for it, or of hashed pieces."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     real = file.resolve()

@@ -1,9 +1,9 @@
-"""The files beside the weights for Hugging Face: pipejax.json keeps a run's settings, README.md says how to decode.
+"""The files that the Hugging Face format has in addition to the weights.
 
-Of a run that writes rows, custom_generate/generate.py lets transformers write them: `rows_in_torch.py` with its
-settings.
+pipejax.json keeps a run's settings, and README.md shows how to decode. For a run that writes rows there is also
+custom_generate/generate.py, with which transformers decodes them: it is `rows_in_torch.py` with the run's settings.
 
-pipejax.json holds what decoding needs and nothing else: no path, and no size or id, which config.json has.
+pipejax.json contains only what decoding needs. It has no paths, and no sizes or ids, which config.json has.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import digest_of, look
 
 FILE, CARD, WEIGHTS = "pipejax.json", "README.md", "model.safetensors"
-GENERATE = "custom_generate/generate.py"  # where transformers looks for it
+GENERATE = "custom_generate/generate.py"  # the path where transformers looks for it
 FORMAT = 1
-DATA = (  # the keys of `data` that say how texts are made and parted, and how long they may be
+DATA = (  # the keys of `data` that determine how texts are built and split, and how long they may be
     *("task", "source_template", "targets", "rows", "delimiter", "metric"),
     *("special_tokens", "max_source", "max_target", "separator"),
 )
@@ -102,18 +102,18 @@ that file. Without it `generate` writes the first row alone."""
 
 @dataclasses.dataclass(frozen=True)
 class ModelOrigin:
-    """The facts of a model that its run does not hold."""
+    """Facts about a model that its run does not record."""
 
-    base_model: str = ""  # its name on the hub, from whose weights the training started
-    scores: Mapping[str, object] | None = None  # as `pipejax evaluate --json` writes them
-    license: str = ""  # as the hub calls it
+    base_model: str = ""  # the hub name of the model whose weights the training started from
+    scores: Mapping[str, object] | None = None  # in the format of `pipejax evaluate --json`
+    license: str = ""  # the hub's name of the license
 
 
 UNKNOWN = ModelOrigin()
 
 
 def add_origin(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the facts that README.md tells of a model and its run does not hold."""
+    """Adds flags for the facts in README.md that a run does not record."""
     parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
     parser.add_argument("--license", default="", metavar="NAME", help="for its README.md, such as apache-2.0")
     parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
@@ -122,7 +122,7 @@ def add_origin(parser: argparse.ArgumentParser) -> None:
 def write_files(
     directory: Path, name: str, config: Config, *, tokenizer: Tokenizer | None, origin: ModelOrigin = UNKNOWN
 ) -> list[str]:
-    """Writes the files beside model.safetensors; returns a line for each thing to say of them."""
+    """Writes the files beside model.safetensors; returns remarks for the log, one per line."""
     facts = strict_json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
@@ -153,7 +153,7 @@ def write_files(
 
 
 def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
-    """The text of `rows_in_torch.py` with the settings of a run; None if its method is another."""
+    """Returns the text of `rows_in_torch.py` with the settings of a run; None if its method is not supported."""
     settings = _in_torch(config, tokenizer=tokenizer is not None)
     if settings is None:
         return None
@@ -170,12 +170,16 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
 
 
 def _in_torch(config: Config, *, tokenizer: bool) -> InTorch | None:
-    """The settings of `rows_in_torch.py`, which knows T5's decoder alone, and no names of rows without a tokenizer."""
+    """Returns the settings of `rows_in_torch.py`, or None if it cannot decode this run.
+
+    It supports only T5's decoder, and names of rows only with a tokenizer.
+    """
     settings, knows = methods.trained(config).in_torch, isinstance(config.model, T5Config)
     return None if settings is None or not knows or (settings["row_names"] and not tokenizer) else settings
 
 
 def kept(config: Config) -> Config:
+    """Returns the config with only the settings that pipejax.json keeps."""
     decode = dataclasses.replace(config.decode, draft_checkpoint="")
     if decode.draft == "model":
         decode = dataclasses.replace(decode, draft="none", trace=False)
@@ -190,7 +194,11 @@ def kept(config: Config) -> Config:
 
 
 def read_settings(directory: Path, model: Backbone, generate: Generation) -> tuple[Config, list[str]] | None:
-    """The config of the run that a directory is from, and a line for each remark; None: there is no file."""
+    """Reads the config of the run that a directory was exported from.
+
+    Returns:
+      The config, and remarks for the log, one per line; None if the directory has no pipejax.json.
+    """
     file, weights = directory / FILE, _weights(directory)
     if not look(file):
         return None
@@ -224,12 +232,21 @@ def card(
     is_adapter: bool = False,
     affixes: Affixes | None = None,
 ) -> str:
-    """The text of README.md; `affixes`: the special ids of a source, if the tokenizer adds other ones."""
+    """Returns the text of README.md.
+
+    Args:
+      name: the model's name.
+      config: the run's config.
+      tokenizer: whether the directory has a tokenizer.
+      origin: the facts that the run does not record.
+      is_adapter: whether the directory has only factors.
+      affixes: the special ids of a source, if they differ from those that the tokenizer adds.
+    """
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data
     template, between, core = data.source_template, data.separator, data.separator.strip(" ")
-    if data.task in PAPERS:  # it has a template of its own
+    if data.task in PAPERS:  # the task has its own template
         template = make_task(data).template
     fields = (
         dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
@@ -243,7 +260,7 @@ def card(
     elif not method.parts_text:
         what += f" pipejax joins rows with {between!r}."
     rows, settings = "[text]", ""
-    if is_adapter:  # whose directory has no generation_config.json that transformers would read
+    if is_adapter:  # transformers would not read a generation_config.json in an adapter's directory
         said = {key: x for key, x in generation.of_run(config).items() if key not in generation.IDS}
         settings = "".join(f", {key}={x!r}" for key, x in said.items())
     in_torch = _in_torch(config, tokenizer=tokenizer) is not None
@@ -257,7 +274,7 @@ def card(
         library_name="peft" if is_adapter else "transformers",
         tags=["text2text-generation", "pipejax", *(["custom_generate", "pipelined-decoding"] if in_torch else [])],
         model_name=name,
-        eval_results=None if scored in OWN_FILES else results or None,  # the hub asks for a data set by its name
+        eval_results=None if scored in OWN_FILES else results or None,  # the hub requires the name of the data set
         license=origin.license or None,
     )
     return CARD_TEXT.format(
@@ -284,7 +301,7 @@ def card(
 
 
 def _scores_in(given: Mapping[str, object] | None) -> dict[str, float]:
-    """The scores among what `pipejax evaluate --json` writes, by name: they stand between the metric and the steps."""
+    """Returns the scores in the output of `pipejax evaluate --json`: the numbers between "metric" and "steps"."""
     keys = [*(given or {})]
     if given is None or _lacking(given):
         return {}
@@ -297,7 +314,7 @@ def _lacking(given: Mapping[str, object]) -> list[str]:
 
 
 def _told(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> str:
-    """The part of README.md with the scores and their command; "" without any."""
+    """Returns the section of README.md with the scores and their command, or "" without scores."""
     if not given or not scores:
         return ""
     told = "\n".join(f"| {key} | {value:.2f} |" for key, value in scores.items())

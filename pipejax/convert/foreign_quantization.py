@@ -6,12 +6,12 @@ from pathlib import Path
 from pipejax.convert.tensor_files import read_json
 from pipejax.system.files import look
 
-KEYS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
-FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # of GPTQ, AWQ and ModelOpt
+KEYS = ("quantization_config", "compression_config")  # keys in config.json; the second is an older name
+FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # files of GPTQ, AWQ and ModelOpt
 
 
 def find_quantization(directory: Path) -> str:
-    """The place and the method of a directory's quantisation; "" if there is no sign of it."""
+    """Returns the place and the method of a directory's quantisation; "" if there is no sign of one."""
     for place, value in _settings(directory / "config.json"):
         if isinstance(value, dict):
             of_bits = any(key.startswith(("load_in_", "bnb_")) for key in value)
@@ -23,7 +23,7 @@ def find_quantization(directory: Path) -> str:
 
 
 def _settings(file: Path) -> Iterator[tuple[str, object]]:
-    """The settings of a quantisation in config.json, each with its key: of the model, or of a part of it."""
+    """Yields the quantisation settings in config.json with their keys: of the model, and of its parts."""
     parts: list[tuple[str, object]] = [("", read_json(file))]
     for prefix, part in parts:
         if not isinstance(part, dict):

@@ -1,7 +1,7 @@
-"""The settings of transformers' `generate`: generation_config.json, or config.json where there is none.
+"""The settings of transformers' `generate`: generation_config.json, or config.json without that file.
 
-Where it lies in a directory, transformers takes the special ids from it alone. `generate` takes the most likely token
-unless a setting says otherwise.
+If a directory has generation_config.json, transformers takes the special ids from it alone. `generate` decodes greedily
+unless a setting changes that.
 """
 
 import json
@@ -19,8 +19,8 @@ from pipejax.system.files import look
 
 FILE = "generation_config.json"
 IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-TOP_K = 50  # of `generate`: it draws from so many tokens unless it is told another number
-# What changes an answer and has no equal here: always, where tokens are drawn, and with beams.
+TOP_K = 50  # the default of `generate` for sampling
+# Settings that change an answer and have no equivalent here: always, when sampling, and with beams.
 ALWAYS = (
     *("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_penalty"),
     *("encoder_repetition_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "suppress_tokens"),
@@ -30,7 +30,7 @@ ALWAYS = (
 )
 OF_DRAWS = ("typical_p", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 OF_BEAMS = ("early_stopping", "num_beam_groups", "diversity_penalty")
-FACTORS = (  # for which 1 changes nothing
+FACTORS = (  # settings for which 1 changes nothing
     *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"),
     *("min_length", "num_return_sequences", "num_beam_groups"),
 )
@@ -38,25 +38,27 @@ FACTORS = (  # for which 1 changes nothing
 
 @dataclass(frozen=True)
 class Generation:
-    """The settings of `generate` that a directory has."""
+    """The settings of `generate` in a directory."""
 
-    file: Path  # that says it
-    values: Mapping[str, object]  # its keys, without those that are null
+    file: Path  # the file that contains them
+    values: Mapping[str, object]  # by key, without null values
 
     @property
     def drawn(self) -> bool:
+        """Whether `generate` samples."""
         return self.values.get("do_sample") is True
 
     @property
     def beams(self) -> object:
+        """The number of beams; 1: no beam search."""
         return self.values.get("num_beams", 1)
 
     def followed(self) -> dict[str, tuple[str, object]]:
-        """By its key, the key of `decode` that means the same, and the value."""
+        """Returns, by key, the equivalent key of `decode` and the value."""
         values, found = self.values, dict[str, tuple[str, object]]()
         if "max_new_tokens" in values:
             found["max_new_tokens"] = "max_length", values["max_new_tokens"]
-        elif "max_length" in values:  # it counts the start token, too
+        elif "max_length" in values:  # it includes the start token
             most = values["max_length"]
             found["max_length"] = "max_length", most - 1 if type(most) is int else most
         if self.drawn and self.beams == 1:
@@ -68,6 +70,7 @@ class Generation:
         return found
 
     def lost(self) -> Iterator[str]:
+        """Yields the keys of settings that change answers and have no equivalent here."""
         keys = [*ALWAYS, *(OF_DRAWS if self.drawn else ()), *(OF_BEAMS if self.beams != 1 else ())]
         for key in keys:
             value = self.values.get(key)
@@ -79,7 +82,11 @@ class Generation:
 
 
 def read_generation(directory: Path, facts: Mapping[str, object]) -> Generation:
-    """The settings in a directory whose config.json holds `facts`; raises a UserError if a file of them is no JSON."""
+    """Reads the settings of a directory whose config.json contains `facts`.
+
+    Raises:
+      UserError: the file is not JSON.
+    """
     file = directory / FILE
     found = look(file) == "file"
     values = read_json(file) if found else facts
@@ -91,15 +98,15 @@ def read_generation(directory: Path, facts: Mapping[str, object]) -> Generation:
 def special_ids(
     generation: Generation, facts: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, Path]], list[str]]:
-    """The special ids that `generate` uses, each with its file, and lines to log; the ids of eos are a list.
+    """Returns the special ids that `generate` uses, by key and each with its file, and lines for the log.
 
-    `facts`: the architecture.
+    The ids of eos are a list. `facts` is the content of config.json.
     """
     config, file, values = generation.file.with_name("config.json"), generation.file, generation.values
     given = {key: values.get(key) for key in IDS}
     if given["decoder_start_token_id"] is None:
         given["decoder_start_token_id"] = values.get("bos_token_id")
-    if type(given["pad_token_id"]) is int and given["pad_token_id"] < 0:  # as some write for none
+    if type(given["pad_token_id"]) is int and given["pad_token_id"] < 0:  # some files write -1 for no id
         given["pad_token_id"] = None
     ids, others, lacking = dict[str, tuple[object, Path]](), [], []
     for key, value in given.items():
@@ -111,7 +118,7 @@ def special_ids(
                 others.append(f"{key} {value!s:.20} (there: {known!s:.20})")
         elif known is not None:
             ids[key] = read(known, f"{config}: {key}"), config
-            if file != config and key != "pad_token_id":  # which only fills up, there and here
+            if file != config and key != "pad_token_id":  # the padding id has no effect on answers in either library
                 lacking.append(f"{key} {known}")
     lines = [f"{file}: goes before config.json, as in transformers: {', '.join(others)}"] if others else []
     if lacking:
@@ -123,6 +130,7 @@ def special_ids(
 
 
 def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, list[str]]:
+    """Returns the `decode` settings that follow the directory's, and lines for the log about the others."""
     decode, lost = DecodeConfig(), [*generation.lost()]
     for key, (ours, value) in generation.followed().items():
         setting: dict[str, Any] = {ours: value}
@@ -131,11 +139,11 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
         try:
             changed = replace(decode, **setting)
             check(Config(model=model, decode=changed), where="")
-        except UserError:  # out of our bounds
+        except UserError:  # the value is outside the limits here
             lost.append(key)
         else:
             decode = changed
-    if generation.drawn and not decode.temperature:  # nothing narrows draws where nothing is drawn
+    if generation.drawn and not decode.temperature:  # truncation of the distribution has no effect without sampling
         lost += [key for key in ("top_k", "top_p") if key in generation.values and "do_sample" in lost]
         decode = replace(decode, top_k=DecodeConfig.top_k, top_p=DecodeConfig.top_p)
     file, lines = generation.file, []
@@ -148,17 +156,18 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
 
 
 def of_model(model: Backbone) -> dict[str, object]:
-    """The content of generation_config.json for an architecture alone."""
+    """Returns the content of generation_config.json for an architecture without a run."""
     values = dict[str, object]((key, getattr(model, key)) for key in IDS) | {"eos_token_id": model.eos_fact}
-    # transformers' `generate` makes a cache of `num_layers` layers, in which a deeper decoder finds no place.
+    # transformers' `generate` makes a cache of `num_layers` layers, which is too small for a deeper decoder.
     return values | ({"use_cache": False} if model.num_decoder_layers > model.num_layers else {})
 
 
 def of_run(config: Config) -> dict[str, object]:
-    """The content of generation_config.json for a run, with which `generate` comes as near to it as it can."""
+    """Returns the content of generation_config.json for a run: the closest equivalent that `generate` has."""
     assert config.model is not None
     decode, values = config.decode, of_model(config.model)
-    if "generate" not in methods.trained(config).can:  # of ours, the first row is what `generate` writes
+    # For a method that writes rows, `generate` alone would write only the first row.
+    if "generate" not in methods.trained(config).can:
         return values | ({"max_new_tokens": config.grid.time_max} if config.method is None else {})
     values |= {"max_new_tokens": decode.max_length}
     if decode.beams > 1:
@@ -169,7 +178,11 @@ def of_run(config: Config) -> dict[str, object]:
 
 
 def only(value: object, where: str) -> object:
-    """The id, or the only one of a list."""
+    """Returns the id, or the single id of a list.
+
+    Raises:
+      UserError: the value is neither.
+    """
     found = value if isinstance(value, list) else [value]
     if len(found) != 1:
         raise UserError(f"{where}: found {value!s:.60}; expected a single id")
@@ -177,7 +190,11 @@ def only(value: object, where: str) -> object:
 
 
 def several(value: object, where: str) -> list[object]:
-    """The ids of a list, each once, or the only one."""
+    """Returns the ids of a list without duplicates, or the single id as a list.
+
+    Raises:
+      UserError: the value is neither.
+    """
     if isinstance(value, list) and not value:
         raise UserError(f"{where}: found an empty list; expected one id or more")
     found = value if isinstance(value, list) else [value]

@@ -1,7 +1,7 @@
-"""Converts checkpoints of Hugging Face to ours and back, without torch.
+"""Converts checkpoints from Hugging Face format to pipejax and back, without torch.
 
-Both ways are strict: a tensor that is unused or missing, or whose shape contradicts config.json, is an error. The
-backbone knows the names and shapes of its tensors and the keys of its config.json (`pipejax.model.backbone`).
+Both directions are strict: a tensor that is unused or missing, or whose shape contradicts config.json, is an error. The
+backbone defines the names and shapes of its tensors and the keys of its config.json (`pipejax.model.backbone`).
 """
 
 import dataclasses
@@ -46,17 +46,27 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model"),
 )
 SENTINEL = re.compile(r"<extra_id_\d+>")  # an added token of T5's tokenizers
-OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")  # fetched of a model, if they are there
+# Files of a model to download, if they exist.
+OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")
 
 
 def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tuple[Any, Params]:
-    """Reads a Hugging Face directory into a backbone (None: of its model_type) and float32 parameters."""
+    """Reads a Hugging Face directory into a backbone and float32 parameters.
+
+    Args:
+      directory: the directory.
+      backbone: the class of the architecture; None: determined by "model_type" in config.json.
+
+    Raises:
+      UserError: config.json, the tokenizer or the weights are invalid or contradict each other.
+    """
     directory = Path(directory)
     model, _ = _read_architecture(directory, backbone)
     return _read_params(directory, model)
 
 
 def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
+    """Reads the weights of a directory into float32 parameters, checking names and shapes."""
     quantization = find_quantization(directory)
     try:
         found = _read_floats(directory, model)
@@ -76,12 +86,12 @@ def _read_floats(directory: Path, model: Model) -> tuple[Model, Params]:
     model = model.fitted(tensors, weights)
     check_names(directory / "config.json", model, weights, tensors)
     table = model.tensors()
-    for path, (name, axes) in table.items():  # all shapes are checked before a tensor is read
+    for path, (name, axes) in table.items():  # all shapes are checked before the first tensor is read
         axes = axes[::-1] if path.endswith("kernel") else axes
         check_shape(f"{tensors[name].file}: {name}", tensors[name].shape, axes, model)
     flat = {}
     for path, (name, _) in table.items():
-        array = tensors.pop(name).read()  # popped, so that no tensor is in memory twice
+        array = tensors.pop(name).read()  # removed from the dict, so that no tensor is in memory twice
         flat[path] = np.array(array.T if path.endswith("kernel") else array, dtype=np.float32, order="C")
     model = model.without_copies(flat)
     return model, unflatten_dict(flat, sep="/")
@@ -96,9 +106,18 @@ def write_hf(
     run: Config | None = None,
     origin: description.ModelOrigin = description.UNKNOWN,
 ) -> None:
-    """Writes a directory that transformers loads: completely or not at all.
+    """Writes a directory that transformers loads, completely or not at all.
 
-    `run`: the config whose settings are kept in pipejax.json and described in README.md; None: neither.
+    Args:
+      config: the architecture.
+      params: the parameters.
+      out: the directory, absent or empty.
+      tokenizer_dir: the tokenizer's files to copy; None: none.
+      run: the config whose settings are kept in pipejax.json and described in README.md; None: neither file is written.
+      origin: facts for README.md.
+
+    Raises:
+      UserError: the directory is not empty or cannot be written, or a parameter is not finite.
     """
     generate = generation.of_run(run) if run else generation.of_model(config)
     flat = flatten_dict(params, sep="/")
@@ -136,7 +155,7 @@ def _write_directory(
             for name, values in files.items():
                 (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
             save_file(tensors, staging / weights, metadata={"format": "pt"})  # transformers requires this
-            shutil.copymode(staging / next(iter(files)), staging / weights)  # safetensors sets mode 0600
+            shutil.copymode(staging / next(iter(files)), staging / weights)  # safetensors sets the mode 0600
             if tokenizer_dir is not None:
                 _copy_tokenizer(Path(tokenizer_dir), staging)
             if run:
@@ -152,10 +171,20 @@ def _write_directory(
 def from_hf(
     source: str | Path, out: str | Path, backbone: type[Backbone] | None = None, *, base_model: str = ""
 ) -> str:
-    """Converts a Hugging Face directory, or a model of the hub, NAME or NAME@REVISION, to a run with step 0.
+    """Converts a Hugging Face directory, or a hub model NAME or NAME@REVISION, to a run with step 0.
 
-    Of an adapter of PEFT's the run has the base's weights, with the factors beside them. Tokenizer and settings are the
-    adapter's own, if it has some; `base_model` "": as its adapter_config.json says. Returns the model's size in words.
+    For a PEFT adapter, the run has the weights of its base and the factors. The tokenizer and the settings come from
+    the
+    adapter's directory if it has them, else from the base.
+
+    Args:
+      source: the directory or hub id.
+      out: the run directory to write.
+      backbone: the class of the architecture; None: determined by "model_type".
+      base_model: the base of an adapter; "": the one named in its adapter_config.json.
+
+    Returns:
+      The model's size in words.
     """
     require_free(Path(out))
     check_place(Path(out))
@@ -181,7 +210,7 @@ def from_hf(
         config = dataclasses.replace(_run_settings(directory, model, given), name=name)
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
-        except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
+        except (OSError, ValueError) as error:  # TensorStore raises ValueError, also for a full disk
             raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
     return _size_in_words(params)
 
@@ -195,7 +224,17 @@ def to_hf(
     adapter: bool = False,
     license: str = "",
 ) -> str:
-    """Converts the newest good step of a run, or the best, to a Hugging Face directory; returns the size in words."""
+    """Converts a run to a Hugging Face directory; returns the size in words.
+
+    Args:
+      checkpoint: the run directory.
+      out: the directory to write.
+      best: convert the step of the best evaluation instead of the newest one.
+      base_model: the hub name of the model that training started from.
+      scores: a file of `pipejax evaluate --json` for README.md.
+      adapter: write only the low-rank factors, as a PEFT adapter.
+      license: the license for README.md.
+    """
     require_free(Path(out))
     if adapter and not base_model:
         raise UserError("--adapter: found no --base-model; expected the name or the directory of the adapted model")
@@ -221,7 +260,7 @@ def to_hf(
 
 
 def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
-    """Raises a UserError unless the run's weights are those of its base: only there the factors mean the same."""
+    """Raises a UserError unless the run's weights equal its base's: the factors have the same effect only there."""
     if look(base_model) != "directory":
         note(f"{base_model}: not compared with the weights of the run, as it is no directory")
         return
@@ -251,7 +290,7 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
         decode, lines = generation.decoding(generate, model)
         config = Config(
             model=model,
-            data=DataConfig(task="none", separator=" "),  # one space joins the rows, as no task defines a separator
+            data=DataConfig(task="none", separator=" "),  # no task defines a separator here; one space joins the rows
             train=TrainConfig(objective="none"),
             decode=decode,
         )
@@ -263,7 +302,7 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
 def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
     """Copies the tokenizer from `own`, without sentinels for which the model has no embeddings.
 
-    T5's tokenizer class adds 100 sentinels unless the files set another number, also to MADLAD's, which has none.
+    T5's tokenizer class adds 100 sentinels unless the files set another number, even for MADLAD, which has none.
     """
     tokenizer, most = Tokenizer.load(copied, copy_of=own), model.vocab_size
     if tokenizer.size <= most:
@@ -284,25 +323,26 @@ def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
 
 
 def _without_sentinels(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a tokenizer's file without sentinels among its pieces and added tokens."""
+    """Returns the content of a tokenizer's file without the sentinels among its pieces and added tokens."""
 
     def is_kept(token: object) -> bool:
         piece = token.get("content") if isinstance(token, dict) else token[0] if isinstance(token, list) else token
         return not SENTINEL.fullmatch(str(piece))
 
     kept = dict(facts)
-    if isinstance(model := facts.get("model"), dict) and isinstance(model.get("vocab"), list):  # [piece, score] each
+    # A list of [piece, score].
+    if isinstance(model := facts.get("model"), dict) and isinstance(model.get("vocab"), list):
         kept["model"] = model | {"vocab": [pair for pair in model["vocab"] if is_kept(pair)]}
     for key in ("added_tokens", "additional_special_tokens", "extra_special_tokens"):
         if isinstance(facts.get(key), list):
             kept[key] = [token for token in facts[key] if is_kept(token)]
     if isinstance(decoder := facts.get("added_tokens_decoder"), dict):
         kept["added_tokens_decoder"] = {i: token for i, token in decoder.items() if is_kept(token)}
-    return {key: value for key, value in kept.items() if not SENTINEL.fullmatch(key)}  # as of added_tokens.json
+    return {key: value for key, value in kept.items() if not SENTINEL.fullmatch(key)}  # the form of added_tokens.json
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, files: dict[str, Path]) -> None:
-    """Compares the tokenizer with the model; `files` say its special ids."""
+    """Compares the tokenizer with the model; `files` maps special ids to the files that set them."""
     size, most = tokenizer.size, model.vocab_size
     if size > most:
         raise UserError(
@@ -318,6 +358,7 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
 
 
 def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Any, dict[str, Path]]:
+    """Reads config.json and generation_config.json into a backbone, with the files that set the special ids."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
@@ -384,9 +425,12 @@ def _to_tensors(model: Backbone, flat: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def locate(source: str, *, at_once: bool = False) -> Path:
-    """The source, if it is a directory; else the directory to which the hub's model of that name is downloaded.
+    """Returns the source if it is a directory; else downloads the hub model and returns its directory.
 
-    `at_once`: the hub is not asked, and the files are those that are here, of the version that was asked for last.
+    With `at_once`, the hub is not contacted: the files are those already downloaded, of the newest known version.
+
+    Raises:
+      UserError: the source is neither a directory nor a reachable hub id.
     """
     if (found := look(source)) == "directory":
         return Path(source)
@@ -404,7 +448,7 @@ def locate(source: str, *, at_once: bool = False) -> Path:
                 if not any(found for weights in names for found in directory.glob(weights)):
                     snapshot_download(name, allow_patterns=other, **at)
             return directory
-        except Exception as error:  # the hub client and its HTTP libraries raise many kinds
+        except Exception as error:  # the hub client and its HTTP libraries raise many kinds of exceptions
             reason = hub.reason(error)
     raise UserError(f"{source}: found neither a directory nor a reachable hub id ({reason}); expected either")
 

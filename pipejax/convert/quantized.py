@@ -1,4 +1,4 @@
-"""Writes a checkpoint again with its weights in fewer bytes."""
+"""Writes a checkpoint again with weights in a smaller dtype."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,16 @@ from pipejax.model import quantization
 
 
 def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", best: bool = False) -> None:
-    """Writes the parameters of a run as a new run whose only step is 0, and whose config decodes with them."""
+    """Writes the parameters of a run as a new run in fewer bytes, with step 0 only.
+
+    The new config decodes with these weights.
+
+    Args:
+      checkpoint: the run directory.
+      out: the run directory to write.
+      weights: "int8", with one scale per output column, or "bfloat16".
+      best: use the step of the best evaluation instead of the newest one.
+    """
     require_free(Path(out))
     check_place(Path(out))
     restored = open_run(checkpoint, best=best)

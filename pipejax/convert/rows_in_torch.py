@@ -1,13 +1,13 @@
 """Pipelined decoding for transformers: `model.generate(..., custom_generate=DIRECTORY, trust_remote_code=True)`.
 
 Algorithm 1 of Huang et al., "Pipelined Decoder for Efficient Context-Aware Text Generation" (arXiv 2506.23431) writes
-the rows of an answer side by side. A new row starts every DELAY time-steps, and each step writes a token of each open
-row. A token sees those of its own and of earlier rows up to its own time. It lies as far from another one as T5 is
-told: the difference of their positions, row + time.
+the rows of an answer in parallel. A new row starts every DELAY time-steps, and each step writes one token of each open
+row. A token attends to the tokens of its row and of earlier rows up to its time. T5's relative distance between two
+tokens is the difference of their positions, row + time.
 
-This file needs torch and transformers alone. `generate` returns the rows joined by SEPARATOR; with
-`return_dict_in_generate=True` an object with `sequences`, `rows`, `steps` and `truncated`. Each setting below may be
-given to `generate` as well, in lower case.
+This file needs only torch and transformers. `generate` returns the rows joined by SEPARATOR; with
+`return_dict_in_generate=True` an object with `sequences`, `rows`, `steps` and `truncated`. Each setting below may also
+be passed to `generate`, in lower case.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 DELAY = 1  # time-steps between the starts of two rows; 0: all of ROW_NAMES start at once
-TIME_MAX = 50  # time-steps at the most
-SUB_MAX = 20  # rows at the most
-LITERAL = False  # the paper's stop: as soon as all rows that have started have ended
-UNIQUE = False  # a row that repeats an earlier one is left out; two such in turn end the answer
-ROW_NAMES: list[list[int]] = []  # token ids with which each row begins, in turn; none: rows are free
+TIME_MAX = 50  # the most time-steps
+SUB_MAX = 20  # the most rows
+LITERAL = False  # the paper's stopping rule: stop as soon as all rows that have started have ended
+UNIQUE = False  # drop a row that repeats an earlier one; two repeated rows in succession end the answer
+ROW_NAMES: list[list[int]] = []  # token ids with which each row begins, in order; empty: rows are free
 SEPARATOR: list[int] = []  # token ids between two rows in `sequences`
 
-# Arguments of transformers' `generate` with the values that change nothing here; no other value is taken.
+# Arguments of transformers' `generate`, with the values that have no effect here; other values are refused.
 NEUTRAL = {
     **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "output_logits", "output_attentions"), False),
     **dict.fromkeys(("output_hidden_states", "remove_invalid_values", "renormalize_logits", "synced_gpus"), False),
@@ -37,16 +37,17 @@ NEUTRAL = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("top_k",), 50),
 }
-USED = (  # here, or by transformers to find this file
+USED = (  # arguments used here, or by transformers to find this file
     *("inputs", "input_ids", "attention_mask", "encoder_outputs", "generation_config", "return_dict_in_generate"),
     *("custom_generate", "trust_remote_code", "revision", "code_revision", "token", "cache_dir", "force_download"),
     *("local_files_only", "proxies", "subfolder", "use_cache", "transformers_version", "_from_model_config"),
-    "labels",  # of a batch, which Seq2SeqTrainer passes on; they change no answer
-    # Of an `assistant_model`, which is not taken; Seq2SeqTrainer writes their defaults into `generation_config`.
+    "labels",  # Seq2SeqTrainer passes on the labels of a batch; they do not affect answers
+    # Settings of an `assistant_model`, which is not supported; Seq2SeqTrainer writes their defaults to
+    # `generation_config`.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("assistant_lookbehind", "target_lookbehind"),
 )
-OWN = ("max_length", "max_new_tokens", "bos_token_id")  # may be as the model has them, for sequential decoding
+OWN = ("max_length", "max_new_tokens", "bos_token_id")  # may have the model's values, which are for sequential decoding
 IDS = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -61,7 +62,7 @@ class PipelinedOutput(ModelOutput):  # type: ignore[misc]
 
 
 class Settings(NamedTuple):
-    """The settings above, unless `generate` is told others."""
+    """The settings above; `generate` may get other values."""
 
     delay: int = DELAY
     time_max: int = TIME_MAX
@@ -73,16 +74,16 @@ class Settings(NamedTuple):
 
 
 class AnswerRows:
-    """The rows of one answer. Row i starts at time i * delay, with bos; its j-th token stands j steps later."""
+    """The rows of one answer. Row i starts at time i * delay with bos; its j-th token is at j steps after that."""
 
     def __init__(self, settings: Settings, bos: int, ends: list[int]) -> None:
         self.delay, self.time_max, self.sub_max, self.literal, self.unique, self.names, _ = settings
         self.bos, self.ends = bos, ends
-        self.rows: list[list[int]] = []  # tokens; the last is an end token if the row has ended
-        self.open: list[int] = []  # rows that the last query asked for
+        self.rows: list[list[int]] = []  # tokens; the last one is an end token if the row has ended
+        self.open: list[int] = []  # the rows that the last query covered
         self.end_fed: set[int] = set()
         self.time = self.steps = 0
-        self.complete = self.done = False  # complete: no row starts any more
+        self.complete = self.done = False  # complete: no further row starts
 
     def is_open(self, i: int) -> bool:
         """Whether a row has not ended."""
@@ -91,7 +92,7 @@ class AnswerRows:
     def query(self) -> list[tuple[int, int, int]]:
         """Starts rows (lines 5-7), and returns row, time and token of each query of this step (line 8).
 
-        The end token of a row is fed once, with its own time, together with the next token of a later row.
+        The end token of a row is fed once, at its own time, together with the next token of a later row.
         """
         may_start = len(self.rows) < self.sub_max and (self.literal or not self.complete)
         if self.delay == 0 and not self.rows:
@@ -105,13 +106,13 @@ class AnswerRows:
         return open_ones + [(i, i * self.delay + len(self.rows[i]), self.rows[i][-1]) for i in ended]
 
     def advance(self, tokens: list[int]) -> None:
-        """Adds a token to each open row (lines 9-11), and looks whether it is over (lines 12-13)."""
+        """Adds a token to each open row (lines 9-11), and checks whether the answer is complete (lines 12-13)."""
         for i, token in zip(self.open, tokens, strict=False):
             row, name = self.rows[i], self.names[i] if i < len(self.names) else []
             if len(row) < len(name):
                 token = name[len(row)]
             elif self.names and i >= len(self.names):
-                token = self.ends[0]  # all rows that have a name are there
+                token = self.ends[0]  # all named rows exist
             row.append(token)
         self.time += 1
         is_empty = any(len(row) == 1 and row[0] in self.ends for row in self.rows)
@@ -119,23 +120,23 @@ class AnswerRows:
         may_go_on = not (self.literal or self.complete or self.delay == 0 or len(self.rows) == self.sub_max)
         is_open = any(map(self.is_open, range(len(self.rows))))
         self.done = not is_open and not may_go_on
-        if not is_open and not self.done:  # time goes to the next start; steps without an open row need no decoder
+        if not is_open and not self.done:  # skips to the next start, because steps without an open row need no decoder
             self.time = min(-(-self.time // self.delay) * self.delay, self.time_max)
         self.steps, self.done = self.time, self.done or self.time == self.time_max
 
     def runs_in_circles(self) -> bool:
-        """Whether two rows in turn have ended as earlier ones did."""
+        """Whether two successive rows have ended with the same tokens as earlier rows."""
         ended = [None if self.is_open(i) else row[:-1] for i, row in enumerate(self.rows)]
         repeated = [row is not None and row in ended[:i] for i, row in enumerate(ended)]
         return any(first and second for first, second in itertools.pairwise(repeated))
 
     def result(self) -> list[list[int]]:
-        """The rows without end tokens (line 14); empty ones, and with `unique` repeated ones, are left out."""
+        """Returns the rows without end tokens (line 14), without empty rows and, if `unique`, without repeated rows."""
         rows = [[token for token in row if token not in self.ends] for row in self.rows]
         return [row for i, row in enumerate(rows) if row and not (self.unique and row in rows[:i])]
 
     def truncated(self) -> str | None:
-        """The bound that cut the answer."""
+        """Returns the limit that cut the answer, or None."""
         if any(map(self.is_open, range(len(self.rows)))):
             return "time_max"
         if self.complete or self.delay == 0:
@@ -146,7 +147,7 @@ class AnswerRows:
 
 
 class CachedDecoder:
-    """T5's decoder with a cache of keys and values, one slot for each token that was fed."""
+    """T5's decoder with a cache of keys and values; each token that is fed occupies one slot."""
 
     def __init__(self, model: PreTrainedModel, memory: torch.Tensor, memory_mask: torch.Tensor) -> None:
         self.model, self.blocks = model, model.get_decoder().block
@@ -155,12 +156,13 @@ class CachedDecoder:
         self.memories = [(self._heads(x.k(memory), x), self._heads(x.v(memory), x)) for x in crosses]
         self.caches: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self.blocks)
         none = torch.zeros(len(memory), 0, dtype=torch.long, device=memory.device)
-        self.row, self.time = none, none  # of each slot
+        self.row, self.time = none, none  # row and time of each slot
 
     def __call__(self, asked: list[list[tuple[int, int, int]]]) -> torch.Tensor:
-        """Feeds rows, times and tokens to each example of a batch; returns the most likely next tokens [B, Q]."""
+        """Feeds rows, times and tokens of each example; returns the most likely next tokens, i64 [B, Q]."""
         width = max(map(len, asked))
-        padded = [queries + [(-1, -1, 0)] * (width - len(queries)) for queries in asked]  # row -1: nobody sees it
+        # Row -1 is padding, which no token attends to.
+        padded = [queries + [(-1, -1, 0)] * (width - len(queries)) for queries in asked]
         row, time, tokens = torch.tensor(padded, device=self.row.device).unbind(-1)
         self.row, self.time = torch.cat([self.row, row], 1), torch.cat([self.time, time], 1)
         key_row, key_time = self.row[:, None], self.time[:, None]
@@ -169,7 +171,7 @@ class CachedDecoder:
         x = self.model.get_input_embeddings()(tokens)
         for i, block in enumerate(self.blocks):
             attention, norm = block.layer[0].SelfAttention, block.layer[0].layer_norm
-            if hasattr(attention, "relative_attention_bias"):  # of T5 the first layer alone, of UMT5 each one
+            if hasattr(attention, "relative_attention_bias"):  # T5 has it in the first layer only, UMT5 in each layer
                 bias = self._bias(attention, distance).masked_fill(~visible[:, None], -math.inf)
             y = norm(x)
             new = self._heads(attention.k(y), attention), self._heads(attention.v(y), attention)
@@ -195,12 +197,13 @@ class CachedDecoder:
         self, attention: torch.nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         """Attention of the states x [B, Q, D] over keys and values [B, H, C, K]."""
-        scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias  # T5 divides by no root
+        # T5 does not divide by the square root of the head size
+        scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias
         weights = scores.float().softmax(-1).to(values.dtype)
         return attention.o((weights @ values).transpose(1, 2).flatten(2))
 
     def _bias(self, attention: torch.nn.Module, distance: torch.Tensor) -> torch.Tensor:
-        """[B, H, Q, C]: the bias that T5 learned for each distance back; far ones share a bucket."""
+        """Returns T5's learned bias of each distance backwards, [B, H, Q, C]; large distances share a bucket."""
         buckets = attention.relative_attention_num_buckets
         exact, most = buckets // 2, attention.relative_attention_max_distance
         share = torch.log(distance.clamp(min=1).float() / exact) / math.log(most / exact)
@@ -210,15 +213,18 @@ class CachedDecoder:
 
 
 def clamp(x: torch.Tensor) -> torch.Tensor:
-    """T5 overflows in float16, as transformers takes care of, too."""
+    """Limits float16 values, in which T5 overflows; transformers does the same."""
     most = torch.finfo(x.dtype).max - 1000
     return x.clamp(-most, most) if x.dtype == torch.float16 else x
 
 
 def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Settings, dict[str, Any], bool]:
-    """The settings, the special ids, and `return_dict_in_generate`; raises ValueError for all that is not done here.
+    """Returns the settings, the special ids, and `return_dict_in_generate`.
 
-    An argument goes before `generation_config`, and that before the model's own.
+    Arguments take precedence over `generation_config`, which takes precedence over the model's own config.
+
+    Raises:
+      ValueError: an argument asks for something that is not supported here.
     """
     known, own, config = GenerationConfig().to_dict(), model.generation_config.to_dict(), given.get("generation_config")
     ids = {key: ids_of(key, getattr(model.config, key) if own.get(key) is None else own[key]) for key in IDS}
@@ -229,7 +235,7 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
         if key in Settings._fields:
             check_setting(key, asked[key])
             continue
-        if key == "decoder_attention_mask" and "labels" in asked:  # it is of the labels
+        if key == "decoder_attention_mask" and "labels" in asked:  # it belongs to the labels
             continue
         if key == "decoder_input_ids" and is_start(asked[key], ids["decoder_start_token_id"]):
             continue
@@ -238,7 +244,8 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
             continue
         plain = [x for x in (neutral.get(key), known.get(key), own.get(key) if key in OWN else None) if x is not None]
         is_nothing = value is None or (isinstance(value, list | tuple | dict) and not value)
-        is_plain = isinstance(value, bool | int | float | str) and [isinstance(value, bool), value]  # True is no 1
+        # Keeps True apart from 1.
+        is_plain = isinstance(value, bool | int | float | str) and [isinstance(value, bool), value]
         if not is_nothing and is_plain not in [[isinstance(x, bool), x] for x in plain]:
             expected = repr(plain[0]) if plain else f"nothing; the settings are {', '.join(Settings._fields)}"
             raise ValueError(
@@ -251,7 +258,11 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
 
 
 def ids_of(key: str, value: Any) -> Any:
-    """The id, or the only one of a list; of `eos_token_id` all of a list."""
+    """Returns the id, or the single id of a list; for `eos_token_id` a list of several ids is returned unchanged.
+
+    Raises:
+      ValueError: the list does not have a single id.
+    """
     if not isinstance(value, list) or (key == "eos_token_id" and len(value) > 1):
         return value
     if len(value) != 1:
@@ -260,12 +271,12 @@ def ids_of(key: str, value: Any) -> Any:
 
 
 def is_start(tokens: Any, start: Any) -> bool:
-    """Whether tokens [B, N] are the start token alone."""
+    """Whether the tokens [B, N] are only the start token."""
     return torch.is_tensor(tokens) and tokens.shape[1:] == (1,) and bool((tokens == start).all())
 
 
 def check_setting(key: str, value: Any) -> None:
-    """Raises ValueError unless the value of a setting is of its kind."""
+    """Raises a ValueError unless the value of a setting has the right type and range."""
     kind, least = type(Settings._field_defaults[key]), int(key.endswith("_max"))
     fits = type(value) is kind and (kind is list or value >= least)
     if kind is list and fits:
@@ -280,7 +291,19 @@ def check_setting(key: str, value: Any) -> None:
 def generate(
     model: PreTrainedModel, inputs: torch.Tensor | None = None, **given: Any
 ) -> torch.Tensor | PipelinedOutput:
-    """Writes the rows of each source greedily; arguments as of transformers' `generate`, and the settings above."""
+    """Decodes the rows of each source greedily, by Algorithm 1.
+
+    Args:
+      model: a T5 or UMT5 of transformers.
+      inputs: the source ids, i64 [B, L]; None: in `input_ids`.
+      **given: arguments of transformers' `generate`, and the settings above in lower case.
+
+    Returns:
+      i64 [B, N], or a PipelinedOutput with `return_dict_in_generate=True`.
+
+    Raises:
+      ValueError: an argument is not supported.
+    """
     settings, special, in_parts = asked_settings(model, given)
     bos, eos, pad = (special[key] for key in IDS)
     ends = eos if isinstance(eos, list) else [eos]
@@ -309,5 +332,5 @@ def generate(
 
 
 def join_rows(rows: list[list[int]], separator: list[int]) -> list[int]:
-    """The tokens of all rows, with the separator between two."""
+    """Returns the tokens of all rows, with the separator between rows."""
     return [token for i, row in enumerate(rows) for token in (separator if i else []) + row]

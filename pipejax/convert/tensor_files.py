@@ -1,4 +1,7 @@
-"""Opens files of named tensors (safetensors, torch's and flax's), and reads one at a time. It knows nothing of T5."""
+"""Opens files of named tensors (safetensors, torch and flax), and reads one tensor at a time.
+
+The module does not depend on the model.
+"""
 
 import fnmatch
 import mmap
@@ -20,9 +23,9 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import SMALL, look, read_small, require_own, stand_in
 
-# The dtypes that are accepted: safetensors' name, NumPy's name.
+# The accepted dtypes: safetensors' name, NumPy's name.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Weights in other forms, the likelier ones first, and what to do with them.
+# Unsupported weight formats, the more likely ones first, and how to convert them.
 RESAVE = "torch's: load it into its T5 there, and save_pretrained that as safetensors"
 OTHERS = {
     "tf_model.h5": "TensorFlow's: open it with transformers 4, from_tf=True, and save_pretrained it",
@@ -36,22 +39,26 @@ OTHERS = {
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt*"), RESAVE),
 }
 LONGEST = 500  # characters of a tensor's name
-# Files of a training that look like weights.
+# Files of a training run that look like weights.
 NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "scaler*", "random_states*")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, not read yet, with the name, shape and layout that it has in torch."""
+    """A tensor in a file that is not read yet, with the name, shape and layout that it has in torch."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str  # safetensors' name
+    dtype: str  # in safetensors' naming
     fetch: Callable[[], np.ndarray]
 
     def read(self) -> np.ndarray:
-        """Reads the tensor; raises a UserError if that is impossible or a value is not finite."""
+        """Reads the tensor.
+
+        Raises:
+          UserError: it cannot be read, or a value is not finite.
+        """
         try:
             array = self.fetch()
         except (SafetensorError, OSError, *torch_files.DAMAGES) as error:
@@ -61,7 +68,18 @@ class Stored:
 
 
 def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Path, dict[str, Stored]]:
-    """The file of a directory's weights (or of their index), the first there of WHOLE or `openers`, and the tensors."""
+    """Opens the weights of a directory.
+
+    Args:
+      directory: the directory.
+      openers: functions by file name, in order of preference; None: WHOLE.
+
+    Returns:
+      The first existing file of weights, or the index of its shards; and the tensors by name.
+
+    Raises:
+      UserError: there is no file of weights, or it is damaged.
+    """
     openers = openers or WHOLE
     for file, opener in ((directory / name, opener) for name, opener in openers.items()):
         if look(file) == "file":
@@ -82,7 +100,7 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
 
 
 def weight_files(directory: Path, openers: "Openers") -> list[Path]:
-    """The files of a directory from which `open_tensors` reads."""
+    """Returns the files of a directory from which `open_tensors` would read."""
     found = next((directory / name for name in openers if look(directory / name) == "file"), None)
     if found is None or found.suffix != ".json":
         return [found] if found else []
@@ -90,7 +108,11 @@ def weight_files(directory: Path, openers: "Openers") -> list[Path]:
 
 
 def read_json(file: Path) -> dict[str, object]:
-    """The JSON object in a file of a downloaded directory; raises a UserError if it has anything else."""
+    """Reads the JSON object in a file of a downloaded directory.
+
+    Raises:
+      UserError: the file is not a JSON object.
+    """
     try:
         if look(file):
             require_own(file)
@@ -120,7 +142,7 @@ def damaged(file: Path, expected: str, error: Exception) -> UserError:
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
     try:
-        with file.open("rb") as content:  # safetensors reports every file that cannot be opened as missing
+        with file.open("rb") as content:  # safetensors would report every file that cannot be opened as missing
             header = int.from_bytes(content.read(8), "little")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
@@ -147,7 +169,11 @@ def _open_torch(file: Path) -> dict[str, Stored]:
 
 
 def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dict[str, Stored]:
-    """The tensors of all shards that an index names; raises a UserError if shard and index disagree."""
+    """Opens the tensors of all shards that an index names.
+
+    Raises:
+      UserError: a shard and the index disagree.
+    """
     places, tensors = _shards_of(index), dict[str, Stored]()
     for shard in dict.fromkeys(places.values()):
         file = index.with_name(shard)
@@ -179,10 +205,10 @@ def _shards_of(index: Path) -> dict[str, str]:
 
 
 def _open_msgpack(file: Path) -> dict[str, Stored]:
-    """Flax's parameters under torch's names; a Flax kernel [in, out] is torch's weight [out, in] transposed."""
+    """Reads Flax's parameters under torch's names; a Flax kernel [in, out] is torch's weight [out, in] transposed."""
     try:
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # accepts any buffer
+            tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # it accepts any buffer
         leaves = flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep=".")
     except (OSError, AssertionError, *torch_files.DAMAGES) as error:
         raise damaged(file, "flax parameters", error) from error

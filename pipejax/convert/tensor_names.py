@@ -1,4 +1,4 @@
-"""The names of a backbone's tensors in a file: those that there must be, and those that others put around them."""
+"""Checks the names of a backbone's tensors in a file, and removes the prefixes of wrapper classes from them."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,18 @@ from pipejax.model.backbone import Backbone
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 
-# What torch.compile, DataParallel, FSDP and checkpointing put into the names of tensors.
+# Parts that torch.compile, DataParallel, FSDP and checkpointing insert in the names of tensors.
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors under the backbone's names: torch puts its wrappers' names into those, others a prefix before all."""
+    """Returns the tensors under the backbone's names.
+
+    torch's wrappers insert parts in the names, and other programs add a prefix to all names; both are removed.
+
+    Raises:
+      UserError: two tensors have the same name, or the file has separate LoRA factors.
+    """
     factors = [name for name in tensors if re.search(r"\.lora_[AB]\.|\.lora_embedding_[AB]", name)]
     if factors:
         raise UserError(
@@ -37,7 +43,11 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
 
 
 def names_of_decoder(model: Backbone) -> list[str]:
-    """The names of its tensors; raises a UserError if two parameters have one name, as a file keeps one of them."""
+    """Returns the names of the decoder's tensors.
+
+    Raises:
+      UserError: two parameters have the same name, of which a file would keep only one.
+    """
     paths = dict[str, str]()
     for path, (name, _) in model.tensors().items():
         if path != paths.setdefault(name, path):
@@ -48,7 +58,7 @@ def names_of_decoder(model: Backbone) -> list[str]:
 
 
 def check_names(file: Path, model: Backbone, weights: Path, tensors: dict[str, Stored]) -> None:
-    """Raises a UserError unless the tensors are exactly those of the architecture in config.json."""
+    """Raises a UserError unless the file has exactly the tensors of the architecture in config.json."""
     own = names_of_decoder(model)
     if not any(name in own or re.search(r"\bdecoder\b", name) for name in tensors):
         raise UserError(

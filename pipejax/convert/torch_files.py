@@ -1,8 +1,8 @@
 """Reads the tensors of torch's files (`pytorch_model.bin`) without torch.
 
 Such a file is a zip archive of a pickle and the bytes of each storage. A pickle is a program: it can run code, or fill
-the memory. So this one is computed here, by the few operations that make dicts of tensors; all else is refused. Bytes
-are read when a tensor is.
+the memory. So the pickle is interpreted here, restricted to the few operations that make dicts of tensors; all other
+operations are refused. The bytes of a tensor are read on demand.
 """
 
 import math
@@ -19,7 +19,7 @@ import numpy as np
 
 from pipejax.system.errors import UserError
 
-# torch's storages: safetensors' name of their dtype, and NumPy's.
+# torch's storages, with safetensors' and NumPy's name of the dtype.
 STORAGES = {
     "FloatStorage": ("F32", "<f4"),
     "HalfStorage": ("F16", "<f2"),
@@ -30,7 +30,7 @@ STORAGES = {
     "ByteStorage": ("U8", "u1"),
     "BoolStorage": ("BOOL", "?"),
 }
-# Errors of the zip archive and of the pickle in a damaged file.
+# Exceptions that a damaged zip archive or pickle causes.
 DAMAGES = (
     zipfile.BadZipFile,
     zlib.error,
@@ -43,10 +43,10 @@ DAMAGES = (
     TypeError,
     ValueError,
 )
-OLD = (b"\x80\x02\x8a\x0a", b"\x80\x02}")  # how files begin that torch wrote before it wrote archives
-MOST = 2**20  # bytes of a pickle: some hundred for each tensor
+OLD = (b"\x80\x02\x8a\x0a", b"\x80\x02}")  # the first bytes of files that torch wrote before it used zip archives
+MOST = 2**20  # bytes of a pickle; a tensor takes some hundred
 DIMENSIONS = 8
-SHARED = 4  # times that a number is in tensors: T5's table has four names
+SHARED = 4  # the most tensors that may share a number: T5's table has four names
 
 
 FUNCTIONS = [("collections", "OrderedDict"), *(("torch._utils", f"_rebuild_{x}") for x in ("tensor_v2", "parameter"))]
@@ -67,27 +67,31 @@ class Name(str):
 class Storage(NamedTuple):
     """The bytes of one or more tensors, in a member of the archive."""
 
-    kind: str  # of STORAGES
+    kind: str  # a key of STORAGES
     member: str
-    size: int  # numbers
+    size: int  # count of numbers
 
 
 class Tensor(NamedTuple):
     storage: Storage
-    offset: int  # of its first number, in numbers
+    offset: int  # offset of the first number, counted in numbers
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in numbers
+    strides: tuple[int, ...]  # counted in numbers
 
 
 def open_torch_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.ndarray]]]:
-    """The tensors of a file by name, each with a function that reads it."""
+    """Returns the tensors of a file by name, each with a function that reads it.
+
+    Raises:
+      UserError: the file is damaged, has an old format, or its pickle does more than make tensors.
+    """
     with file.open("rb") as content:
         if content.read(4).startswith(OLD):
             raise UserError(
                 f"{file}: found a file as torch before 1.6 wrote it; expected a newer one: torch.load it and "
                 "torch.save it again"
             )
-    archive = zipfile.ZipFile(file)  # stays open: tensors are read later
+    archive = zipfile.ZipFile(file)  # stays open, because tensors are read later
     members = {member.filename: member for member in archive.infolist()}
     if packed := [name for name, x in members.items() if x.compress_type != zipfile.ZIP_STORED]:
         raise UserError(f"{file}: found {packed[0]!r:.60} compressed; expected bytes as they are, as torch.save writes")
@@ -115,13 +119,18 @@ def open_torch_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.nd
 
 
 def _unpickled(content: bytes, file: Path, root: str) -> object:
-    """The object that a pickle makes; raises a UserError for a name, or a ValueError for an operation, of others."""
+    """Interprets a pickle and returns its object.
+
+    Raises:
+      UserError: the pickle names another function than the supported ones.
+      ValueError: the pickle has an unsupported operation.
+    """
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}
 
     def popped(count: int = 0) -> list[Any]:
-        """The last items, or those since the last mark."""
+        """Removes and returns the last `count` items of the stack, or all since the last mark."""
         begin = len(stack) - count if count else marks.pop()
         found = stack[begin:]
         del stack[begin:]
@@ -146,7 +155,8 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
                 stack[-1].extend(items)
             case "SETITEM" | "SETITEMS" as name:
                 items = popped(2 * int(name == "SETITEM"))
-                if not all(isinstance(key, str) for key in items[::2]):  # to hash another may take for ever
+                # Hashing another type may take arbitrarily long.
+                if not all(isinstance(key, str) for key in items[::2]):
                     raise ValueError("a key that is no text")
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT" | "MEMOIZE" as name:
@@ -157,7 +167,7 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
                 stack.append(_named(file, *(str(argument).split(" ") if name == "GLOBAL" else popped(2))))
             case "REDUCE":
                 stack.append(_called(file, *popped(2)))
-            case "BUILD":  # attributes of an ordered dict
+            case "BUILD":  # sets the attributes of an ordered dict
                 popped(1)
             case "BINPERSID":
                 _, storage, key, _, size = popped(1)[0]
@@ -182,7 +192,7 @@ def _named(file: Path, module: object, name: object) -> Name:
 
 
 def _called(file: Path, name: object, given: Any) -> object:
-    """In the place of the functions that a pickle names."""
+    """Computes the result of a call in the pickle, in place of the named function."""
     match name if isinstance(name, Name) else "", given:
         case "OrderedDict", ():
             return {}
@@ -200,7 +210,11 @@ def _called(file: Path, name: object, given: Any) -> object:
 
 
 def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """A tensor of a storage; raises a ValueError if its numbers lie outside."""
+    """Returns a tensor of a storage.
+
+    Raises:
+      ValueError: its numbers are outside of the storage.
+    """
     numbers = (*shape, *strides, offset, storage.size)
     if not all(type(x) is int and 0 <= x < 2**48 for x in numbers) or not len(shape) == len(strides) <= DIMENSIONS:
         raise ValueError("a tensor outside of its storage")

@@ -1,6 +1,7 @@
-"""Scores of generated rows against the rows of the data, in percent, a file for each family of tasks.
+"""Scores of generated rows against the rows of the data, in percent; one file for each family of tasks.
 
-Those of a collection are functions of sums over its documents; so they can be taken again of samples of them.
+The scores of a collection are functions of sums over its documents, so that a bootstrap can recompute them for samples
+of the documents.
 """
 
 import functools
@@ -11,21 +12,25 @@ import numpy as np
 
 from pipejax.metrics import exact, spans
 
-Document = Mapping[str, float]  # what one adds to the sums
-Rows = Sequence[Any] | Mapping[str, Any]  # texts; for "exact", names with values as well, or an object of them
-# Of each metric the score that stands for it, and that picks the best step of a run. The last of a line is the papers'.
+Document = Mapping[str, float]  # the terms that one document adds to the sums
+Rows = Sequence[Any] | Mapping[str, Any]  # texts; for "exact", also (name, value) pairs or an object of values by name
+# The headline score of each metric, which selects the best step of a run. The last metric of a line is the paper's.
 HEADLINES = {
     **dict.fromkeys(("exact", "exact_caseless", "spans"), "em_f1"),
     **dict.fromkeys(("keyphrases", "keyphrases_kp20k"), "present_f1@M"),
     **dict.fromkeys(("rouge", "rouge_score"), "rougeLsum"),
 }
-SAMPLES, CONFIDENCE = 2000, 0.95  # of a bootstrap
+SAMPLES, CONFIDENCE = 2000, 0.95  # the number of samples and the confidence level of a bootstrap
 
 
 def require(name: str) -> None:
-    """Imports the libraries of a metric: to be called before the work that is to be scored."""
+    """Imports the libraries of a metric, so that a missing one is reported before the work to be scored.
+
+    Raises:
+      UserError: a library is not installed.
+    """
     if HEADLINES[name] != "em_f1":
-        from pipejax.metrics import keyphrases, rouge  # noqa: F401  # one extra brings the libraries of both
+        from pipejax.metrics import keyphrases, rouge  # noqa: F401  # one extra installs the libraries of both
 
 
 def score(
@@ -36,14 +41,15 @@ def score(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> dict[str, float]:
-    """The scores of a metric over documents, not rounded; `HEADLINES` names its chief one.
+    """Returns the scores of a metric over documents, not rounded; `HEADLINES` names the headline score.
 
     Args:
       name: one of `HEADLINES`.
-      sources: the document texts; read by "keyphrases" and "keyphrases_kp20k" alone.
-      gold: the rows of each document in the data, as texts; for "exact" a row may also be a (name, value), and all of
-        a document's an object of JSON: values are compared by type. Texts beside an object are read by its keys.
-      predicted: the generated rows of each, in the same order.
+      sources: the document texts; only "keyphrases" and "keyphrases_kp20k" read them.
+      gold: the rows of each document in the data, as texts. For "exact" a row may also be a (name, value) pair, and all
+        rows of a document may be one object: then values are compared by type, and texts in the other argument are
+        parsed by the object's keys.
+      predicted: the generated rows of each document, in the same order.
       tick: called with the number of documents done since the last call.
 
     Raises:
@@ -61,7 +67,10 @@ def per_document(
     *,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """The terms by document of the sums of which `combine` makes the scores; arguments and errors as `score`."""
+    """Returns the terms that each document adds to the sums for `combine`.
+
+    The arguments and errors are as for `score`.
+    """
     if not len(sources) == len(gold) == len(predicted):
         raise ValueError(
             f"expected a source, gold and predicted rows for each document; "
@@ -76,7 +85,7 @@ def per_document(
         golds, guesses = ([*map(match, one, other)] for one, other in ((gold, predicted), (predicted, gold)))
         return spans.per_document(golds, guesses, functools.partial(exact.spell_rows, fold_case=name != "exact"))
     if headline == "present_f1@M":
-        from pipejax.metrics import keyphrases  # nltk takes a second to import
+        from pipejax.metrics import keyphrases  # importing nltk takes a second
 
         return keyphrases.per_document(sources, *texts, by_spaces=name == "keyphrases_kp20k", tick=tick)
     if headline == "rougeLsum":
@@ -87,7 +96,7 @@ def per_document(
 
 
 def combine(name: str, sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """The scores of `count` documents from the sums over them."""
+    """Returns the scores of `count` documents from the sums of their terms."""
     if HEADLINES[name] == "em_f1":
         return spans.combine(sums, count)
     from pipejax.metrics import keyphrases, rouge
@@ -98,16 +107,17 @@ def combine(name: str, sums: Mapping[str, float], count: int) -> dict[str, float
 def gap(
     name: str, sources: Sequence[str], gold: Sequence[Rows], first: Sequence[Rows], second: Sequence[Rows]
 ) -> dict[str, tuple[float, float, float]]:
-    """The gain in score of the second predictions over the first: (difference, low, high) of a paired bootstrap.
+    """Returns the gain of the second predictions over the first in each score: (difference, low, high).
 
-    `first` and `second` are as the predicted rows of `score`; the other arguments as there.
+    The interval is from a paired bootstrap. `first` and `second` are like `predicted` in `score`; the other arguments
+    are as there.
     """
     before, after = (per_document(name, sources, gold, predicted) for predicted in (first, second))
     return bootstrap(before, after, functools.partial(combine, name))
 
 
 def total(documents: Sequence[Document]) -> dict[str, float]:
-    """The sum of each entry, in order; empty where there are no documents."""
+    """Returns the sum of each entry; an empty dict if there are no documents."""
     return {key: sum(document[key] for document in documents) for key in (documents[0] if documents else ())}
 
 
@@ -116,9 +126,10 @@ def bootstrap(
     second: Sequence[Document],
     combine: Callable[[Mapping[str, float], int], dict[str, float]],
 ) -> dict[str, tuple[float, float, float]]:
-    """Of each score (difference, low, high): the gain of the second system over the first, and two percentiles of it.
+    """Returns, for each score, the gain of the second system over the first: (difference, low, high).
 
-    Samples are of as many documents, drawn with replacement; both systems have the same ones (Koehn 2004).
+    The low and high values are percentiles over samples of as many documents, drawn with replacement; both systems use
+    the same samples (Koehn 2004).
     """
     if not first or len(first) != len(second):
         raise ValueError(f"expected the same documents twice; got {len(first)} and {len(second)}")

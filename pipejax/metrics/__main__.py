@@ -2,8 +2,8 @@
 
     pipejax metrics exact|spans|keyphrases|rouge|... FILE.jsonl
 
-Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`; `document`, or else `source`, is read by
-keyphrases alone, and `id` may be left out. For exact, gold and pred may be objects, and `row_names` the beginnings of
+Lines are `{"id", "source", "gold": [row, ...], "pred": [row, ...]}`. Only keyphrases reads the text, from `document` or
+else `source`; `id` is optional. For exact, gold and pred may be objects, and `row_names` may list the beginnings of
 rows with values. `separator` is the text that joined the rows of a sequential answer. Prints one JSON object of scores
 in percent, not rounded, and nothing else on standard output.
 """
@@ -47,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_documents(path: str, metric: str) -> Documents:
-    """Raises a UserError naming file and line for anything that cannot be scored, a repeated id or an empty file."""
+    """Reads the documents of a file.
+
+    Raises:
+      UserError: a line cannot be scored, an id is repeated, or the file is empty. The message names file and line.
+    """
     documents, seen, joined = Documents([], [], []), dict[str, str](), list[str]()
     for place, value in read_file(path):
         name = str(id_of(value, place))
@@ -74,7 +78,7 @@ def read_documents(path: str, metric: str) -> Documents:
 
 
 def _parts_otherwise(rows: Sequence[str], separator: str) -> bool:
-    """Whether the joined rows are split into other rows."""
+    """Whether splitting the joined rows gives other rows."""
     if not tells_rows_apart(separator):
         return False
     parts = split_rows(separator.join(row for row in rows if row.strip()), separator)
@@ -87,7 +91,7 @@ def _typed(value: Object, key: str, place: str, *, fold_case: bool) -> Rows:
     names = _texts_of(value, "row_names", place) if "row_names" in value else []
     rows = _texts_of(value, key, place)
     if isinstance(value.get("gold"), dict) or isinstance(value.get("pred"), dict):
-        return rows  # the types of that object count
+        return rows  # the types of the object's values count
     return exact.named_rows(rows, dict.fromkeys(names, exact.number_or_text), fold_case=fold_case)
 
 

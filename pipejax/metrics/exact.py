@@ -1,7 +1,7 @@
 """Exact and partial match of rows that may contain numbers, units or code: all signs and repeated rows count.
 
-Unicode's NFKC and white space do not count. Values of named rows are compared by type: 1 is 1.0, and is not the text
-"1".
+Texts are compared after Unicode's NFKC and without regard to white space. Values of named rows are compared by type: 1
+equals 1.0, but not the text "1".
 """
 
 import decimal
@@ -17,19 +17,20 @@ from pipejax.system import strict_json
 Row = str | tuple[str, object]  # a text, or a name and its value
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 _ALL_DIGITS = decimal.Context(decimal.MAX_PREC, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
-# Raised, lowered and circled signs of which NFKC makes a digit, + or −: after a digit they would lengthen the number.
+# Superscript, subscript and circled signs that NFKC turns into a digit, + or −. After a digit they would extend the
+# number.
 _DIGITS = re.compile(r"<\w+> (003\d|002B|2212)")
 _MORE = "".join(c for c in map(chr, range(0x80, 0x3400)) if _DIGITS.match(unicodedata.decomposition(c)))
 _LENGTHENED = re.compile(rf"(?<=\d)(?=[{_MORE}])")
 
 
 def fold(text: str) -> str:
-    """NFKC, and single spaces; but 10² does not become 102, nor 1½ 11⁄2."""
+    """Returns the text in NFKC with single spaces, except that 10² does not become 102, nor 1½ 11⁄2."""
     return " ".join(unicodedata.normalize("NFKC", _LENGTHENED.sub("^", text)).split())
 
 
 def spell_rows(rows: Iterable[Row] | Mapping[str, object], *, fold_case: bool) -> list[str]:
-    """The texts of rows, the same for rows that are equal by this rule; none for a blank row."""
+    """Returns one text per row such that equal rows have the same text; blank rows are left out."""
     spelled = _fold_case if fold_case else fold
     pairs = rows.items() if isinstance(rows, Mapping) else rows
     texts = (spelled(x) if isinstance(x, str) else f"{spelled(bare_name(x[0]))} {_shown(x[1], spelled)}" for x in pairs)
@@ -46,10 +47,10 @@ def named_rows(
     """Replaces rows that begin with a name by (name, value).
 
     Args:
-      rows: texts; a row that is a name and a value stays as it is.
-      readers: by name, a function from the text after the name to the value; for text that it cannot read it raises a
-        ValueError or a KeyError, and the value is the text.
-      fold_case: whether a name may be in other case.
+      rows: texts; a row that is already a (name, value) pair is unchanged.
+      readers: by name, a function from the text after the name to the value. If it raises a ValueError or a KeyError,
+        the value is the text.
+      fold_case: whether names match in any case.
     """
     found = list[Row]()
     for row in rows:
@@ -60,7 +61,7 @@ def named_rows(
         name, text = parts
         try:
             found.append((name, readers[name](text)))
-        except (ValueError, KeyError):  # such data breaks its schema
+        except (ValueError, KeyError):  # the data breaks its schema
             found.append(parts)
     return found
 
@@ -68,7 +69,7 @@ def named_rows(
 def match_object(
     rows: Sequence[Row] | Mapping[str, Any], other: Sequence[Row] | Mapping[str, Any], *, fold_case: bool = False
 ) -> Sequence[Row] | Mapping[str, Any]:
-    """Replaces rows that begin with a key of `other`, if that is an object, by (key, value)."""
+    """Replaces rows that begin with a key of `other` by (key, value), if `other` is an object."""
     if isinstance(rows, Mapping) or not isinstance(other, Mapping):
         return rows
     readers = {bare_name(str(key)): _reader_like(value) for key, value in other.items()}
@@ -76,7 +77,7 @@ def match_object(
 
 
 def _reader_like(value: object) -> Callable[[str], object]:
-    """A function that parses the text of a row as a value of this type; items of a list are separated by commas."""
+    """Returns a function that parses a text as a value of this type; items of a list are separated by commas."""
     if isinstance(value, str):
         return str
     if isinstance(value, list | tuple):
@@ -91,12 +92,12 @@ def _reader_like(value: object) -> Callable[[str], object]:
 
 
 def number_or_text(text: str) -> object:
-    """The number that JSON would read, with all its digits; else the text."""
+    """Returns the number that JSON would read, with all its digits; else the text."""
     return decimal.Decimal(text) if _NUMBER.fullmatch(text := fold(text)) else text
 
 
 def _shown(value: object, spell: Callable[[str], str]) -> str:
-    """JSON, in which each value has one spelling."""
+    """Returns JSON in which each value has exactly one spelling."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_shown(x, spell) for x in value)}]"
     if isinstance(value, Mapping):

@@ -10,13 +10,13 @@ from pipejax.system.extras import extra
 with extra("metrics", "metrics"):
     from nltk.stem.porter import PorterStemmer
 
-CUTS = {"@5": 5, "@M": None}  # the first five predictions of a kind, however few there are; or all of them
+CUTS = {"@5": 5, "@M": None}  # the number of predictions per kind that count; None: all
 KINDS = ("present", "absent")
 
-_SEPARATOR = "<peos>"  # stands between present and absent phrases in some data; no phrase of its own
-_INVALID = {"<unk>", ",", "."}  # a prediction with such a word does not count
+_SEPARATOR = "<peos>"  # separates present from absent phrases in some data; not a phrase
+_INVALID = {"<unk>", ",", "."}  # a prediction with one of these words does not count
 
-Phrase = tuple[str, ...]  # stems
+Phrase = tuple[str, ...]  # a sequence of stems
 stem: Callable[[str], str] = functools.lru_cache(maxsize=1 << 20)(PorterStemmer().stem)
 
 
@@ -34,16 +34,18 @@ def per_document(
     by_spaces: bool = False,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """Precision, recall and F1 of each document, of each kind at each cut, 0 to 1; arguments as of `metrics.score`.
+    """Returns precision, recall and F1 of each document, for each kind at each cut, 0 to 1.
 
-    An empty gold phrase is absent, an empty prediction is none. `by_spaces`: by the rule of KP20k and KPTimes.
+    The arguments are as for `metrics.score`. An empty gold phrase counts as absent; an empty prediction is ignored.
+    `by_spaces`: use the tokenisation of KP20k and KPTimes.
     """
     documents, split = [], stems_of if by_spaces else _stemmed_terms
     separator, invalid = (_SEPARATOR, _INVALID) if by_spaces else ("", set[str]())
     for source, golds, guesses in zip(sources, gold, predicted, strict=True):
         text = " ".join(split(source))
         wished, guessed = (_distinct(map(split, phrases), separator) for phrases in (golds, guesses))
-        valid = [phrase for phrase in guessed if phrase and not invalid & {*phrase}]  # no words: none, not a wrong one
+        # A phrase without words is ignored, not counted as wrong.
+        valid = [phrase for phrase in guessed if phrase and not invalid & {*phrase}]
         wanted, offered = _by_kind(wished, text), _by_kind(valid, text)
         found: dict[str, float] = {}
         for kind in KINDS:
@@ -56,10 +58,12 @@ def per_document(
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """F1@5 and F1@M in percent of present and absent keyphrases, macro-averaged, from the sums over `count` documents.
+    """Returns F1@5 and F1@M in percent for present and absent keyphrases, from the sums over `count` documents.
 
-    Two averages are in use. "present_f1@M" and its like are the F1 of the mean precision and the mean recall; with the
-    suffix "_mean_doc" they are the mean of the documents' F1. Documents without a gold phrase of a kind count as 0.
+    Scores are macro-averaged, in two ways. Names such as "present_f1@M" are the F1 of the mean precision and the mean
+    recall; with the suffix "_mean_doc" they are the mean of the documents' F1. Documents without a gold phrase of a
+    kind
+    count as 0.
     """
     result: dict[str, float] = {}
     for kind in KINDS:
@@ -71,17 +75,17 @@ def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
 
 
 def stems_of(text: str) -> Phrase:
-    """A text's words in lower case, stemmed (Porter); punctuation stays attached to its word."""
+    """Returns a text's words in lower case, stemmed (Porter); punctuation stays attached to its word."""
     return tuple(map(stem, text.lower().split()))
 
 
 def _stemmed_terms(text: str) -> Phrase:
-    """Words and signs of any script, apart from what they are attached to; those of ASCII are stemmed."""
+    """Returns the words and signs of any script as separate terms; ASCII words are stemmed."""
     return tuple(stem(term) if term.isascii() else term for term in terms(text))
 
 
 def _distinct(phrases: Iterable[Phrase], separator: str) -> list[Phrase]:
-    """Each once, in order; that of no words is a phrase, the separator is none at all."""
+    """Returns the phrases without duplicates, in order. A phrase without words is kept, the separator is not."""
     every: dict[Phrase, None] = {}
     for phrase in phrases:
         kept = tuple(word for word in phrase if word != separator)
@@ -91,7 +95,7 @@ def _distinct(phrases: Iterable[Phrase], separator: str) -> list[Phrase]:
 
 
 def _by_kind(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:
-    """By kind: present are those whose stems follow one another somewhere in the document."""
+    """Groups the phrases by kind: present are those whose stems occur consecutively in the document."""
     parts: dict[str, list[Phrase]] = {kind: [] for kind in KINDS}
     for phrase in phrases:
         present = bool(phrase) and f" {' '.join(phrase)} " in f" {text} "
@@ -100,7 +104,7 @@ def _by_kind(phrases: list[Phrase], text: str) -> dict[str, list[Phrase]]:
 
 
 def _scores_at(wanted: list[Phrase], offered: list[Phrase], cut: int | None) -> _Scores:
-    """Precision at 5 is out of 5, even where fewer were predicted."""
+    """Returns the scores at a cut. Precision at 5 divides by 5 even if fewer phrases were predicted."""
     most = len(offered) if cut is None else cut
     right = len({*wanted} & {*offered[:most]})
     precision = right / most if most else 0.0

@@ -1,4 +1,4 @@
-"""ROUGE F1 of generated texts (Lin 2004), by the rouge_score library, of its own words or of those of any script."""
+"""ROUGE F1 of generated texts (Lin 2004) by the rouge_score library, with its own words or with words of any script."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -20,7 +20,10 @@ def per_document(
     ascii_only: bool = False,
     tick: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
-    """F1 of ROUGE-1, -2, -L and -Lsum of each document, from 0 to 1; `ascii_only`: of the library's own words."""
+    """Returns the F1 of ROUGE-1, -2, -L and -Lsum of each document, 0 to 1.
+
+    `ascii_only`: use the library's own words, which are ASCII.
+    """
 
     def stems_of(text: str) -> list[str]:
         found = tokenize.tokenize(text, None) if ascii_only else words(text)

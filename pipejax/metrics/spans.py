@@ -7,18 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Spell = Callable[[Any], list[str]]  # the texts of rows that are compared
+Spell = Callable[[Any], list[str]]  # returns the texts of rows that are compared
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only: curly quotes and long dashes stay
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def distinct(spans: Iterable[str]) -> list[str]:
-    """The set of normalised spans, '' a member like any other; a list, lest sums vary with hashes."""
+    """Returns the normalised spans without duplicates; '' is a member like any other.
+
+    The result is a list, because the order of a set, and with it a sum of floats, would vary with hashes.
+    """
     return list(dict.fromkeys(normalise(span) for span in spans))
 
 
 def per_document(gold: Sequence[Any], predicted: Sequence[Any], spell: Spell = distinct) -> list[dict[str, float]]:
-    """The counts that each document adds to those that `combine` takes."""
+    """Returns the terms that each document adds to the sums for `combine`."""
     documents = []
     for gold_spans, predicted_spans in zip(gold, predicted, strict=True):
         golds, guesses = spell(gold_spans), spell(predicted_spans)
@@ -36,7 +39,7 @@ def per_document(gold: Sequence[Any], predicted: Sequence[Any], spell: Spell = d
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
-    """EM and PM precision, recall and F1 of `count` documents in percent, micro-averaged, from the sums over them."""
+    """Returns precision, recall and F1 of EM and PM in percent, micro-averaged, from sums over `count` documents."""
     if not count:
         sums = dict.fromkeys(("gold", "predicted", "exact", "partial_precision", "partial_recall"), 0)
     matches = {"em": ("exact", "exact"), "pm": ("partial_precision", "partial_recall")}
@@ -48,16 +51,19 @@ def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
 
 
 def normalise(text: str) -> str:
-    """Lower case, punctuation deleted (leaving no space), then articles deleted, then single spaces."""
+    """Returns the text in lower case, without punctuation and articles, with single spaces.
+
+    Punctuation is deleted first and leaves no space; then articles are deleted.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def _best_overlaps(golds: list[str], guesses: list[str]) -> tuple[float, float]:
-    """The sum over predictions of the best precision, and the sum over golds of the best recall."""
+    """Returns the sum over predictions of the best precision, and the sum over golds of the best recall."""
     nothing_predicted = guesses in ([], [""])
     if not golds or nothing_predicted:
         return (1.0, 1.0) if not golds and nothing_predicted else (0.0, 0.0)
-    # In characters, as the published scores count it: difflib's autojunk makes it shorter from 200 on.
+    # In characters, like the published scores: difflib's autojunk makes the match shorter from 200 characters on.
     shared = [[difflib.SequenceMatcher(None, g, p).find_longest_match().size for p in guesses] for g in golds]
     precision = sum(max(row[j] for row in shared) / len(p) for j, p in enumerate(guesses) if p)
     recall = sum(max(row) / len(g) for g, row in zip(golds, shared, strict=True) if g)
