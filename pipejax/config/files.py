@@ -42,11 +42,13 @@ if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _Section = typing.TypeVar("_Section", bound="DataclassInstance")
-OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}  # sections of any class that has this
-SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")  # spaces at the ends count
+# Sections that may be of any class with this attribute: (attribute, name of the base class).
+OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}
+# Settings whose leading and trailing spaces count.
+SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")
 
 
-# `section.key=value` texts, as of --set, or values by "section.key"; those of a section may be a dict of their own.
+# Texts `section.key=value` as for --set, or values by "section.key"; the values of a section may be a nested dict.
 Overrides = typing.Sequence[str] | typing.Mapping[str, object]
 
 
@@ -55,20 +57,20 @@ class Assignment(typing.NamedTuple):
 
     key: str
     value: object
-    written: bool  # as text, which is to be parsed
+    written: bool  # whether the value is text that has to be parsed
 
 
 def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", imports: bool = True) -> Config:
-    """Runs a config file, or reads one that `to_json` wrote, and applies overrides.
+    """Runs a config file, or reads one written by `to_json`, and applies overrides.
 
     Args:
-      path: of the file.
+      path: the file.
       overrides: settings.
-      where: names them in errors.
-      imports: whether the module of a method that the file names is imported, which runs its code.
+      where: the origin of the overrides, for messages.
+      imports: whether to import the module of a method that the file names, which runs its code.
 
     Raises:
-      UserError: the file is absent, does not run or defines no `config`; a key is unknown; a value does not fit.
+      UserError: the file is absent, does not run or defines no `config`; a key is unknown; or a value is invalid.
     """
     path = Path(path)
     if (found := look(path)) != "file":
@@ -83,14 +85,15 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         raise
     except (Exception, SystemExit) as error:
         message = error.msg if isinstance(error, SyntaxError) else first_line(error)
-        keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)  # newer Pythons give a hint themselves
+        # Newer Python versions add a hint to the message.
+        keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)
         hint = _suggestion(keyword[1]) if keyword else ""
         if isinstance(error, SyntaxError) and path.suffix not in (".py", ".json"):
             hint = "; expected a Python file, or the config.json of a run"
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: found no `config = Config(...)`; expected one")
-    if imports and isinstance(method := config.method, str | dict):  # named or described
+    if imports and isinstance(method := config.method, str | dict):  # a class name, or the JSON form of a method
         name = method if isinstance(method, str) else method.get("class")
         made_of = {"class": name} if isinstance(method, str) else method
         config = dataclasses.replace(config, method=_of_class(name, made_of) if name else None)
@@ -100,7 +103,13 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
 
 
 def override(config: Config, overrides: Overrides, *, where: str = "--set") -> Config:
-    """Applies overrides, left to right, and checks the result; `where` names them in errors."""
+    """Applies overrides from left to right and checks the result.
+
+    `where` is the origin of the overrides, for messages.
+
+    Raises:
+      UserError: a key is unknown, or a value is invalid.
+    """
     for key, value, written in assignments(overrides, where):
         if key == "method" or brings_backbone(key, value):
             config = _set_own(config, key, value)
@@ -116,7 +125,11 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
 
 
 def assignments(overrides: Overrides, where: str) -> list[Assignment]:
-    """The settings that overrides change; raises a UserError, which begins with `where`, if they are no overrides."""
+    """Returns the settings that overrides change.
+
+    Raises:
+      UserError: the overrides are malformed; the message begins with `where`.
+    """
     if isinstance(overrides, typing.Mapping):
         return list(_values(overrides, "", where))
     if isinstance(overrides, str | bytes) or not isinstance(overrides, typing.Sequence):
@@ -148,9 +161,9 @@ def _values(values: typing.Mapping[str, object], prefix: str, where: str) -> typ
 
 
 def to_json(config: Config) -> str:
-    """The resolved config as JSON text."""
+    """Returns the resolved config as JSON text."""
     values = dataclasses.asdict(config)
-    if config.method is None:  # a former version does not know the key
+    if config.method is None:  # older releases do not know the key
         del values["method"]
     for key in OWN:
         if _has_class(getattr(config, key)):
@@ -159,13 +172,17 @@ def to_json(config: Config) -> str:
 
 
 def _has_class(value: object) -> bool:
-    """Whether the class of a section is named beside its keys: it is not the only one that the section may have."""
+    """Whether the JSON form of a section names its class, because the section may be of several classes."""
     return value is not None and type(value) is not T5Config
 
 
 def described(value: Any, key: str = "method") -> dict[str, Any]:
-    """A method or backbone of one's own as JSON has it: "class" is MODULE:CLASS, and its settings stand beside."""
-    if isinstance(value, dict):  # as a run has it
+    """Returns the JSON form of a method or backbone: "class" is MODULE:CLASS, and the other keys are its settings.
+
+    Raises:
+      UserError: the class is not importable, or a setting has no JSON form.
+    """
+    if isinstance(value, dict):  # already in this form, as read from a run
         return value
     kind = type(value)
     if kind.__module__ in ("__main__", "<run_path>"):
@@ -183,7 +200,14 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
 
 
 def made(section: dict[str, Any], key: str = "method") -> Any:
-    """The method or backbone that a run describes: no file of a run imports code other than pipejax's own."""
+    """Makes the method or backbone that a run describes.
+
+    A run must not cause imports of foreign code, so the module of the class must already be imported, unless the class
+    belongs to pipejax.
+
+    Raises:
+      UserError: the module is not imported, or the settings do not fit the class.
+    """
     section = {**section, "class": moved.present_class(section["class"])}
     if (name := section["class"]) not in BACKBONES.values() and name.partition(":")[0] not in sys.modules:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
@@ -195,14 +219,23 @@ def made(section: dict[str, Any], key: str = "method") -> Any:
 
 
 def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
-    """The method of that class, with settings described for the same; a backbone of another has the same sizes."""
+    """Makes a method or backbone of the named class.
+
+    A backbone gets the values of `section`; a method gets them only if `section` describes the same class.
+    """
     is_same = key == "model" or section["class"] == name
     settings = {field: value for field, value in section.items() if field != "class" and is_same}
     return _build(find_class(name, key), settings, f"{key}.", name)
 
 
 def find_class(name: str, key: str = "method") -> Any:
-    """The class of "MODULE:CLASS"; to import it, and what it imports later, the current directory is searched."""
+    """Returns the class of "MODULE:CLASS".
+
+    The current directory is added to the import path if the module is not imported yet.
+
+    Raises:
+      UserError: the module cannot be imported, or the class is not a method or backbone.
+    """
     name = moved.present_class(name)
     module, _, attribute = name.partition(":")
     is_known = module in sys.modules or name in BACKBONES.values()
@@ -221,12 +254,18 @@ def find_class(name: str, key: str = "method") -> Any:
 
 
 def brings_backbone(key: str, value: object) -> bool:
-    """Whether a setting names a backbone's class, model=MODULE:CLASS; if so, its module is imported."""
+    """Whether a setting names a backbone's class, model=MODULE:CLASS; if so, imports its module."""
     return key == "model" and isinstance(value, str) and ":" in value and bool(find_class(value, key))
 
 
 def backbone(overrides: Overrides) -> type[Backbone] | None:
-    """The class that `--set model=MODULE:CLASS` names, the only setting of some commands; None without it."""
+    """Returns the class in `--set model=MODULE:CLASS`, or None without it.
+
+    For commands that accept no other setting.
+
+    Raises:
+      UserError: there is another setting.
+    """
     found: type[Backbone] | None = None
     for key, value, _ in assignments(overrides, "--set"):
         if not brings_backbone(key, value):
@@ -236,7 +275,13 @@ def backbone(overrides: Overrides) -> type[Backbone] | None:
 
 
 def from_json(text: str | bytes, *, where: str) -> Config:
-    """Reads what `to_json` wrote; `where` names the file in errors. Its method is made if `made` can."""
+    """Reads the output of `to_json`.
+
+    `where` is the file's name, for messages. A method whose class is not imported stays in its JSON form.
+
+    Raises:
+      UserError: the text is not a valid config.
+    """
     try:
         values = strict_json.loads(text)
     except strict_json.DuplicateKey as error:
@@ -248,7 +293,7 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     if method is not None:
         if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
             raise UserError(f'{where}: method: found {shown_value(method)}; expected an object with "class"')
-        with contextlib.suppress(UserError):  # whoever opens the run may bring the class along
+        with contextlib.suppress(UserError):  # whoever opens the run may pass the class later
             method = made(method)
     config = dataclasses.replace(config, method=method)
     check(config, where=where)
@@ -256,10 +301,10 @@ def from_json(text: str | bytes, *, where: str) -> Config:
 
 
 def from_saved(values: object, *, where: str) -> Config:
-    """Reads a config that was saved with weights from its parsed JSON.
+    """Reads a config that was saved with weights, from its parsed JSON.
 
-    Configs saved by former versions lack `data.special_tokens`. Weights trained by these keep the source ids of their
-    training; converted weights get those of transformers.
+    Configs saved by older releases lack `data.special_tokens`. Weights trained by these keep the source ids of their
+    training; converted weights get transformers' ids.
     """
     config = from_json(json.dumps(values), where=where)
     if config.train.objective != "none" and lacks_special_tokens(values):
@@ -268,13 +313,13 @@ def from_saved(values: object, *, where: str) -> Config:
 
 
 def lacks_special_tokens(values: object) -> bool:
-    """Whether the config was saved by a former version without `data.special_tokens`."""
+    """Whether the config was saved by an older release, without `data.special_tokens`."""
     data = values.get("data") if isinstance(values, dict) else None
     return not isinstance(data, dict) or "special_tokens" not in data
 
 
 def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
-    """All leaves by dotted key, in order, as JSON has them."""
+    """Returns all settings by dotted key, in order, with JSON values."""
     leaves: dict[str, object] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -290,10 +335,10 @@ def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
 
 
 def _set_own(config: Config, key: str, value: object) -> Config:
-    """The config with another method or backbone; a class keeps the settings of the one before."""
+    """Returns the config with another method or backbone; a class name keeps the settings of the previous one."""
     if value and isinstance(value, str):
         old = getattr(config, key)
-        if old is None and key == "model":  # that of `train.init_from`
+        if old is None and key == "model":  # the model will come from `train.init_from`
             return config
         value = _of_class(value, {"class": ""} if old is None else described(old, key), key)
     changed: dict[str, Any] = {key: value or None}
@@ -301,6 +346,18 @@ def _set_own(config: Config, key: str, value: object) -> Config:
 
 
 def _assign(node: _Section, keys: list[str], value: object, full: str, *, written: bool) -> _Section:
+    """Returns the section with one setting changed.
+
+    Args:
+      node: the section.
+      keys: the path of the setting below it.
+      value: the new value.
+      full: the dotted key, for messages.
+      written: whether the value is text that has to be parsed.
+
+    Raises:
+      UserError: the key is unknown or names a section, or the value is invalid.
+    """
     names = [field.name for field in dataclasses.fields(node)]
     if keys[0] not in names:
         raise UserError(f"{full}: unknown key{_suggestion(full)}")
@@ -320,13 +377,24 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
     value = parse_value(value, kind, full) if written and isinstance(value, str) else plain_value(value, kind)
     try:
         return dataclasses.replace(node, **{keys[0]: value})
-    except Exception as error:  # of a method's own
+    except Exception as error:  # a method's class may raise any exception
         raise UserError(
             f"{full}: found {shown_value(value)}; {type(node).__name__} refuses it: {first_line(error)}"
         ) from error
 
 
 def _build(cls: type, values: object, prefix: str, where: str) -> Any:
+    """Makes a section from parsed JSON.
+
+    Args:
+      cls: the dataclass.
+      values: the JSON object.
+      prefix: the dotted key of the section, for messages.
+      where: the origin of the values, for messages.
+
+    Raises:
+      UserError: a key is unknown or missing, or the class refuses a value.
+    """
     if not isinstance(values, dict):
         raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
     kinds, fields = types_of(cls), dataclasses.fields(cls)
@@ -342,11 +410,11 @@ def _build(cls: type, values: object, prefix: str, where: str) -> Any:
             built[key] = made(value, key)
             continue
         value = tuple(value) if kinds[key] in SEQUENCES and isinstance(value, list) else value
-        value = quoted(value) if kinds[key] == NAMES and isinstance(value, str) else value  # several are a list
+        value = quoted(value) if kinds[key] == NAMES and isinstance(value, str) else value  # several names are a list
         built[key] = _build(section, value, f"{prefix}{key}.", where) if section and value is not None else value
     try:
         return cls(**built)
-    except Exception as error:  # a method's own may be any
+    except Exception as error:  # a method's class may raise any exception
         for f in fields:
             if f.name not in built and f.default is f.default_factory is dataclasses.MISSING:
                 raise UserError(f"{where}: {prefix}{f.name}: missing") from error
@@ -356,11 +424,12 @@ def _build(cls: type, values: object, prefix: str, where: str) -> Any:
 
 
 def _suggestion(key: str) -> str:
+    """Returns a hint for an unknown key: the most similar key, or the keys or sections that exist."""
     every = [*flat(Config()), *(f"model.{f.name}" for f in dataclasses.fields(T5Config))]
     section, _, name = key.rpartition(".")
     names = [k.rpartition(".")[2] for k in every]
     close = [name] if name in names else difflib.get_close_matches(name, names, n=1)
-    if close:  # of several keys with that name the one whose section is the most alike
+    if close:  # if several sections have a key of that name, the section with the most similar name
         candidates = [k for k, known in zip(every, names, strict=True) if known == close[0]]
         return f" (did you mean {difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]}?)"
     siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
@@ -370,7 +439,7 @@ def _suggestion(key: str) -> str:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """FILE:LINE: the line of the config file that raised the error, or any file's that is no Python."""
+    """Returns FILE:LINE of the line in the config file that raised the error, or of a syntax error in any file."""
     if isinstance(error, SyntaxError):
         file = error.filename or str(path)
         return f"{file}:{error.lineno}" if error.lineno else file

@@ -21,23 +21,23 @@ def read_columns(targets: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def quoted(name: str) -> str:
-    """Quotes a name so that `read_columns` reads it as one name; a text in quotes is not changed."""
+    """Quotes a name so that `read_columns` reads it as one name; a text that is already in quotes is not changed."""
     doubled = name.replace('"', '""')
     return f'"{doubled}"' if isinstance(read_columns(name), tuple) else name
 
 
 def field_of(targets: str) -> str:
-    """The name of the field in a `data.targets` that is one name."""
+    """Returns the name of the field in a `data.targets` with a single name."""
     return next(csv.reader([targets], skipinitialspace=True))[0] if "," in targets else targets
 
 
 def names_of(columns: Sequence[str]) -> tuple[str, ...]:
-    """The row names for columns, one for each."""
+    """Returns the row names for columns, one for each."""
     return tuple(f"{column}:" for column in columns)
 
 
 def columns_of(columns: Sequence[str], row_names: Sequence[str]) -> dict[str, str]:
-    """The names of rows, by column; without columns, by bare name.
+    """Maps columns to the names of rows; without columns, maps bare names to them.
 
     Args:
       columns: `data.columns`.
@@ -48,16 +48,18 @@ def columns_of(columns: Sequence[str], row_names: Sequence[str]) -> dict[str, st
 
 
 def bare_name(name: str) -> str:
-    """The name of a row without the marks at its end."""
+    """Returns the name of a row without the marks at its end."""
     return name.rstrip(MARKS) or name
 
 
 def split_row(row: str, names: Iterable[str], spell: Callable[[str], str] = str) -> tuple[str, str] | None:
-    """Splits a row into its name, the longest with which it begins, and the text of the value; None without a name.
+    """Splits a row into its name and the text of its value; returns None if it begins with no name.
+
+    If the row begins with several of the names, the longest counts.
 
     Args:
       row: the text of the row.
-      names: as in `grid.row_names`; a name without a mark at its end may have one in the row.
+      names: as in `grid.row_names`; a name without a mark at its end may be followed by one in the row.
       spell: normalises texts before they are compared.
     """
     for name in sorted(names, key=len, reverse=True):

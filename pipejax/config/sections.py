@@ -1,4 +1,7 @@
-"""The schema of an experiment: frozen dataclasses, and the checks that need no files. Standard library only."""
+"""The schema of an experiment: frozen dataclasses, and the checks that need no files.
+
+Imports only the standard library.
+"""
 
 import dataclasses
 from typing import Any, NoReturn
@@ -9,64 +12,71 @@ from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
 from pipejax.system.fields import check_settings, setting, shown_value
 
-STRATEGIES = ("pipelined", "sequential")  # of decoding; beam search is sequential with decode.beams > 1
+STRATEGIES = ("pipelined", "sequential")  # decoding strategies; beam search is sequential with decode.beams > 1
 DRAFTS = ("none", "source", "jacobi", "model")
 OBJECTIVES = ("pipelined", "sequential", "none")
 STOPS = ("empty_row", "literal")
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "adafactor")
-REMATS = ("auto", "none", "dots", "layers")  # the fastest first
+REMATS = ("auto", "none", "dots", "layers")  # fastest first
 FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
-LIMITS = ("none", "source")  # on the tokens that may be written
+LIMITS = ("none", "source")  # restrictions on the tokens of an answer
 ROWS = ("list", "delimiter", "sentences")
 QUOTES = ("auto", "quote", "letters")
 EMPTY_TARGETS = ("keep", "skip", "refuse")
-SPECIAL_TOKENS = ("auto", "template", "eos")  # "template": as the tokenizer adds them; "eos": the model's eos alone
+SPECIAL_TOKENS = ("auto", "template", "eos")  # "template": the tokenizer's special tokens; "eos": the model's eos only
 METRICS = ("exact", "exact_caseless", "spans", "keyphrases", "keyphrases_kp20k", "rouge", "rouge_score")
-GRID = 2**15  # at the most: places on the grid are counted in 32 bits
-PLACES = 2**24  # of a grid at the most: beyond that no device holds what decoding keeps of each
+GRID = 2**15  # the largest time and row: coordinates on the grid are 32 bits
+# The most positions of a grid; decoding stores several values for each, which would exceed a device's memory.
+PLACES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class GridConfig:
     """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
 
-    delay: int = setting(1, least=0, most=GRID)  # Δt: a new row starts every `delay` time-steps; 0: all start at once
-    time_max: int = setting(50, least=1, most=GRID)  # time-steps at the most
-    sub_max: int = setting(20, least=1, most=GRID)  # rows at the most
-    stop: str = setting("empty_row", choices=STOPS)  # "literal": Algorithm 1 as it is written
-    row_names: tuple[str, ...] = setting(())  # the beginnings of every answer's rows, in turn; none: they are free
+    # Δt: a new row starts every `delay` time-steps; 0: all rows start at once.
+    delay: int = setting(1, least=0, most=GRID)
+    time_max: int = setting(50, least=1, most=GRID)  # the most time-steps
+    sub_max: int = setting(20, least=1, most=GRID)  # the most rows
+    stop: str = setting("empty_row", choices=STOPS)  # "literal": the stopping rule of Algorithm 1 as published
+    row_names: tuple[str, ...] = setting(())  # the beginning of each row of an answer, in order; empty: rows are free
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where examples come from, and how long they may be (in tokens)."""
+    """The source of the examples, and their maximum lengths in tokens."""
 
-    task: str = setting("jsonl")  # "jsonl" and "csv" are files of your own
+    task: str = setting("jsonl")  # "jsonl" and "csv" read the files below
     train: str = setting("")  # `jsonl`, `csv`: a path, a URL, a pattern of either, or hub:OWNER/NAME[SPLIT]; "": none
-    dev: str = setting("")  # for evaluations in training
-    test: str = setting("")  # for `pipejax evaluate`
-    stream: int = setting(0, least=0)  # `jsonl`, `csv`: `train` is read as needed, and so many are shuffled together
+    dev: str = setting("")  # the same for evaluations during training
+    test: str = setting("")  # the same for `pipejax evaluate`
+    # `jsonl`, `csv`: examples per shuffled buffer of a stream; 0: `train` is read into memory.
+    stream: int = setting(0, least=0)
     split: str = setting("")  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
-    split_seed: int = setting(0, least=0)  # another one parts it otherwise
-    csv_delimiter: str = setting("")  # between columns; "": a tab in .tsv, else found by the line of names
-    csv_quotes: str = setting("auto", choices=QUOTES)  # "quote": they may enclose a cell; "auto": text in .tsv alone
-    skip_bad: bool = setting(False)  # `jsonl`, `csv`: lines that are no examples are left out and counted
-    empty_targets: str = setting("keep", choices=EMPTY_TARGETS)  # training examples without an answer
+    split_seed: int = setting(0, least=0)  # another seed gives another split
+    csv_delimiter: str = setting("")  # between columns; "": a tab in .tsv, else detected from the line of names
+    # "quote": quotes may enclose a cell; "letters": quotes are text; "auto": "letters" in .tsv, else "quote".
+    csv_quotes: str = setting("auto", choices=QUOTES)
+    skip_bad: bool = setting(False)  # `jsonl`, `csv`: skip and count lines that are not valid examples
+    # Training examples without an answer: "keep" or leave out.
+    empty_targets: str = setting("keep", choices=EMPTY_TARGETS)
     source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
-    targets: str | tuple[str, ...] = setting("targets")  # `jsonl`, `csv`: the field of the rows; or columns, each a row
-    rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: what it is: a list, or text to part into rows
-    delimiter: str = setting("\n")  # `jsonl`, `csv`: between the rows, if `rows` is "delimiter"
-    metric: str = setting("", choices=("", *METRICS))  # "" = the task's own; for `jsonl` and `csv` that is "exact"
-    data_dir: str = setting("")  # where `pipejax data prepare` wrote; "" = TFDS's own directory
-    tokenizer: str = setting("")  # directory or hub id; "" = the task's own or that of `train.init_from`
-    new_tokenizer: bool = setting(False)  # whether its ids may mean other pieces than those of `train.init_from`
-    special_tokens: str = setting("auto", choices=SPECIAL_TOKENS)  # added to sources; "auto": as the weights learned
+    # `jsonl`, `csv`: the field with the rows; or column names, each a row.
+    targets: str | tuple[str, ...] = setting("targets")
+    rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: the form of that field: a list, or text to split
+    delimiter: str = setting("\n")  # `jsonl`, `csv`: the text between rows, if `rows` is "delimiter"
+    metric: str = setting("", choices=("", *METRICS))  # "": the task's default, which is "exact" for `jsonl` and `csv`
+    data_dir: str = setting("")  # the --data-dir of `pipejax data prepare`; "": the directory of TFDS
+    tokenizer: str = setting("")  # directory or hub id; "": the tokenizer of the task or of `train.init_from`
+    new_tokenizer: bool = setting(False)  # allow ids to mean other pieces than in `train.init_from`
+    # Added to sources; "auto": as the weights were trained.
+    special_tokens: str = setting("auto", choices=SPECIAL_TOKENS)
     max_source: int = setting(2048, least=2, most=2**20)  # longer sources are truncated; special tokens are kept
-    max_target: int = setting(512, least=2, most=2**20)  # a longer target loses its last rows (training only)
-    separator: str = setting(" ; ")  # between the rows of a sequential target and of the decoded text
+    max_target: int = setting(512, least=2, most=2**20)  # longer targets lose their last rows (training only)
+    separator: str = setting(" ; ")  # between the rows of a sequential target and of decoded text
 
     def __post_init__(self) -> None:
         """Normalises `split` to a text of shares, and `targets` to a name or a tuple of names."""
@@ -83,7 +93,7 @@ class DataConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are rows; empty if one field holds all rows."""
+        """The columns that are rows; empty if one field has all rows."""
         return self.targets if isinstance(self.targets, tuple) else ()
 
 
@@ -91,75 +101,84 @@ class DataConfig:
 class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
-    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",))  # "none": weights never trained here
+    # "none": weights that were not trained here.
+    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",))
     steps: int = setting(1000, least=1)  # updates
-    batch_size: int = setting(24, least=1, most=2**20)  # examples of an update
-    accumulate: int = setting(1, least=1)  # parts that a batch is computed in, one after the other
-    pack: int = setting(0, least=0)  # examples whose targets share a row of slots; 0: up to four, by the batch size
-    length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: each alone
-    remat: str = setting("auto", choices=REMATS)  # what the backward pass repeats; "auto": by the memory of a GPU
-    shapes: int = setting(22, least=1)  # padded shapes of batches, at the most but for rare lengths; each compiles once
+    batch_size: int = setting(24, least=1, most=2**20)  # examples per update
+    accumulate: int = setting(1, least=1)  # parts of a batch, computed one after the other
+    # Examples whose targets share a row of slots; 0: up to four, depending on the batch size.
+    pack: int = setting(0, least=0)
+    length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: no sorting
+    # Recomputed in the backward pass; "auto": chosen by the memory of a GPU.
+    remat: str = setting("auto", choices=REMATS)
+    # The most padded shapes of batches, except for rare lengths; each is compiled once.
+    shapes: int = setting(22, least=1)
     optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
-    freeze: str = setting("none", choices=FREEZES)  # "encoder": it and the embedding table keep their values
-    lora_rank: int = setting(0, least=0, most=2**16)  # of the factors that are trained instead of the weights; 0: none
+    freeze: str = setting("none", choices=FREEZES)  # "encoder": the encoder and the embedding table are not trained
+    # Rank of low-rank factors trained in place of the weights; 0: train the weights.
+    lora_rank: int = setting(0, least=0, most=2**16)
     learning_rate: float = setting(1e-4, above=0.0)  # after the warm-up
-    schedule: str = setting("constant", choices=SCHEDULES)  # after the warm-up; the others fall to 0 at `steps`
-    warmup_steps: int = setting(100, least=0)  # in which the rate rises from 0
-    warmup_share: float = setting(0.0, least=0.0, below=1.0)  # of `steps`, instead of `warmup_steps`; 0: these count
-    weight_decay: float = setting(0.0, least=0.0)  # decoupled: times the rate, at every update
-    beta1: float = setting(0.9, least=0.0, below=1.0)  # of AdamW: decay of the mean gradient
-    beta2: float = setting(0.999, least=0.0, below=1.0)  # of AdamW: decay of the mean square
-    epsilon: float = setting(1e-8, above=0.0)  # of AdamW: added to the root of the mean square
+    # After the warm-up; "linear" and "cosine" decay to 0 at `steps`.
+    schedule: str = setting("constant", choices=SCHEDULES)
+    warmup_steps: int = setting(100, least=0)  # updates in which the rate rises from 0
+    # As a share of `steps`, in place of `warmup_steps`; 0: use `warmup_steps`.
+    warmup_share: float = setting(0.0, least=0.0, below=1.0)
+    weight_decay: float = setting(0.0, least=0.0)  # decoupled: multiplied by the rate at each update
+    beta1: float = setting(0.9, least=0.0, below=1.0)  # AdamW's decay of the mean gradient
+    beta2: float = setting(0.999, least=0.0, below=1.0)  # AdamW's decay of the mean square
+    epsilon: float = setting(1e-8, above=0.0)  # AdamW's term added to the root of the mean square
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
-    dropout: float = setting(0.1, least=0.0, below=1.0)  # in training alone; rounded to a multiple of 2**-16
-    new_dropout: bool = setting(False)  # continue a run that an older release began, with the masks of this one
-    dtype: str = setting("auto", choices=DTYPES)  # of the computation; "auto": bfloat16 on GPU and TPU, else float32
-    seed: int = setting(0, least=0, most=2**31 - 1)  # of initial weights, order of the data and dropout
-    max_bad_steps: int = setting(10, least=1)  # in a row whose loss or gradient is not finite; then training ends
+    dropout: float = setting(0.1, least=0.0, below=1.0)  # in training only; rounded to a multiple of 2**-16
+    new_dropout: bool = setting(False)  # continue a run of an older release with the dropout masks of this one
+    dtype: str = setting("auto", choices=DTYPES)  # compute dtype; "auto": bfloat16 on GPU and TPU, else float32
+    seed: int = setting(0, least=0, most=2**31 - 1)  # for initial weights, data order and dropout
+    # Steps in a row with a loss or gradient that is not finite, after which training ends.
+    max_bad_steps: int = setting(10, least=1)
     init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
     init_best: bool = setting(False)  # the best evaluated step of `init_from` instead of the newest
-    eos_token_id: int = setting(-1, least=-1)  # the end token that rows are trained with; -1: the first of the model's
+    eos_token_id: int = setting(-1, least=-1)  # the end token in training targets; -1: the model's first
     log_every: int = setting(50, least=1)  # updates between two lines of the log
     evaluate_every: int = setting(500, least=1)  # updates between two evaluations
-    evaluate_examples: int = setting(256, least=0)  # of the dev split; 0 = all of it
-    patience: int = setting(0, least=0)  # evaluations in a row without a better one; then training ends; 0: never
-    checkpoint_every: int = setting(500, least=1)  # updates between two checkpoints: the most that a kill costs
-    keep_checkpoints: int = setting(3, least=1)  # the newest that stay on disk
-    keep_every: int = setting(0, least=0)  # checkpoints of every multiple of this step stay as well; 0: none
-    tensorboard: bool = setting(False)  # WORKDIR/tensorboard, too; needs tensorboardX
-    wandb: str = setting("")  # a project of Weights & Biases, too; needs wandb
-    mlflow: str = setting("")  # an experiment of MLflow, too, on the server that MLflow's own variables name; needs it
+    evaluate_examples: int = setting(256, least=0)  # examples of the dev split; 0: all
+    patience: int = setting(0, least=0)  # evaluations in a row without improvement, after which training ends; 0: never
+    checkpoint_every: int = setting(500, least=1)  # updates between two checkpoints: the most that a kill can lose
+    keep_checkpoints: int = setting(3, least=1)  # the number of newest checkpoints that stay on disk
+    keep_every: int = setting(0, least=0)  # multiples of this step also stay on disk; 0: none
+    tensorboard: bool = setting(False)  # also log to WORKDIR/tensorboard; needs tensorboardX
+    wandb: str = setting("")  # also log to this project of Weights & Biases; needs wandb
+    mlflow: str = setting("")  # also log to this experiment on the MLflow server of MLFLOW_TRACKING_URI; needs mlflow
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Decoding settings that are not the grid's."""
+    """Decoding settings other than the grid's."""
 
-    max_length: int = setting(512, least=1, most=2**20)  # tokens of the sequential decoder, eos included
-    beams: int = setting(1, least=1)  # of the sequential decoder: 1 is greedy, more is beam search
-    length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**this
-    temperature: float = setting(0.0, least=0.0, most=100.0)  # 0: the most likely token; else tokens are drawn
-    top_k: int = setting(0, least=0)  # of so many most likely tokens; 0: of all
-    top_p: float = setting(1.0, above=0.0, most=1.0)  # of the fewest that have this probability together
-    seed: int = setting(0, least=0, most=2**31 - 1)  # of what is drawn
-    samples: int = setting(1, least=1, most=2**16)  # answers of each source; more than 1 need a temperature
-    unique_rows: bool = setting(False)  # a row that repeats one above is left out; two such in turn end the answer
-    scores: bool = setting(False)  # records hold the log-probability of each token
-    limit: str = setting("none", choices=LIMITS)  # "source": only tokens of the source are written
-    draft: str = setting("none", choices=DRAFTS)  # the guesser of tokens, for fewer decoder calls: docs/drafting.md
+    max_length: int = setting(512, least=1, most=2**20)  # the most tokens of the sequential decoder, including eos
+    beams: int = setting(1, least=1)  # beams of the sequential decoder; 1: greedy
+    length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**length_penalty
+    temperature: float = setting(0.0, least=0.0, most=100.0)  # 0: the most likely token; else tokens are sampled
+    top_k: int = setting(0, least=0)  # sample from this many most likely tokens; 0: from all
+    top_p: float = setting(1.0, above=0.0, most=1.0)  # sample from the fewest tokens whose probabilities add up to this
+    seed: int = setting(0, least=0, most=2**31 - 1)  # for sampling
+    samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
+    # Drop a row that repeats an earlier one; two repeated rows in succession end the answer.
+    unique_rows: bool = setting(False)
+    scores: bool = setting(False)  # records contain the log-probability of each token
+    limit: str = setting("none", choices=LIMITS)  # "source": answers contain only tokens of the source
+    draft: str = setting("none", choices=DRAFTS)  # source of draft tokens, which save decoder calls: docs/drafting.md
     draft_checkpoint: str = setting("")  # `draft` = "model": a small T5 of the same vocabulary
-    draft_tokens: int = setting(8, least=1, most=64)  # guessed for a row in a call, at the most
-    trace: bool = setting(False)  # records hold what was drafted in each call, and what was accepted
-    batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on a device
-    dtype: str = setting("auto", choices=DTYPES)  # of the computation, as train.dtype
-    weights: str = setting("auto", choices=WEIGHTS)  # the type weights are held in; "auto": in the dtype, as trained
+    draft_tokens: int = setting(8, least=1, most=64)  # the most draft tokens of a row per call
+    trace: bool = setting(False)  # records contain the drafted and the accepted tokens of each call
+    batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on one device
+    dtype: str = setting("auto", choices=DTYPES)  # compute dtype, as in train.dtype
+    weights: str = setting("auto", choices=WEIGHTS)  # dtype of stored weights; "auto": as decode.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; data = -1 takes all that the other two leave."""
+    """Devices along each mesh axis; data = -1 uses all devices that the other two axes leave."""
 
-    data: int = setting(-1, least=-1)  # devices that split batches; -1: all that the other two leave
+    data: int = setting(-1, least=-1)  # devices that split batches; -1: all that remain
     fsdp: int = setting(1, least=1)  # devices that split batches and parameters
     tensor: int = setting(1, least=1)  # devices that split heads and vocabulary
 
@@ -168,9 +187,9 @@ class MeshConfig:
 class Config:
     """One experiment. `model` is None when the weights come from `train.init_from`."""
 
-    name: str = setting("experiment")  # of the experiment, for people
+    name: str = setting("experiment")  # a label for people
     model: T5Config | Backbone | None = setting(None)  # the architecture, for random weights
-    method: Any = setting(None)  # a way to write answers of your own: docs/methods.md; none: as train.objective says
+    method: Any = setting(None)  # a custom way to write answers: docs/methods.md; None: the method of train.objective
     grid: GridConfig = dataclasses.field(default_factory=GridConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -179,7 +198,11 @@ class Config:
 
 
 def check(config: Config, *, where: str) -> None:
-    """Checks types, ranges and the rules between keys; raises a UserError that names the key."""
+    """Checks types, ranges and the rules between settings.
+
+    Raises:
+      UserError: a value is invalid; the message names the setting.
+    """
     check_settings(config, "", where)
 
     def refuse(key: str, found: object, expected: str) -> NoReturn:
@@ -198,7 +221,7 @@ def check(config: Config, *, where: str) -> None:
             if end in model.end_token_ids[: i + 1]:
                 refuse("model.other_eos_token_ids", f"{end} twice", "each id once, and not that of model.eos_token_id")
         model.check(where)
-        candidates = 1 + len(model.end_token_ids)  # of each beam
+        candidates = 1 + len(model.end_token_ids)  # per beam
         if candidates * config.decode.beams > model.vocab_size:
             part = "half" if candidates == 2 else f"1/{candidates}"
             refuse("decode.beams", config.decode.beams, f"at most {part} of model.vocab_size = {model.vocab_size}")

@@ -1,4 +1,4 @@
-"""The parts that all commands share: the parser of flags, exit codes, and errors as one line."""
+"""The parts shared by all commands: the parser of flags, exit codes, and errors as one line."""
 
 import argparse
 import contextlib
@@ -28,13 +28,13 @@ from pipejax.system.progress import say
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_OUR_MISTAKE = 70  # EX_SOFTWARE of sysexits.h; comes with a traceback
-# Errors of the operating system that the user can mend, such as a full disk; all others are our mistakes.
+# Errors of the operating system that the user can fix, such as a full disk; all others are mistakes of pipejax.
 REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENODEV, errno.ENXIO),
 )
-COMPLETING = "_ARGCOMPLETE"  # the variable that a shell sets to ask for completions
-LINE = 1000  # characters; a longer line loses its middle
+COMPLETING = "_ARGCOMPLETE"  # the variable that a shell sets to request completions
+LINE = 1000  # characters; the middle of a longer line is left out
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parses as argparse does; if a shell asks for completions, prints them and ends the process."""
+        """Parses the arguments like argparse. If a shell requests completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             with extra("completion", "completion"):
                 import argcomplete
@@ -78,8 +78,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Refuses a value that is none of an argument's choices; argparse calls this for each value."""
-        brought = action.dest == "strategy" and any("method=" in word for word in self._given)  # a name of its own
+        """Refuses a value that is not among an argument's choices; argparse calls this for each value."""
+        # With --set method=..., a strategy may have another name.
+        brought = action.dest == "strategy" and any("method=" in word for word in self._given)
         if action.choices is not None and value not in action.choices and not brought:
             is_command = isinstance(action, argparse._SubParsersAction)
             name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
@@ -89,11 +90,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a UserError; argparse calls this for anything that it cannot parse."""
         known = dict(self._option_string_actions)
-        for action in self._actions:  # a command below this one has flags of its own
+        for action in self._actions:  # a subcommand has its own flags
             if isinstance(action, argparse._SubParsersAction):
                 for name in {*action.choices} & {*self._given}:
                     known |= action.choices[name]._option_string_actions
-        for flag in (word.partition("=")[0] for word in self._given):  # else argparse would say first what is missing
+        # Without this check, argparse would first report missing flags.
+        for flag in (word.partition("=")[0] for word in self._given):
             if re.match(r"--?[A-Za-z]", flag) and flag not in known:
                 guess = difflib.get_close_matches("--" + flag.lstrip("-").casefold(), known, n=1, cutoff=0.8)
                 setting = "; a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""
@@ -102,6 +104,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
+    """Returns an argparse type for whole numbers in a range."""
 
     def read(text: str) -> int:
         try:
@@ -117,14 +120,17 @@ def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
 
 
 def _assignment(text: str) -> str:
-    """The argparse type of KEY=VALUE: in "--set KEY VALUE" the value would count as an argument too many."""
+    """The argparse type of KEY=VALUE. In "--set KEY VALUE", VALUE would be reported as an unexpected argument."""
     if "=" not in text:
         raise UserError(f"--set {text}: found no '='; expected key=value")
     return text
 
 
 def note(line: str, level: str = "info", **fields: object) -> None:
-    """Writes a line for the user to standard error, as standard output is for results; `fields`: for `write_json`."""
+    """Writes a line for the user to standard error, because standard output is for results.
+
+    `fields` are added to the JSON form of the line (`write_json`).
+    """
     if len(line) > LINE:
         line = f"{line[: LINE // 2]} ... {line[-LINE // 2 :]}"
     if _lines.as_json:
@@ -134,6 +140,7 @@ def note(line: str, level: str = "info", **fields: object) -> None:
 
 
 def write_json() -> None:
+    """Makes `note` write its lines as JSON objects."""
     _lines.as_json = True
 
 
@@ -141,7 +148,7 @@ LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}  # prefixes of
 
 
 def line_of(record: logging.LogRecord) -> str:
-    """A log record as a line for the user, whatever strangers wrote into it: what cannot be seen is escaped."""
+    """Returns a log record as one line for the user; invisible characters are escaped, as text may come from others."""
     text = LEVELS.get(record.levelno, "") + record.getMessage()
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -164,7 +171,7 @@ _lines = _Lines()
 
 @contextlib.contextmanager
 def adopted(*names: str) -> Iterator[None]:
-    """A context in which records of libraries' loggers are written like the command's own lines."""
+    """A context in which records of libraries' loggers are written like the command's lines."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:
@@ -179,20 +186,21 @@ def adopted(*names: str) -> Iterator[None]:
 
 
 def mute() -> None:
-    """Stops writing log records to standard error: the command ends, or another process writes the same ones."""
+    """Stops writing log records to standard error: the command ends, or another process writes the same records."""
     logging.getLogger("pipejax").removeHandler(_lines)
 
 
 def check_output_file(flag: str, target: str | None) -> None:
-    """Raises a UserError if the file that a flag names cannot be written; called before the work, not after it."""
+    """Raises a UserError if the file that a flag names cannot be written; called before the work begins."""
     if target is None:
         return
     wanted = Path(target)
     found = look(wanted, flag)
     if found == "directory":
         raise UserError(f"{flag} {target}: found a directory; expected a file")
-    directory = Path(os.path.realpath(wanted)).parent  # of a link's target
-    for place in (wanted.parent, directory):  # the system enters what precedes a "..", which the real path leaves out
+    directory = Path(os.path.realpath(wanted)).parent  # a link's target counts
+    # The system resolves the part before a "..", which is not in the real path.
+    for place in (wanted.parent, directory):
         if look(place, flag) != "directory":
             raise UserError(f"{flag} {target}: found no directory {place}; expected one that exists")
     place = wanted if found else directory
@@ -202,8 +210,8 @@ def check_output_file(flag: str, target: str | None) -> None:
 
 
 def write_output(flag: str, target: str, text: str) -> None:
-    """Writes a file completely or not at all. On failure prints the text, which may be hours of work."""
-    path = Path(os.path.realpath(target))  # a link stays, its target is written
+    """Writes a file completely or not at all. On failure, prints the text, which may be the result of hours of work."""
+    path = Path(os.path.realpath(target))  # a link is kept, and its target is written
     try:
         if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):  # such as a device or a pipe
             path.write_text(text, encoding="utf-8")
@@ -217,7 +225,8 @@ def write_output(flag: str, target: str, text: str) -> None:
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and exits with its code. Bad input gives one line on standard error and exit code 2."""
-    # Imports and tracing make a million objects that stay: to look through them at each 700 new ones takes a second.
+    # Imports and tracing create a million long-lived objects. By default the garbage collector would scan objects after
+    # each 700 new ones, which takes a second in total.
     gc.set_threshold(50_000, *gc.get_threshold()[1:])
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.make_safe()
@@ -244,23 +253,23 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
             traceback.print_exception(error)
     mute()
     logger.propagate = True
-    # sys.exit would wait for these threads. It frees memory, too: a daemon thread or work inside XLA, still running,
-    # would crash the process then.
+    # sys.exit would wait for these threads. It would also free memory, and a daemon thread or work inside XLA that is
+    # still running would then crash the process.
     if _unneeded or at_once:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, UserError):
                 stream.flush()
         os._exit(code)
-    gc.freeze()  # else the interpreter looks for garbage among all objects before it ends, which takes half a second
+    gc.freeze()  # otherwise the interpreter would collect garbage among all objects at exit, which takes half a second
     sys.exit(code)
 
 
-_unneeded: list[int] = []  # ids of threads
+_unneeded: list[int] = []  # ids of threads in `unneeded`
 
 
 @contextlib.contextmanager
 def unneeded() -> Iterator[None]:
-    """A block of work in a thread, such as compiling ahead, that a command may leave unfinished when it ends."""
+    """A context, in a thread, for work such as compiling ahead that a command may leave unfinished when it ends."""
     _unneeded.append(threading.get_ident())
     try:
         yield
@@ -269,8 +278,8 @@ def unneeded() -> Iterator[None]:
 
 
 def explain_imports() -> None:
-    """Lets a module that is run with -m end in one line if a library is absent; packages call it first."""
-    if sys.argv[0] == "-m":  # so it is while Python looks for the module
+    """Makes `python -m MODULE` end with one line if a library is absent. Packages call it first."""
+    if sys.argv[0] == "-m":  # the value of argv[0] while Python looks for the module
         sys.excepthook = _ended
         environment.check_platform()
 
@@ -282,7 +291,11 @@ def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
-    """Writes one line about an error that the user can mend; returns its exit code, or EXIT_OUR_MISTAKE."""
+    """Writes one line about an error that the user can fix.
+
+    Returns:
+      Its exit code; EXIT_OUR_MISTAKE for any other error, about which nothing is written.
+    """
     if isinstance(error, KeyboardInterrupt):
         note(f"interrupted{f' {error}' if str(error) else ''}")
         return EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""Keeps compiled programs on disk, so that only the first run of a command waits for the compiler."""
+"""Caches compiled programs on disk, so that only the first run of a command waits for the compiler."""
 
 import functools
 import logging
@@ -13,12 +13,12 @@ from pipejax.system.files import absolute
 logger = logging.getLogger(__name__)
 _say_once = functools.cache(logger.warning)
 
-VARIABLE = "PIPEJAX_CACHE"  # a directory, or "off"
-SIZE = 4 * 2**30  # bytes; JAX then removes the least recently used programs
+VARIABLE = "PIPEJAX_CACHE"  # the variable with a directory, or "off"
+SIZE = 4 * 2**30  # bytes; beyond them JAX removes the least recently used programs
 
 
 def directory() -> Path | None:
-    """The cache's directory: $PIPEJAX_CACHE, or pipejax/ in the user's cache directory; None if it is "off"."""
+    """Returns $PIPEJAX_CACHE, or pipejax/ in the user's cache directory; None if the variable is "off"."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen == "off":
         return None
@@ -29,11 +29,11 @@ def directory() -> Path | None:
 
 
 def safe_directory() -> Path | None:
-    """The cache's directory, made if it is missing; None if it is off, unusable or writable by other users.
+    """Returns the cache's directory, created if missing; None if it is off, unusable or writable by other users.
 
     The files in it are executed, so only this user and root may be able to write to it: a new directory has mode 700.
     Root's directory is only read (`is_writable`): it may be part of an image that another user runs. If the directory
-    cannot be used, a line is logged and there is no cache.
+    cannot be used, this is logged and nothing is cached.
     """
     path = directory()
     if path is None:
@@ -60,13 +60,17 @@ def is_writable(path: Path) -> bool:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user and root may write to the path, so that its files may be executed. Raises OSError."""
+    """Whether only this user and root may write to the path, so that its files may be executed.
+
+    Raises:
+      OSError: the path cannot be examined.
+    """
     found = path.stat()
     return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
 
 
 def _trouble(path: Path) -> str:
-    """The reason why a directory cannot be the cache; "" if it can."""
+    """Returns the reason why a directory cannot be the cache; "" if it can."""
     owner = path.stat().st_uid
     if owner not in (os.getuid(), 0):
         return f"{path} belongs to another user (number {owner})"
@@ -80,7 +84,7 @@ def _trouble(path: Path) -> str:
 
 
 def use_cache() -> Path | None:
-    """Turns on JAX's compilation cache in this directory, unless the user configured one; returns its directory."""
+    """Enables JAX's compilation cache in this directory, unless the user configured one; returns its directory."""
     if own := jax.config.values["jax_compilation_cache_dir"]:
         return Path(own)
     path = safe_directory()
@@ -90,7 +94,7 @@ def use_cache() -> Path | None:
     if is_writable(path):
         jax.config.update("jax_compilation_cache_max_size", SIZE)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-    else:  # a bound on the size would be kept by files that say when each program was used
+    else:  # a size limit would require writing files that record each program's last use
         jax.config.update("jax_compilation_cache_max_size", -1)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     return path

@@ -1,7 +1,7 @@
 """Runs of several processes on JAX's distributed runtime: joining, exchanging messages, and failing together.
 
-With one process the functions return at once. This module does not start processes; docs/clusters.md shows how to with
-srun, mpirun, Kubernetes, Ray and ssh.
+With one process, the functions return at once. This module does not start processes; docs/clusters.md describes that
+for srun, mpirun, Kubernetes, Ray and ssh.
 """
 
 import collections
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed  # for the client of the coordination service
-from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # which jax.distributed.initialize() asks
+from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # the detection that jax.distributed.initialize() uses
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,7 +33,7 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 
 HEARTBEAT = 60  # seconds of silence after which a process counts as dead and the others end
-PATIENCE = 3_600_000  # milliseconds to wait for a message of a process whose heartbeat goes on
+PATIENCE = 3_600_000  # milliseconds to wait for a message from a process that still sends heartbeats
 # Launchers' variables for the number of processes, the process's rank, and its rank on its machine.
 LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -45,6 +45,7 @@ _SHARED = "shared_by_all_processes"  # the attribute of an exception that all pr
 
 
 def shared(error: BaseException) -> bool:
+    """Whether all processes raised this error."""
     return hasattr(error, _SHARED)
 
 
@@ -58,9 +59,21 @@ def join_processes(
     alone: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
-    """Joins the processes of this run; returns whether it has several. Must be called before anything uses a device.
+    """Joins the processes of this run; returns whether there are several.
 
-    None is as the environment says; `heartbeat` is in seconds, as HEARTBEAT, and so is the `patience` with process 0.
+    Must be called before anything uses a device.
+
+    Args:
+      coordinator: HOST:PORT of process 0; None: from the environment.
+      processes: the number of processes; None: from the environment.
+      process_id: the index of this process; None: from the environment.
+      heartbeat: seconds of silence after which a process counts as dead.
+      patience: seconds to wait for process 0.
+      alone: run a single process, regardless of the environment.
+      environment: the variables of the launcher.
+
+    Raises:
+      UserError: the values contradict each other, or process 0 cannot be reached.
     """
     if alone:
         return False
@@ -95,7 +108,8 @@ def join_processes(
     if coordinator is not None and process_id != 0:
         _await(coordinator, patience)
     own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
-    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which the trainer does itself
+    # The service would handle SIGTERM, which the trainer handles.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(coordinator, processes, process_id, own_device, heartbeat_timeout_seconds=heartbeat)
     except (RuntimeError, ValueError, OSError) as error:
@@ -108,6 +122,11 @@ def join_processes(
 
 
 def _await(coordinator: str, patience: float) -> None:
+    """Waits until process 0 accepts connections.
+
+    Raises:
+      UserError: it does not within `patience` seconds.
+    """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + patience
     while True:
@@ -124,7 +143,7 @@ def _await(coordinator: str, patience: float) -> None:
 
 
 def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) -> int | None:
-    """The value, or if it is None, the whole number in the variable PIPEJAX_NAME; None without either."""
+    """Returns the value or, if it is None, the whole number in the variable PIPEJAX_NAME; None without either."""
     text = environment.get(f"PIPEJAX_{name.upper()}", "")
     if value is not None or not text:
         return value
@@ -134,7 +153,7 @@ def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) 
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Number of processes, rank and local rank as srun or mpirun gives them; None unless a step started several."""
+    """Returns number of processes, rank and local rank as set by srun or mpirun; None unless a step has several."""
     for names in LAUNCHERS:
         values = [environment.get(name, "") for name in names]
         started = names[0] != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in environment
@@ -144,13 +163,14 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[int, int, int] | Non
 
 
 def _detected_by_jax(environment: Mapping[str, str]) -> bool:
-    """Whether JAX can detect the processes of an indexed Kubernetes job, or of Cloud TPU machines, which it asks."""
+    """Whether JAX can detect the processes of an indexed Kubernetes job or of Cloud TPU machines."""
     job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
     if job and importlib.util.find_spec("kubernetes") is not None:
         return True
     try:
         return any(cluster.is_env_present() and cluster.get_process_count() > 1 for cluster in TPU_CLUSTERS)
-    except (OSError, RuntimeError, ValueError, LookupError) as error:  # of `requests`, or of parsing the answer
+    except (OSError, RuntimeError, ValueError, LookupError) as error:
+        # Exceptions of `requests`, or of parsing the answer.
         said = " ".join(str(error).split())[:200]
         raise UserError(
             f"the metadata of this Cloud TPU machine: found no answer of use ({said}); expected the processes of its "
@@ -165,6 +185,7 @@ def lost(error: BaseException) -> bool:
 
 
 def several() -> bool:
+    """Whether the run has several processes."""
     return jax.process_count() > 1
 
 
@@ -174,6 +195,7 @@ def first() -> bool:
 
 
 def gather_texts(text: str) -> list[str]:
+    """Returns the texts of all processes, by index. Every process must call this."""
     if not several():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -184,7 +206,11 @@ def gather_texts(text: str) -> list[str]:
 
 
 def check_same(text: str, what: str) -> None:
-    """Checks that all processes have the same text; `what` names it in the error. Every process must call this."""
+    """Checks that all processes have the same text. Every process must call this.
+
+    Raises:
+      UserError: the texts differ; `what` names them in the message.
+    """
     words = gather_texts(hashlib.sha256(text.encode()).hexdigest())
     for index, word in enumerate(words):
         if word != words[0]:
@@ -195,10 +221,10 @@ def check_same(text: str, what: str) -> None:
 
 @contextlib.contextmanager
 def fail_together(*kinds: type[Exception]) -> Iterator[None]:
-    """A block that succeeds in all processes or in none; every process must enter it.
+    """A context that succeeds in all processes or in none; every process must enter it.
 
     If one process raises an exception of one of the `kinds`, all processes raise it at the end of the block, so that
-    none waits for another for ever.
+    none waits forever for another.
     """
     problem: Exception | None = None
     try:
@@ -221,10 +247,10 @@ def fail_together(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[None]:
-    """A block whose error, unless all processes raise it, ends this process at once, so that the others notice.
+    """A context that ends this process at once if it raises an error that the other processes do not raise.
 
-    Otherwise they would wait for this process. `explain` reports the error and returns the exit code. `joined` is the
-    result of `join_processes`; `several` would ask JAX, which may have no device.
+    Otherwise the others would wait for this process. `explain` reports the error and returns the exit code. `joined` is
+    the result of `join_processes`, because `several` would ask JAX, which may have no device.
     """
     try:
         yield
@@ -238,7 +264,7 @@ def alone(explain: Callable[[BaseException], int], *, joined: bool) -> Iterator[
 
 
 def same(value: T) -> T:
-    """Process 0's value, a JSON value, in every process; every process must call this."""
+    """Returns process 0's value, a JSON value, in every process. Every process must call this."""
     return strict_json.loads(gather_texts(json.dumps(value))[0]) if several() else value
 
 
@@ -246,10 +272,10 @@ _exchanges = itertools.count()
 
 
 class Exchange:
-    """Exchanges messages between all processes by the coordinator, without a device, so that any thread may call it.
+    """Exchanges messages between all processes through the coordinator, without a device, from any thread.
 
-    All processes must make their `Exchange` objects, and the calls of each object, in the same order. One object must
-    not be called by two threads at once.
+    All processes must create their `Exchange` objects, and call each of them, in the same order. Two threads must not
+    call one object at the same time.
     """
 
     def __init__(self) -> None:
@@ -271,11 +297,12 @@ class Exchange:
             said.append(mine if i == own else self._client.blocking_key_value_get_bytes(self._key(call, i), PATIENCE))
             if not said[i]:
                 raise RuntimeError(f"coordination service: process {i} has closed the exchange")
-        if call:  # every process that sent this message has read the previous ones
+        if call:  # all processes that sent this message have read the previous ones
             self._client.key_value_delete(self._key(call - 1, own))
         return said
 
     def close(self) -> None:
+        """Waits until all processes have read the last messages, and deletes them."""
         with self._lock:
             if several() and not self._closed:
                 self._send(b"")
@@ -293,17 +320,17 @@ class Exchange:
 
 
 class Vote:
-    """The maximum of the numbers that the processes give, which all processes learn at the same call.
+    """Computes the maximum of one number per process; all processes learn it at the same call.
 
     All processes must make the same number of calls. A call starts a reduction on the devices and returns the result of
-    the one two calls ago, so that no device waits for a host.
+    the reduction two calls ago, so that no device waits for a host.
     """
 
     def __init__(self) -> None:
         self._under_way: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, mine: int) -> int:
-        """Gives a number; returns the maximum of two calls ago, 0 in the first calls."""
+        """Contributes a number; returns the maximum of two calls ago, 0 in the first two calls."""
         if not several():
             return mine
         said = np.full(jax.local_device_count(), mine, np.int32)

@@ -1,6 +1,6 @@
-"""Checks the environment's settings of JAX and XLA: pins those that change results, refuses those that cannot work.
+"""Checks the environment's settings of JAX and XLA: resets those that change results, refuses those that cannot work.
 
-It imports the standard library only, so that it can act before JAX is imported.
+Imports only the standard library, so that it can act before JAX is imported.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 
 from pipejax.system.errors import UserError
 
-# The settings of JAX that change what a program computes, with the values that this package needs: the defaults.
+# The settings of JAX that change computed values, with the values that this package needs: JAX's defaults.
 PINNED: dict[str, bool | int | str] = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
@@ -28,18 +28,19 @@ _WORDS = {
     False: ("0", "false", "f", "no", "n", "off"),
     True: ("1", "true", "t", "yes", "y", "on"),
 }  # as JAX reads booleans
-# A process must be allowed so many open files: a save opens some for each array, and without them Orbax hangs.
+# The number of open files that a process must be allowed. A save opens several files per array, and Orbax hangs without
+# them.
 FILES = 256
-MEMORY = 2 << 30  # bytes of address space; with less the libraries below JAX abort the process without an exception
+MEMORY = 2 << 30  # bytes of address space; with less, libraries below JAX abort the process without an exception
 _FLAGS = "XLA_FLAGS"
 _PROBE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
 
 
 def pin() -> list[str]:
-    """Resets environment variables that contradict pinned settings; returns them as "VARIABLE=VALUE".
+    """Resets environment variables that contradict pinned settings; returns the old ones as "VARIABLE=VALUE".
 
-    This acts on JAX if it is imported later, in this process or in one started by it. Commands report the variables in
-    a line, `pipejax.load` in a warning.
+    This affects JAX only if it is imported later, in this process or in a child process. Commands report the variables
+    in a line, `pipejax.load` in a warning.
     """
     found = []
     for name, value in PINNED.items():
@@ -54,14 +55,14 @@ IGNORED = pin()  # at import, before JAX is imported
 
 
 def check_platform() -> None:
-    """Raises a UserError where the system lacks what pipejax needs, or JAX has no package for the machine."""
+    """Raises a UserError if the system lacks a requirement of pipejax, or JAX has no package for the machine."""
     expected = "expected Linux (also in WSL2, on Intel, AMD or Arm), or macOS on Apple silicon"
     if lacking := [name for name in ("fcntl", "resource") if importlib.util.find_spec(name) is None]:
         found = "native Windows" if sys.platform == "win32" else f"the system {sys.platform!r}"
         wsl = "; wsl --install sets up WSL2" if sys.platform == "win32" else ""
         raise UserError(f"found {found}, whose Python lacks {' and '.join(lacking)}; {expected}{wsl}")
     if importlib.util.find_spec("jax") is not None and importlib.util.find_spec("jaxlib") is not None:
-        return  # whoever built them can use them
+        return  # JAX is installed, even if built by the user
     if sys.platform == "darwin" and platform.machine() == "x86_64":  # also under Rosetta
         raise UserError(f"found Python for a Mac with an Intel processor, for which JAX has no package; {expected}")
     if sys.maxsize < 2**32:
@@ -69,7 +70,12 @@ def check_platform() -> None:
 
 
 def allow_files() -> None:
-    import resource  # absent on Windows, as `check_platform` has said by now
+    """Raises the limit of open files to FILES if possible.
+
+    Raises:
+      UserError: the limit is lower and cannot be raised.
+    """
+    import resource  # absent on Windows, which `check_platform` refuses earlier
 
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= FILES:
@@ -82,7 +88,7 @@ def allow_files() -> None:
 
 
 def check_memory() -> None:
-    """Raises a UserError if the limit of address space is less than the libraries and threads of the process need."""
+    """Raises a UserError if the limit of address space is less than the process needs for libraries and threads."""
     import resource
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -114,7 +120,7 @@ def check_environment() -> None:
 
 
 def settings() -> dict[str, bool | int | str | None]:
-    """JAX's values of the pinned settings and of the matmul precision; empty if JAX is not imported."""
+    """Returns JAX's values of the pinned settings and the matmul precision; empty if JAX is not imported."""
     if "jax" not in sys.modules:
         return {}
     values = sys.modules["jax"].config.values

@@ -8,18 +8,21 @@ _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|bad_alloc|failed 
 
 
 class UserError(Exception):
-    """Bad input. The message is one line for the user: place (file, line or key), what was found, what was expected."""
+    """Raised for bad input. The message is one line for the user: the place (file, line or key) and the problem."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that memory ran out: the host's, or a device's by the message of XLA's RuntimeError."""
+    """Whether the error reports a lack of memory, of the host or of a device.
+
+    XLA reports it as a RuntimeError with a certain message.
+    """
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     )
 
 
 def did_you_mean(found: object, known: Iterable[str]) -> str:
-    """A hint, " (did you mean X?)", at the known word that is most like the one found or begins so; "" if none is."""
+    """Returns the hint " (did you mean X?)" with the known word most similar to `found`; "" if none is similar."""
     word, folded = str(found).casefold(), {name.casefold(): name for name in known if name}
     begun = [name for name in folded if word and name.startswith(word)]
     close = begun if len(begun) == 1 else difflib.get_close_matches(word, folded, n=1)
@@ -27,10 +30,10 @@ def did_you_mean(found: object, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message; the name of its type if the message is empty."""
+    """Returns the first line of an exception's message, or the name of its type if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def described_error(error: BaseException) -> str:
-    """The type of an exception and the first line of its message, in at most 200 characters."""
+    """Returns the type of an exception and the first line of its message, in at most 200 characters."""
     return f"{type(error).__name__}: {first_line(error)}"[:200]

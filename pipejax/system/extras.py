@@ -1,4 +1,4 @@
-"""Optional libraries, which pyproject.toml lists as extras: a missing one is a UserError that says what to install."""
+"""Optional libraries, which pyproject.toml lists as extras. A missing one is a UserError that names what to install."""
 
 import contextlib
 import importlib
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pipejax.system.errors import UserError
 
-CLONE = Path(__file__).parents[2]  # or where packages are installed
+CLONE = Path(__file__).parents[2]  # the root of the repository, or the directory of installed packages
 
 
 @contextlib.contextmanager
 def extra(name: str, place: object) -> Iterator[None]:
-    """A block that imports libraries of the extra `name`; the error begins with `place`, the user of the libraries."""
+    """A context for importing libraries of the extra `name`; the error message begins with `place`."""
     try:
         yield
     except ImportError as error:
@@ -27,13 +27,17 @@ def extra(name: str, place: object) -> Iterator[None]:
 
 
 def module(library: str, name: str, place: object) -> types.ModuleType:
+    """Imports a library of the extra `name`; the error message begins with `place`."""
     with extra(name, place):
         importlib.import_module(library.partition(".")[0])
         return importlib.import_module(library)
 
 
 def command(name: str) -> str:
-    """The command that installs an extra: of the clone that this package is in, else by the names of its libraries."""
+    """Returns the command that installs an extra.
+
+    In a clone of the repository it installs the clone with the extra, else the extra's libraries by name.
+    """
     if (CLONE / "pyproject.toml").is_file():
         return f"pip install -e '{CLONE}[{name}]'"
     return f"pip install {' '.join(repr(library) for library in libraries(name))}"
@@ -50,7 +54,7 @@ def libraries(name: str) -> list[str]:
 
 
 def requirements_of(library: str) -> str:
-    """The file of the clone that has the version of a library; requirements.txt if none has it."""
+    """Returns the requirements file with the version of a library; requirements.txt if none has it."""
     line = re.compile(rf"{re.sub('[-_]', '[-_]', library)}[=\[]", re.IGNORECASE)
     for file in [*CLONE.glob("requirements.txt"), *sorted(CLONE.glob("requirements/*.txt"))]:
         if any(map(line.match, file.read_text(encoding="utf-8").splitlines())):
@@ -59,6 +63,6 @@ def requirements_of(library: str) -> str:
 
 
 def absent(error: ModuleNotFoundError) -> str:
-    """The library that is not installed; "" if it is, and only a part of it is missing."""
+    """Returns the library that is not installed; "" if it is installed and only a part of it is missing."""
     library = (error.name or "").partition(".")[0]
     return library if library and importlib.util.find_spec(library) is None else ""

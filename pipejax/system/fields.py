@@ -20,11 +20,11 @@ from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
 Kind = Any  # the annotated type of a setting: a class, a union of classes, or one of SEQUENCES
-TEXTS = tuple[str, ...]  # the type of a setting that holds several texts
-IDS = tuple[int, ...]  # the type of a setting that holds several token ids
-NAMES = str | TEXTS  # the type of a setting that holds one name or several
-SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # the types of settings that may be tuples, with the type of each value
-WHOLE = 2**31 - 1  # the largest whole number of a setting: arrays count in 32 bits
+TEXTS = tuple[str, ...]  # the type of a setting with several texts
+IDS = tuple[int, ...]  # the type of a setting with several token ids
+NAMES = str | TEXTS  # the type of a setting with one name or several
+SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # types of settings that may be tuples, with the type of each element
+WHOLE = 2**31 - 1  # the largest whole number of a setting, because arrays count in 32 bits
 
 
 def setting(
@@ -37,13 +37,29 @@ def setting(
     choices: tuple[str, ...] = (),
     untold: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with its legal values; an error is better than an allocation that ends the process."""
+    """Returns a dataclass field with its legal values.
+
+    A limit gives an error message where a large value would otherwise cause an allocation that ends the process.
+
+    Args:
+      default: the default value.
+      least: the smallest legal number.
+      most: the largest legal number.
+      above: an exclusive lower limit.
+      below: an exclusive upper limit.
+      choices: the legal texts.
+      untold: legal texts that messages do not list.
+    """
     bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices, "untold": untold}
     return dataclasses.field(default=default, metadata=bounds)
 
 
 def check_settings(node: Any, prefix: str, where: str) -> None:
-    """Checks the types and ranges of a dataclass's fields, also in nested dataclasses."""
+    """Checks the types and ranges of a dataclass's fields, also in nested dataclasses.
+
+    Raises:
+      UserError: a value is invalid.
+    """
     kinds = types_of(type(node))
     for field in dataclasses.fields(node):
         key, value, kind = prefix + field.name, getattr(node, field.name), kinds[field.name]
@@ -52,14 +68,16 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
         if nests and isinstance(value, object if kind is Any else classes):
             check_settings(value, f"{key}.", where)
             continue
-        if kind is Any:  # what says what is wrong once it is used
+        if kind is Any:  # checked where the value is used
             continue
-        # In Python a bool is an int. A setting of type int or float must not be a bool; a float may be given as an int.
+        # In Python a bool is an int, but a setting of type int or float must not be a bool; a float may be given as an
+        # int.
         fits = type(value) in alternatives(kind) or (kind is float and type(value) is int)
         texts = value if isinstance(value, tuple) else (value,)
         if (of := SEQUENCES.get(kind)) and (kind != NAMES or isinstance(value, tuple)):
             fits = isinstance(value, tuple) and all(type(one) is of for one in value)
-        if type(value) is int and abs(value) > 10**30:  # neither a float nor, if longer still, text can represent it
+        # Too large for a float and, if longer still, for conversion to text.
+        if type(value) is int and abs(value) > 10**30:
             raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
         if not fits or (kind is float and not math.isfinite(value)):
             raise UserError(f"{where}: {key}: found {shown_value(value)}; expected {noun(kind)}")
@@ -86,18 +104,18 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
 
 
 def shown_value(value: object) -> str:
-    """A value of any type in at most 100 characters of one line; of deep and long ones the beginning is read alone."""
+    """Returns a value of any type in one line of at most 100 characters; of large values only the beginning is read."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def named(text: str) -> str:
-    """A stranger's name in a line: as it is if it is short and can be seen, else quoted and cut."""
+    """Returns an untrusted name for a line: unchanged if it is short and visible, else quoted and cut."""
     return text if text.isprintable() and len(text) <= 60 else shown_value(text)
 
 
 def listed(names: Iterable[object], most: int = 200) -> str:
-    """Joins names by commas; of many names only the first ones, up to about the given number of characters."""
+    """Joins names by commas; of many names only the first, up to about `most` characters."""
     shown, length, rest = list[str](), 0, iter(names)
     for name in rest:
         shown.append(named(str(name)))
@@ -137,7 +155,10 @@ def noun(kind: Kind) -> str:
 
 
 def plain_value(value: object, kind: Kind) -> object:
-    """A value from Python as settings of that kind hold it: numbers of NumPy, paths and lists are made plain."""
+    """Converts a value from Python to the form of settings of that type.
+
+    Numbers of NumPy, paths and lists become plain numbers, texts and tuples.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
     value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
     return tuple(value) if kind in SEQUENCES and isinstance(value, list) else value
@@ -160,11 +181,15 @@ def with_tuples(node: Any) -> Any:
 
 
 def parse_value(text: str, kind: Kind, key: str) -> object:
-    """Parses a value of --set as `kind`; several values are a list of JSON. Raises a UserError that names the key."""
+    """Parses a value of --set as `kind`; several values are a JSON list.
+
+    Raises:
+      UserError: the text does not fit; the message names the key.
+    """
     if kind in SEQUENCES:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := strict_json.loads(text), list):
-                return tuple(found)  # `check_settings` looks at what is in it
+                return tuple(found)  # `check_settings` checks the elements
     if kind == NAMES and "," in text:  # split later by `read_columns`, which handles quotes
         return text
     if kind in (str, NAMES):

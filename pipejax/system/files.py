@@ -1,8 +1,8 @@
-"""Looks at paths, and writes files and directories completely or not at all, synced to the disk.
+"""Examines paths, and writes files and directories completely or not at all, synced to the disk.
 
 A rename is atomic for other processes, but after a loss of power the new name may exist without its content. So the
-content is synced before the rename, and the directory that holds the name after it. Temporary files have recognisable
-names; those that a killed process leaves are removed by the next writer.
+content is synced before the rename, and the containing directory after it. Temporary files have recognisable names;
+the next writer removes those that a killed process left.
 """
 
 import contextlib
@@ -22,27 +22,30 @@ from pipejax.system.errors import UserError
 
 
 def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
-    """The kind of thing at a path, following links; "": nothing; pipes are files. Of `Path.exists` Pythons differ."""
+    """Returns the kind of thing at a path, following links: "file" (also for pipes), "directory", or "" for nothing.
+
+    `Path.exists` is not used, because it differs between Python versions.
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ""
         raise UserError(f"{where}{' ' if where else ''}{path}: cannot be looked at ({error.strerror})") from error
-    except ValueError as error:  # a NUL, or characters that a file name cannot have
+    except ValueError as error:  # a NUL, or characters that a file name cannot contain
         raise UserError(f"{where}{' ' if where else ''}{str(path)!r}: found no path ({error}); expected one") from error
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
 def absolute(path: str | Path) -> Path:
-    """The path from the root, without ".." (Orbax refuses it): `link/..` is the parent of the link's target."""
+    """Returns the absolute path without "..", which Orbax refuses; `link/..` is the parent of the link's target."""
     path = Path(path).absolute()
     return Path(os.path.realpath(path)) if ".." in path.parts else path
 
 
 @contextlib.contextmanager
 def writing(place: str | Path) -> Iterator[None]:
-    """A block that writes to a place; an OSError in it becomes a UserError that names the place."""
+    """A context for writing to a place; an OSError becomes a UserError that names the place."""
     try:
         yield
     except OSError as error:
@@ -50,7 +53,7 @@ def writing(place: str | Path) -> Iterator[None]:
 
 
 def is_misread(text: str) -> bool:
-    """Whether a text of the command line is UTF-8 that Python did not read as such, for PYTHONUTF8=0 or the locale."""
+    """Whether a command-line text is UTF-8 that Python decoded otherwise, because of PYTHONUTF8=0 or the locale."""
     try:
         os.fsencode(text).decode()
     except UnicodeError:
@@ -58,13 +61,18 @@ def is_misread(text: str) -> bool:
     return any("\udc80" <= character <= "\udcff" for character in text)
 
 
-SMALL = 2**24  # bytes of a file that is read at once: settings, an index, names
-VOCABULARY = 2**25  # bytes of a tokenizer's file
+SMALL = 2**24  # the most bytes of a file read at once: settings, an index, names
+VOCABULARY = 2**25  # the most bytes of a tokenizer's file
 
 
 def read_small(path: str | Path, most: int = SMALL) -> bytes:
-    """The content of a file; raises a UserError if it is larger or no plain file, an OSError if it cannot be read."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep the reader until it has a writer
+    """Returns the content of a file.
+
+    Raises:
+      UserError: it is larger than `most` bytes, or not a regular file.
+      OSError: it cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe would wait for a writer
     with open(handle, "rb") as file:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
@@ -74,14 +82,14 @@ def read_small(path: str | Path, most: int = SMALL) -> bytes:
         return file.read(most)
 
 
-# A file of the hub's cache, to which its directories link; the second kind is shared by several models.
+# Files in the hub's cache, to which the directories of models link; several models may share the second kind.
 _HUB_BLOB = re.compile(r".*/(models--[^/]+/blobs/[^/]+|blobs/[0-9a-f]{2}/[0-9a-f]{64})")
 
 
 def require_own(file: Path) -> None:
-    """Raises a UserError unless a downloaded directory's file is plain and whole, within it or the hub's cache.
+    """Raises a UserError unless a file of a downloaded directory is regular, complete, and in it or the hub's cache.
 
-    A link to elsewhere would copy a private file into what is made of the directory, and perhaps published.
+    A link to another place would copy a private file into the converted checkpoint, which may be published.
     """
     real, home = os.path.realpath(file), os.path.realpath(file.parent)
     if not real.startswith(os.path.join(home, "")) and not _HUB_BLOB.fullmatch(real):
@@ -97,7 +105,7 @@ def require_own(file: Path) -> None:
 
 
 def _written(file: Path) -> int:
-    """The bytes of a file that are no holes, as an unfinished download has them."""
+    """Returns the bytes of a file without its holes; an unfinished download has holes."""
     end = written = 0
     with file.open("rb") as content:
         try:
@@ -105,15 +113,18 @@ def _written(file: Path) -> int:
                 begin = os.lseek(content.fileno(), end, os.SEEK_DATA)
                 end = os.lseek(content.fileno(), begin, os.SEEK_HOLE)
                 written += end - begin
-        except OSError as error:  # of the end, or of a file system that does not know holes
+        except OSError as error:  # the end of the file, or a file system without holes
             return written if error.errno == errno.ENXIO else os.path.getsize(file)
 
 
-UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with it such a text is read well
+UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with either, Python decodes such a text correctly
 
 
 def stand_in(path: Path) -> str:
-    """Names what a clone or a download may leave in a file's place, a git-LFS pointer or a web page; "": neither."""
+    """Names the placeholder that a clone or a download left in a file's place; "" if it is none.
+
+    Placeholders are git-LFS pointers and web pages.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(256)
@@ -126,17 +137,18 @@ def stand_in(path: Path) -> str:
 
 
 def digest_of(path: Path) -> str:
-    import hashlib  # late, for the start of every command
+    """Returns the SHA-256 of a file."""
+    import hashlib  # imported here, so that commands start faster
 
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_PARTIAL = "-partial"  # in the name of a directory that is being filled
+_PARTIAL = "-partial"  # in the name of a directory that is not complete yet
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's content or a directory's names are on the disk; ignores what cannot be synced, as a pipe."""
+    """Waits until a file's content or a directory's entries are on the disk; ignores paths that cannot be synced."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:
@@ -179,7 +191,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Gives an empty file to write; at the end it is synced and renamed to `path`, which it may replace."""
+    """Gives an empty file to write; at the end it is synced and renamed to `path`, replacing an existing file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     os.close(handle)
     try:
@@ -195,7 +207,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Gives a directory to fill, which is synced and renamed to `target`, absent or empty; an exception removes it."""
+    """Gives a directory to fill. At the end it is synced and renamed to `target`, which is absent or empty.
+
+    If the block raises an exception, the directory is removed.
+    """
     made = make_directories(target.parent)
     partial: Path | None = None
     try:
@@ -231,7 +246,7 @@ def remove_empty(directories: list[Path]) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """The path, or if it exists, the first free path with -2, -3 and so on appended."""
+    """Returns the path or, if it exists, the first free path with -2, -3 and so on appended."""
     names = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
     return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
 
@@ -253,7 +268,7 @@ def sweep_text(path: Path) -> None:
 
 
 def sweep_partial(target: Path) -> None:
-    """Removes the directories of killed calls of `new_directory`; those in use are locked and stay."""
+    """Removes the directories of killed calls of `new_directory`. Directories in use are locked and are kept."""
     for path in target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*"):
         with contextlib.suppress(OSError), _held(path) as alone:
             if alone:
@@ -262,7 +277,10 @@ def sweep_partial(target: Path) -> None:
 
 @contextlib.contextmanager
 def _held(directory: Path) -> Iterator[bool]:
-    """Locks a directory during the block; gives whether that worked. The lock ends with the process, even if killed."""
+    """Locks a directory during the block; yields whether that worked.
+
+    The lock ends with the process, even if killed.
+    """
     handle = os.open(directory, os.O_RDONLY)
     try:
         yield lock(handle)
@@ -271,8 +289,8 @@ def _held(directory: Path) -> Iterator[bool]:
 
 
 def lock(handle: int) -> bool:
-    """Locks an open file or directory; gives whether that worked. The lock ends with the handle or the process."""
-    import fcntl  # absent on Windows, where `environment.check_platform` ends every command
+    """Locks an open file or directory; returns whether that worked. The lock ends with the handle or the process."""
+    import fcntl  # absent on Windows, which `environment.check_platform` refuses
 
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

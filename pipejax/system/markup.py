@@ -1,4 +1,4 @@
-"""Text on the pages of `pipejax picture` and `pipejax probe`."""
+"""Text for the HTML and SVG pages of `pipejax picture` and `pipejax probe`."""
 
 import html
 
@@ -8,7 +8,7 @@ _VISIBLE = {**{i: 0x2400 + i for i in range(32)}, **dict.fromkeys([*range(0xD800
 
 
 def escape(text: str) -> str:
-    """Text for XML and HTML. Control characters, which XML forbids, become their pictures."""
+    """Escapes text for XML and HTML. Control characters, which XML forbids, become visible symbols."""
     return html.escape(text.translate(_VISIBLE))
 
 

@@ -1,4 +1,4 @@
-"""The processor of this machine: its kind, and its abilities."""
+"""The processor of this machine: its architecture and its instruction sets."""
 
 import functools
 import platform
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def is_arm() -> bool:
-    """Whether it is an Arm of 64 bits, also Apple's."""
+    """Whether it is a 64-bit Arm processor, including Apple's."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Names of its instruction sets, as Linux gives them ("avx2", "amx_int8"); empty where nobody says."""
+    """Returns the names of its instruction sets as Linux reports them ("avx2", "amx_int8"); empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

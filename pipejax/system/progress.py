@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_bars: list[Any] = []  # shown at the moment
+_bars: list[Any] = []  # bars on the screen
 
 
 def say(text: str) -> None:
@@ -25,25 +25,37 @@ class Progress:
     def __init__(
         self, what: str, total: int | None, *, unit: str, start: int = 0, every: float = 15.0, shown: bool = True
     ) -> None:
-        """Shows a bar if standard error is a terminal, else a line after `every` seconds; `shown` False: neither."""
+        """Shows a bar if standard error is a terminal, else a line every `every` seconds.
+
+        Args:
+          what: the name of the work.
+          total: the number of units; None: unknown.
+          unit: the name of a unit, in the singular.
+          start: units already done.
+          every: seconds between two lines.
+          shown: whether to show anything.
+        """
         self.shown, self.note = shown, ""
         self.what, self.total, self.unit, self.count, self.every = what, total, unit, start, every
         self.is_first, self._took = True, dict[str, float]()
         self.said = time.monotonic()
-        self.begun, self.begun_count = self.said, start  # of what rates are taken over
+        self.begun, self.begun_count = self.said, start  # the start of the interval for rates: time and count
         self.bar: Any = None
         if shown and sys.stderr.isatty():
             from tqdm import tqdm
 
             options = {"desc": what, "unit": unit, "file": sys.stderr, "leave": False, "dynamic_ncols": True}
             size = os.get_terminal_size(sys.stderr.fileno())
-            if not all(size):  # a terminal that does not know its size, in which tqdm would show nothing
+            if not all(size):  # the terminal does not report its size, and tqdm would show nothing
                 options |= {"dynamic_ncols": False, "ncols": size.columns or 80, "nrows": 24}
             self.bar = tqdm(total=total, initial=start, **options)
             _bars.append(self.bar)
 
     def add(self, count: int, note: str = "") -> None:
-        """Adds `count` units; a note is shown until the next one. The first wait for a compiler, so have no rate."""
+        """Adds `count` units. A note is shown until the next one.
+
+        The first units are left out of rates, because they include the compilation.
+        """
         self.count, self.note = self.count + count, note or self.note
         passed, is_first, self.is_first = time.monotonic() - self.said, self.is_first, False
         if self.bar is not None:
@@ -70,10 +82,11 @@ class Progress:
 
     @contextlib.contextmanager
     def aside(self, what: str, of: str, first: str = "") -> Iterator[Callable[[str], None]]:
-        """A block during which the counted work pauses; rates and the time left ignore it.
+        """A context in which the counted work pauses; rates and the time left ignore it.
 
-        Shows the name of the work with the seconds that it took the last time, or `first`, and repeats a line while it
-        runs. Yields a function that sets the progress shown in these lines, such as "3 of 8 answers".
+        Shows the name of the work with its duration the last time, or `first`, and repeats a line while it runs. Yields
+        a
+        function that sets the progress in these lines, such as "3 of 8 answers".
         """
         begun, took, reached = time.monotonic(), self._took.get(what), ""
         text = f"{what} {of}" + (first if took is None else f", {took:.0f} s the last time")
@@ -111,10 +124,12 @@ class Progress:
                 self.bar.set_postfix_str(self.note)
 
     def line(self, text: str) -> None:
+        """Writes a line, above the bar."""
         if self.shown:
             say(text)
 
     def close(self) -> None:
+        """Removes the bar."""
         if self.bar in _bars:
             _bars.remove(self.bar)
             self.bar.close()

@@ -1,7 +1,8 @@
-"""Makes the standard streams of a command safe: a closed stream leads to /dev/null, a failed write ends no work.
+"""Makes the standard streams of a command safe: a closed stream is replaced, and a failed write does not end the work.
 
-Standard error has lines for the user: if it can no longer be written, they are dropped and the work goes on. Standard
-output has the result: the first failure to write it is an error.
+Standard error carries lines for the user: if it can no longer be written, they are dropped and the work continues.
+Standard output carries the result: the first failure to write it is an error. A stream that is closed at the start is
+replaced by /dev/null.
 """
 
 import io
@@ -12,11 +13,11 @@ from typing import Any
 
 from pipejax.system.errors import UserError
 
-STANDARD = "-"  # input or output, where a flag names a file
+STANDARD = "-"  # a flag's value for standard input or output
 
 
 class ReaderGone(BrokenPipeError):
-    """The reader of standard output has ended, as `head` does."""
+    """Raised if the reader of standard output has ended, as `head` does."""
 
 
 class _Stream(io.RawIOBase):
@@ -53,7 +54,7 @@ class _Stream(io.RawIOBase):
 def make_safe() -> None:
     """Replaces the interpreter's standard streams, but not streams that other code put in their place."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:  # closed: the next file opened would get its number, and its output
+        if getattr(sys, name) is None:  # else the next opened file would get its number, and receive its output
             handle = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(handle, handle == number)
             setattr(sys, f"__{name}__", os.fdopen(handle, mode, closefd=False))
@@ -70,10 +71,10 @@ def make_safe() -> None:
             setattr(sys, name, text)
 
 
-_closed: list[str] = []  # "stdout" if it was closed at the start
+_closed: list[str] = []  # contains "stdout" if it was closed at the start
 
 
 def check_standard_output(flag: str) -> None:
-    """Raises a UserError if standard output, to which `flag` sends the result, was closed at the start."""
+    """Raises a UserError if standard output was closed at the start and `flag` sends the result to it."""
     if _closed:
         raise UserError(f"{flag} -: found standard output closed; expected it open")

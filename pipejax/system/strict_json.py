@@ -7,10 +7,10 @@ from typing import Any
 
 
 class DuplicateKey(ValueError):
-    """An object has a duplicate key."""
+    """Raised if an object has a duplicate key."""
 
     def __init__(self, key: str) -> None:
-        """The first key that is repeated."""
+        """Describes the first repeated key."""
         shown = f'"{key}"' if key.isprintable() and len(key) <= 60 else reprlib.repr(key)
         super().__init__(f"found the key {shown} twice in one object; expected it once")
 
@@ -23,7 +23,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object)  # `json.loads` would make one in each call
+DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once; `json.loads` would make a decoder in each call
 
 
 def loads(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:

@@ -1,7 +1,7 @@
-"""Accelerators that programs are compiled for without being there: descriptions that XLA's compilers take.
+"""Accelerators for which programs are compiled without the device: descriptions for XLA's compilers.
 
-A GPU is described by its figures, as openxla/xla keeps them under xla/backends/gpu/target_config/specs; a TPU by the
-name of its topology. Nothing compiled so can run here.
+A GPU is described by its figures, as in openxla/xla under xla/backends/gpu/target_config/specs; a TPU by the name of
+its topology. The compiled programs cannot run on this machine.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pipejax.system.errors import UserError, did_you_mean
 
-SAME = {  # for all of these GPUs
+SAME = {  # values that all of these GPUs share
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
     "shared_memory_per_block": 49152,
@@ -34,7 +34,7 @@ SAME = {  # for all of these GPUs
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """The facts about an NVIDIA GPU that the compiler asks for; memory in bytes, bandwidth in bytes a second."""
+    """The properties of an NVIDIA GPU that the compiler needs; memory in bytes, bandwidth in bytes per second."""
 
     name: str
     capability: tuple[int, int]
@@ -48,7 +48,7 @@ class GpuTarget:
     clock_rate_ghz: float
 
     def devices(self, count: int) -> list[jax.Device]:
-        """That many of them in one machine."""
+        """Returns `count` such devices in one machine."""
         _add_compiler("jax_plugins.xla_cuda12")
         return list(
             topologies.get_topology_desc(
@@ -57,7 +57,7 @@ class GpuTarget:
         )
 
     def description(self) -> str:
-        """A GpuTargetConfigProto in text form."""
+        """Returns a GpuTargetConfigProto in text form."""
         own = {key: value for key, value in vars(self).items() if key not in ("name", "capability")}
         major, minor = self.capability
         info = " ".join(f"{key}: {value}" for key, value in (SAME | own).items())
@@ -75,9 +75,9 @@ class TpuTarget:
     topology: str
 
     def devices(self, count: int) -> list[jax.Device]:
-        """The first `count` chips of it."""
+        """Returns the first `count` chips of the topology."""
         _add_compiler("libtpu")
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask a metadata server what machine this is
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else it would ask a metadata server for the machine's type
         found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
         if len(found) < count:
             raise UserError(f"{self.topology}: found {count} devices wanted; expected at most {len(found)}")
@@ -98,7 +98,11 @@ TARGETS: dict[str, GpuTarget | TpuTarget] = {
 
 
 def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
-    """One of TARGETS, or a TPU's topology such as "v5e:4x4"; `flag` is where the name was given."""
+    """Returns one of TARGETS, or a TPU topology such as "v5e:4x4"; `flag` is the origin of the name, for messages.
+
+    Raises:
+      UserError: the name is unknown.
+    """
     if name in TARGETS:
         return TARGETS[name]
     if re.fullmatch(r"v\d[a-z]?:\d+(x\d+)+", name):
@@ -108,7 +112,7 @@ def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
 
 
 def named(device: jax.Device) -> contextlib.AbstractContextManager[object]:
-    """A context for tracing and lowering programs, in which Pallas knows the kind of an absent device."""
+    """A context for tracing and lowering programs in which Pallas knows the type of an absent device."""
     if device in jax.devices():
         return contextlib.nullcontext()
     named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)
@@ -119,11 +123,11 @@ _added: set[str] = set()
 
 
 def _add_compiler(module: str) -> None:
-    """Makes a compiler known to JAX: it lies apart from other packages, among which JAX would look for its device."""
+    """Registers a compiler with JAX: it is installed in a place where JAX does not look for plugins."""
     if module in _added:
         return
     place = str(Path(sys.prefix) / "programs")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA itself is not there
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA itself is not installed
     sys.path.append(place)
     try:
         compiler = importlib.import_module(module)
