@@ -15,6 +15,7 @@ from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.grammar import Grammar, Table
 from pipejax.decoding.grid_strategy import GridStrategy, Pipelined, Sequential
 from pipejax.decoding.rows import OnGrid, Rows, RowState
+from pipejax.decoding.rules import FORBIDDEN, Queries, Rule
 from pipejax.decoding.strategy import (
     TRUNCATIONS,
     Decoded,
@@ -36,6 +37,7 @@ REPLACED = (
 )
 
 __all__ = [
+    "FORBIDDEN",
     "GREEDILY",
     "MOST_LIKELY",
     "QUERIES",
@@ -52,10 +54,12 @@ __all__ = [
     "Model",
     "Pipelined",
     "Plain",
+    "Queries",
     "Query",
     "Refillable",
     "RowState",
     "Rows",
+    "Rule",
     "Sampling",
     "Segment",
     "Sequential",

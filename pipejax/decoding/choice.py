@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: greedily, by sampling, or among allowed tokens. Used for all strategies.
+"""Chooses tokens from logits: greedily, by sampling, or after rules have changed the logits. Used for all strategies.
 
 Strategies take the token with the highest logit; `choose_tokens` replaces it as `DecodingOptions` describe. The random
 number of a sample depends only on the seed and on the coordinates on the grid. So a sample does not depend on the other
@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.decoding.gathering import Query, Step
-from pipejax.decoding.grammar import Grammar
+from pipejax.decoding import strategy_checks
+from pipejax.decoding.gathering import Query, Step, query_coordinates
+from pipejax.decoding.rules import FORBIDDEN, Queries, Rule
 from pipejax.grid import Numbers
+from pipejax.system import Tree
 
 Array = jax.Array
-NEVER = -jnp.inf  # the logit of a token that must not be chosen
 BLOCK = 256  # tokens whose weights `_find` sums together
 
 
@@ -51,19 +52,19 @@ class DecodingOptions:
     sampling: Sampling | None = None  # None: greedy decoding
     forced: Array | np.ndarray | None = None  # i32 [B, R, W], the token to generate at each row and time; -1: any
     allowed: Array | np.ndarray | None = None  # bool [B, V], the tokens that may be chosen; None: all
-    grammar: Grammar | None = None  # the allowed texts of rows; None: any
+    rules: tuple[Rule, ...] = ()  # changes of logits, applied in this order; their number is static
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether `Carry` has log-probabilities
     scored: Array | np.bool | None = None  # bool scalar, whether the step computes log-probabilities; None: it does
 
     @property
     def need_logits(self) -> bool:
         """Whether choosing requires the logits, and not only the argmax token of each query."""
-        return self.scores or any(x is not None for x in (self.sampling, self.allowed, self.grammar))
+        return self.scores or bool(self.rules) or self.sampling is not None or self.allowed is not None
 
     def take(self, numbers: np.ndarray) -> "DecodingOptions":
         """Selects the examples `numbers`, i32 [E, B]: each array gets these two leading axes. In NumPy."""
-        rest: DecodingOptions = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, grammar=None))
-        return rest if self.grammar is None else dataclasses.replace(rest, grammar=self.grammar.take(numbers))
+        rest: DecodingOptions = jax.tree.map(lambda x: x[numbers], dataclasses.replace(self, rules=()))
+        return dataclasses.replace(rest, rules=tuple(rule.take(numbers) for rule in self.rules))
 
 
 GREEDILY = DecodingOptions()
@@ -79,7 +80,12 @@ def first_argmax(logits: Array) -> Array:
 
 
 def choose_tokens(
-    greedy: Callable[[Array], Array], logits: Array, asked: Step, options: DecodingOptions, states: Array | None = None
+    greedy: Callable[[Array], Array],
+    logits: Array,
+    asked: Step,
+    options: DecodingOptions,
+    queries: Queries | None = None,
+    states: Sequence[Tree] = (),
 ) -> Array:
     """Chooses tokens i32 [N] as the options say.
 
@@ -88,18 +94,18 @@ def choose_tokens(
       logits: f32 [V, N].
       asked: the step of the N queries.
       options: the options.
-      states: i32 [B, R], the state of each row in `DecodingOptions.grammar`.
+      queries: the N queries, for rules.
+      states: the state of each rule.
     """
-    if not (options.sampling or options.grammar) and options.allowed is None:
+    if not (options.sampling or options.rules) and options.allowed is None:
         return greedy(logits)
-    example, row, time = _query_coordinates(asked)
+    example, row, time = query_coordinates(asked)
     if options.allowed is not None:
-        logits = jnp.where(options.allowed[example].T, logits, NEVER)
-    if options.grammar is not None:
-        assert states is not None, "with a grammar the loop keeps states"
-        at = example, jnp.minimum(row, states.shape[1] - 1)  # the tokens of fillers do not matter
-        allowed = options.grammar.allow(states[at], jnp.asarray(options.grammar.last)[at] - time)
-        logits = jnp.where(allowed, logits, NEVER)
+        logits = jnp.where(options.allowed[example].T, logits, FORBIDDEN)
+    for rule, state in zip(options.rules, states, strict=True):
+        assert queries is not None, "the loop describes the queries to rules"
+        shape, logits = logits.shape, rule.apply(logits, queries, state)
+        strategy_checks.expect(rule, "apply", logits, "float32", shape, of=", the logits that it was given")
     tokens = greedy(logits)
     if options.sampling is not None:
         sampling = jax.tree.map(lambda x: x[example], options.sampling)
@@ -113,17 +119,25 @@ def force_tokens(tokens: Array, asked: Step, options: DecodingOptions) -> Array:
     """Replaces the chosen tokens i32 [N] by those of `DecodingOptions.forced`, where there are any."""
     if options.forced is None:
         return tokens
-    forced = jnp.asarray(options.forced).at[_query_coordinates(asked)].get(mode="fill", fill_value=-1)
+    forced = jnp.asarray(options.forced).at[query_coordinates(asked)].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
 
 
-def follow(states: Array, tokens: Array, asked: Step, grammar: Grammar) -> Array:
-    """The grammar's states i32 [B, R] of rows after the tokens i32 [N]; tokens of a given prefix change no state."""
-    example, row, time = _query_coordinates(asked)
-    at = example, jnp.minimum(row, states.shape[1] - 1)
-    is_free = time >= jnp.asarray(grammar.first)[at]
-    moved = jnp.where(is_free, grammar.move(states[at], tokens), states[at])
-    return states.at[example, row].set(moved, mode="drop")
+def begin_rules(options: DecodingOptions, batch: int, rows: int) -> tuple[Tree, ...]:
+    """The states of the rules before the first step, arrays [B, R, ...]; `batch`: B, `rows`: R."""
+    states = tuple(rule.init(batch, rows) for rule in options.rules)
+    for rule, state in zip(options.rules, states, strict=True):
+        strategy_checks.check_rows(rule, "init", state, (batch, rows))
+    return states
+
+
+def follow_rules(states: Sequence[Tree], tokens: Array, queries: Queries, options: DecodingOptions) -> tuple[Tree, ...]:
+    """The states of the rules after the tokens i32 [N] were chosen."""
+    found = []
+    for rule, state in zip(options.rules, states, strict=True):
+        found.append(rule.follow(state, tokens, queries))
+        strategy_checks.check_state(rule, state, found[-1], method="follow")
+    return tuple(found)
 
 
 def score(logits: Array, tokens: Array, options: DecodingOptions) -> Array:
@@ -143,14 +157,6 @@ def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -
     row = jnp.where(counts, query.row, log_probs.shape[1])
     example = jnp.arange(len(counts))[:, None]
     return log_probs.at[example, row, jnp.broadcast_to(query.time, counts.shape)].set(found, mode="drop")
-
-
-def _query_coordinates(asked: Step) -> tuple[Array, Array, Array]:
-    """Example, row and time, i32 [N] each, of the queries. Fillers have the last example, and rows beyond the grid."""
-    batch, width = asked.row.shape
-    place = jnp.arange(batch * width) if asked.place_of_query is None else asked.place_of_query
-    row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (asked.row, asked.time))
-    return jnp.minimum(place // width, batch - 1), row, time
 
 
 def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:

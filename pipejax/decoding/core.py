@@ -30,6 +30,7 @@ import numpy as np
 from pipejax.decoding import choice, strategy_checks
 from pipejax.decoding.choice import GREEDILY, DecodingOptions
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, count_slots, gather, hide
+from pipejax.decoding.rules import Queries, check_rules, known_rows
 from pipejax.decoding.strategy import Array, Cache, Decoded, Model, Refillable, SourceIds, Stepper
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
@@ -85,7 +86,7 @@ class Carry:
     filled: Filled  # the coordinates of the slots
     cache: Tree  # of the model
     log_probs: Array | None = None  # as in `Decoded`
-    states: Array | None = None  # i32 [B, R], the state of each row in `DecodingOptions.grammar`, if there is a grammar
+    states: tuple[Tree, ...] = ()  # of `DecodingOptions.rules`, arrays [B, R, ...]
     steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: it does not pause
 
 
@@ -142,6 +143,9 @@ def begin(
     none = jnp.zeros((batch, 0), jnp.int32)
     state, query = strategy.query(state)
     strategy_checks.check_query(strategy, query, batch)
+    states = choice.begin_rules(options, batch, strategy.places[0])
+    if options.rules:
+        check_rules(strategy, state, options.rules, states)
     return Carry(
         state=state,
         query=query,
@@ -150,7 +154,7 @@ def begin(
         filled=Filled(none, none),
         cache=model.cache(0, None),
         log_probs=jnp.zeros((batch, *strategy.places)) if options.scores else None,
-        states=None if options.grammar is None else jnp.asarray(options.grammar.starts),
+        states=states,
     )
 
 
@@ -241,16 +245,14 @@ class _Loop:
         return chosen
 
     def step(self, size: int, carry: Carry) -> Carry:
-        strategy, options, queries = self.strategy, self.options, self.sizes.queries[size]
+        strategy, options, most = self.strategy, self.options, self.sizes.queries[size]
         asked, number_of, filled = gather(
-            carry.query, carry.filled, carry.used, queries, self.widths[size], strategy.position
+            carry.query, carry.filled, carry.used, most, self.widths[size], strategy.position
         )
-        number_of = jnp.minimum(number_of, queries - 1)
-        chosen, logits, cache = self.choose(asked, carry)
-        states = carry.states
-        if options.grammar is not None:
-            assert states is not None, "`begin` had the same options"
-            states = choice.follow(states, chosen, asked, options.grammar)
+        number_of = jnp.minimum(number_of, most - 1)
+        queries = Queries(asked, partial(known_rows, strategy, carry.state, carry.query))
+        chosen, logits, cache = self.choose(asked, queries, carry)
+        states = choice.follow_rules(carry.states, chosen, queries, options) if options.rules else carry.states
         state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
         strategy_checks.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
@@ -276,14 +278,15 @@ class _Loop:
             steps_left=None if carry.steps_left is None else self.listen(carry.steps_left - 1),
         )
 
-    def choose(self, asked: Step, carry: Carry) -> tuple[Tree, Array | None, Tree]:
+    def choose(self, asked: Step, queries: Queries, carry: Carry) -> tuple[Tree, Array | None, Tree]:
         """The chosen tokens [N], or the arrays of `Stepper.choose`; the logits f32 [V, N] if needed; the new cache."""
         strategy, options, logits = self.strategy, self.options, None
         if strategy.choose is None and not options.need_logits:
             chosen, cache = self.model.greedy(asked, carry.cache)
         else:
             logits, cache = self.model(asked, carry.cache)
-            chosen = choice.choose_tokens(strategy.choose or choice.first_argmax, logits, asked, options, carry.states)
+            greedy = strategy.choose or choice.first_argmax
+            chosen = choice.choose_tokens(greedy, logits, asked, options, queries, carry.states)
         if strategy.choose is not None and (options.need_logits or options.forced is not None):
             shape = asked.tokens.shape
             strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
@@ -344,7 +347,7 @@ def refill(
         used=jnp.where(changes, 0, carry.used),
         filled=filled,
         log_probs=None if log_probs is None else jnp.where(changes[:, None, None], 0, log_probs),
-        states=carry.states if options.grammar is None else jax.tree.map(put, options.grammar.starts, carry.states),
+        states=jax.tree.map(put, choice.begin_rules(options, len(begins), strategy.places[0]), carry.states),
     )
 
 

@@ -141,6 +141,14 @@ def gather(
     return Step(gathered, query_at_place, place_of_query, mask, *positions, row, time, start, filled), number, filled
 
 
+def query_coordinates(step: Step) -> tuple[Array, Array, Array]:
+    """Example, row and time, i32 [N] each, of the queries. Fillers have the last example, and rows beyond the grid."""
+    batch, width = step.row.shape
+    place = jnp.arange(batch * width) if step.place_of_query is None else step.place_of_query
+    row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (step.row, step.time))
+    return jnp.minimum(place // width, batch - 1), row, time
+
+
 def _put(old: Array, new: Array, start: Array) -> Array:
     """The array `old` [B, C] with `new` [B, Q] written from slot `start`, i32 [B|1], on."""
     if len(start) == 1:

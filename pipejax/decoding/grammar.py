@@ -5,12 +5,14 @@ N queries of a step.
 """
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax.decoding.rules import FORBIDDEN, Queries, Rule
 from pipejax.decoding.strategy import is_end
 
 Array = jax.Array
@@ -111,8 +113,10 @@ class Table:
 
 
 @flax.struct.dataclass
-class Grammar:
-    """The allowed texts of the rows of a batch."""
+class Grammar(Rule):
+    """The rule that rows are texts of an automaton. The state of a row, i32 [B, R], is the state of the automaton."""
+
+    shared: ClassVar[tuple[str, ...]] = ("table",)
 
     table: Table
     starts: Array | np.ndarray  # i32 [B, R], the state of each row after its given prefix
@@ -120,11 +124,20 @@ class Grammar:
     last: Array | np.ndarray  # i32 [B, R], the time of the query that generates an end token at the latest
     ends: tuple[int, ...] = flax.struct.field(pytree_node=False, default=(1,))  # tokens that end a row
 
-    def take(self, numbers: np.ndarray) -> "Grammar":
-        """Selects the examples `numbers`, i32 [E, B]. The table is broadcast to the leading axis E."""
-        table = jax.tree.map(lambda x: np.broadcast_to(x, (len(numbers), *x.shape)), self.table)
-        starts, first, last = (np.asarray(x)[numbers] for x in (self.starts, self.first, self.last))
-        return Grammar(table, starts, first, last, self.ends)
+    def init(self, batch: int, rows: int) -> Array:
+        """See `Rule`. The states of the rows after their given prefixes."""
+        return jnp.asarray(self.starts)
+
+    def apply(self, logits: Array, queries: Queries, state: Array) -> Array:
+        """See `Rule`. Forbids the tokens after which the row cannot end in time."""
+        left = queries.pick(self.last) - queries.time
+        return jnp.where(self.allow(queries.pick(state), left), logits, FORBIDDEN)
+
+    def follow(self, state: Array, tokens: Array, queries: Queries) -> Array:
+        """See `Rule`. Tokens of a given prefix do not change the state."""
+        states = queries.pick(state)
+        moved = jnp.where(queries.time >= queries.pick(self.first), self.move(states, tokens), states)
+        return queries.put(state, moved)
 
     def allow(self, states: Array, left: Array) -> Array:
         """bool [V, N], the tokens that may be chosen.

@@ -40,15 +40,24 @@ def check_query(strategy: Stepper, query: Query, batch: int) -> None:
     expect(strategy, "query: time", query.time, "int32", shape, (1, shape[1]))
 
 
-def check_state(owner: object, before: Tree, after: Tree) -> None:
-    """Raises a UserError if shapes or dtypes of a state changed, as a loop cannot carry such a state; traced."""
+def check_state(owner: object, before: Tree, after: Tree, *, method: str = "advance") -> None:
+    """Raises a UserError if shapes or dtypes of a state changed in a `method`, as a loop cannot carry it; traced."""
     old, new = (jax.tree_util.tree_leaves_with_path(jax.tree.map(_kind, tree)) for tree in (before, after))
     for was, now in zip(old, new, strict=False):
         if was != now:
-            refuse(owner, f"advance: {jax.tree_util.keystr(now[0])}", now[1], f"{was[1]}, as before")
+            refuse(owner, f"{method}: {jax.tree_util.keystr(now[0])}", now[1], f"{was[1]}, as before")
     shapes = [str(jax.tree.structure(tree)) for tree in (before, after)]
     if shapes[0] != shapes[1]:
-        refuse(owner, "advance", shapes[1], shapes[0])
+        refuse(owner, method, shapes[1], shapes[0])
+
+
+def check_rows(owner: object, method: str, state: Tree, shape: tuple[int, int]) -> None:
+    """Raises a UserError unless the first axes of all arrays of a state are `shape`, B and R; traced."""
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.shape(x)[:2] != shape:
+            refuse(
+                owner, f"{method}: {jax.tree_util.keystr(path)}", _kind(x), f"the first axes {[*shape]}, for each row"
+            )
 
 
 def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:

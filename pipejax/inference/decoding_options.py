@@ -96,8 +96,8 @@ def of_batch(
             allowed[b, np.asarray(of_source)] = True
         allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # special tokens do not belong to the text
         allowed[:, [*ends_of(strategy), *(method.allowed(tokenizer) if tokenizer else [])]] = True
-    grammar = None if schema is None else schema.grammar(strategy, [None] * len(sources))
-    return DecodingOptions(sampling=sampling, forced=forced, allowed=allowed, grammar=grammar, scores=decode.scores)
+    rules = () if schema is None else (schema.grammar(strategy, [None] * len(sources)),)
+    return DecodingOptions(sampling=sampling, forced=forced, allowed=allowed, rules=rules, scores=decode.scores)
 
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:

@@ -33,8 +33,8 @@ from pipejax.decoding import (
     Carry,
     Decoded,
     DecodingOptions,
-    Grammar,
     Refillable,
+    Rule,
     Sampling,
     Segment,
     SourceIds,
@@ -186,7 +186,7 @@ class RunningBatch:
         self._sizes = schedule(self.strategy, places)
         self.cache_sizes = self._sizes.slots  # as the cache grows
         self._forced: np.ndarray | None = None
-        self._grammar: Grammar | None = None
+        self._rules: tuple[Rule, ...] = ()
         self.schema: Schema | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
@@ -228,11 +228,10 @@ class RunningBatch:
         assert not self._in_use.any(), "the batch must be empty"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
         self.schema = schema
-        grammar = None if schema is None else schema.grammar(self.strategy, [None] * self.places)
-        # Its table goes to the device once, and not with each call.
-        self._grammar = grammar and dataclasses.replace(grammar, table=jax.device_put(grammar.table))
+        # Arrays that all examples share go to the device once, and not with each call.
+        self._rules = () if schema is None else (schema.grammar(self.strategy, [None] * self.places).on_device(),)
         if self._carry is not None:
-            self._carry = _with_states(self._carry, self._grammar)
+            self._carry = self._with_states(self._carry, self._rules)
 
     def empty_copy(self) -> "RunningBatch":
         """Creates an empty batch with the same strategy and number of places, which shares the compiled programs."""
@@ -283,11 +282,11 @@ class RunningBatch:
                 self._slots, self._encoded, self._carry = self._sizes.slots[0], None, None
             is_new = self._carry is None
             self._encoded, carry, one = self._join(self._call, self._encoded, self._carry, one)
-            self._carry = _with_states(carry, self._grammar) if is_new else carry
+            self._carry = self._with_states(carry, self._rules) if is_new else carry
             self._encoded = self._place(self._call, self._encoded, one, place)
         self._scored[place] = log_probs
-        if self.schema is not None and self._grammar is not None:
-            self._grammar.last[place] = self.schema.grammar(self.strategy, [row_tokens]).last[0]
+        if self.schema is not None:
+            self._rules = (self._rules[0].put(place, self.schema.grammar(self.strategy, [row_tokens])),)
         for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
@@ -423,7 +422,7 @@ class RunningBatch:
     def _compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
-        carry = _with_states(carry, options.grammar)  # by now the batch may have another schema
+        carry = self._with_states(carry, options.rules)  # by now the batch may have another schema
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._grow(self._find, encoded, carry, size)
@@ -522,9 +521,14 @@ class RunningBatch:
 
     def _options(self, logits: bool) -> DecodingOptions:
         """The options of all places, for steps with or without logits."""
-        options = DecodingOptions(forced=self._forced, grammar=self._grammar)
+        options = DecodingOptions(forced=self._forced, rules=self._rules)
         scored = self._scored.any()
         return dataclasses.replace(options, sampling=self._sampling, scores=True, scored=scored) if logits else options
+
+    def _with_states(self, carry: Carry, rules: tuple[Rule, ...]) -> Carry:
+        """The carry with states for the rules; `refill` initialises them for new examples."""
+        shapes = [jax.eval_shape(rule.init, self.places, self.strategy.places[0]) for rule in rules]
+        return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
 
     # The programs, traced.
 
@@ -612,12 +616,6 @@ class RunningBatch:
             watched=watched,
         )
         return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
-
-
-def _with_states(carry: Carry, grammar: Grammar | None) -> Carry:
-    """The carry with states for the grammar, if there is one; `refill` initialises them for new examples."""
-    states = None if grammar is None else jnp.zeros(grammar.starts.shape, jnp.int32)
-    return dataclasses.replace(carry, states=states)
 
 
 def _shapes(tree: Any) -> tuple[Hashable, ...]:

@@ -1,0 +1,226 @@
+"""Rules: changes of the logits from which the next tokens are chosen.
+
+A `Rule` gets the logits of the N queries of a step, and may use what is known of each query: its example, row and time,
+the tokens of its row (`Queries.prefix`), the rows above that it sees (`Queries.above`), and a state that the rule keeps
+for each row. `DecodingOptions.rules` are applied one after the other, before a token is taken or drawn. Forced tokens
+and log-probabilities do not depend on rules: log-probabilities are those of the model.
+
+A rule that forbids tokens gives them the logit `FORBIDDEN`. It must leave at least one token to each query.
+
+Shapes: B batch, R rows of the grid, W times, T the most tokens of a row, N queries of a step, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.decoding.gathering import Query, Step, query_coordinates
+from pipejax.decoding.strategy import Stepper, Strategy, ends_of, is_end
+from pipejax.decoding.times import count_before
+from pipejax.system import Tree
+from pipejax.system.errors import UserError
+
+Array = jax.Array
+
+FORBIDDEN = -jnp.inf  # the logit of a token that must not be chosen
+
+
+class KnownRows(NamedTuple):
+    """The rows of a batch as a step knows them: the generated tokens, and the drafted tokens that the step feeds."""
+
+    tokens: Array  # i32 [B, R, T], without bos; undefined beyond `length`
+    length: Array  # i32 [B, R], number of tokens of each row, without bos and end token
+    start: Array  # i32 [R], the time of each row's bos
+
+
+def known_rows(strategy: Stepper, state: Tree, query: Query) -> KnownRows:
+    """The rows of a batch in a step.
+
+    Args:
+      strategy: the strategy. Its `start` gives the place of a fed token in its row: the token that is fed at time
+        start + k is the k-th token of the row.
+      state: the state of the strategy, after `Stepper.query`.
+      query: the queries of the step.
+    """
+    found = strategy.result(state)
+    batch, rows, width = found.tokens.shape
+    start = jnp.asarray(cast(Strategy, strategy).start(np.arange(rows)), jnp.int32)
+    row = jnp.broadcast_to(query.row, query.live.shape)
+    count = jnp.where(query.live, query.time - start[jnp.minimum(row, rows - 1)], 0)  # tokens of the row that are fed
+    at = jnp.arange(batch)[:, None], row
+    tokens = found.tokens.at[(*at, jnp.where(count > 0, count - 1, width))].set(query.tokens, mode="drop")
+    length = jnp.maximum(found.lengths, jnp.zeros((batch, rows), jnp.int32).at[at].max(count, mode="drop"))
+    # Fed tokens may include the end token of a row, generated or drafted.
+    ends = is_end(tokens, ends_of(strategy)) & (jnp.arange(width) >= found.lengths[:, :, None])
+    return KnownRows(tokens, jnp.minimum(length, count_before(ends, axis=2)), start)
+
+
+class Queries:
+    """The N queries of a step, as a rule sees them. Some of them may be fillers, whose logits do not matter.
+
+    Properties are computed when they are read: what no rule reads is not computed. A drafted token counts as a token of
+    its row for the queries after it, since they are discarded if it turns out to be wrong.
+    """
+
+    def __init__(self, step: Step, find_rows: Callable[[], KnownRows]) -> None:
+        """Describes the queries of a step.
+
+        Args:
+          step: the step.
+          find_rows: computes the rows of the batch.
+        """
+        self.example, self.row, self.time = query_coordinates(step)  # i32 [N] each
+        self._find_rows = find_rows
+
+    def pick(self, of_rows: Array | np.ndarray) -> Array:
+        """[N, ...], the entry of each query's row in an array [B, R, ...]."""
+        return jnp.asarray(of_rows)[self.example, jnp.minimum(self.row, of_rows.shape[1] - 1)]
+
+    def put(self, of_rows: Array, values: Array) -> Array:
+        """The array `of_rows` [B, R, ...] with the `values` [N, ...] at the queries' rows."""
+        return of_rows.at[self.example, self.row].set(values, mode="drop")
+
+    @property
+    def prefix(self) -> Array:
+        """i32 [N, T], the tokens of each query's row before the one to choose, without bos; see `length`."""
+        return self.pick(self._find_rows().tokens)
+
+    @property
+    def length(self) -> Array:
+        """i32 [N], the number of tokens in `prefix`; the entries after them are undefined."""
+        known = self._find_rows()
+        start = known.start[jnp.minimum(self.row, len(known.start) - 1)]
+        return jnp.clip(self.time - start, 0, self.pick(known.length))
+
+    @property
+    def above(self) -> Array:
+        """i32 [N, R, T], the tokens of the rows above each query, without bos and end token; see `above_length`."""
+        return self._find_rows().tokens[self.example]
+
+    @property
+    def above_length(self) -> Array:
+        """i32 [N, R], the number of tokens in `above` that each query sees.
+
+        A query at time t sees the tokens that rows with lower numbers have fed up to time t (`grid.visible`). The
+        number is 0 for the query's own row and for the rows below it.
+        """
+        known = self._find_rows()
+        rows = jnp.arange(len(known.start))
+        seen = jnp.clip(self.time[:, None] - known.start, 0, known.length[self.example])
+        return jnp.where(rows < self.row[:, None], seen, 0)
+
+
+class Rule:
+    """A change of logits. Subclasses are pytrees of arrays, such as a `flax.struct.dataclass`.
+
+    The fields are arrays with a first axis of B, one entry for each example, except the fields named in `shared`.
+    `apply` is a pure function. With drafts, a rule must not have a state.
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ()  # the names of fields that all examples share
+
+    def init(self, batch: int, rows: int) -> Tree:
+        """The state of each row before its first token, arrays [B, R, ...]; None: the rule has no state.
+
+        Args:
+          batch: B.
+          rows: R.
+        """
+        return None
+
+    def apply(self, logits: Array, queries: Queries, state: Tree) -> Array:
+        """The changed logits.
+
+        Args:
+          logits: f32 [V, N], of the N queries; one column for each.
+          queries: the queries.
+          state: the state of each row, as `init` and `follow` return it.
+
+        Returns:
+          f32 [V, N].
+        """
+        raise NotImplementedError
+
+    def follow(self, state: Tree, tokens: Array, queries: Queries) -> Tree:
+        """The state of each row after a step. Rows that have ended may be followed too; their state is not used.
+
+        Args:
+          state: the state before the step.
+          tokens: i32 [N], the token that was chosen for each query.
+          queries: the queries.
+        """
+        return state
+
+    def take(self, numbers: np.ndarray) -> Self:
+        """Selects the examples `numbers`, i32 [E, B]: each array gets these two leading axes. In NumPy.
+
+        Fields that all examples share are broadcast to the leading axis E.
+        """
+
+        def select(name: str, x: Any) -> Any:
+            return np.broadcast_to(x, (len(numbers), *x.shape)) if name in self.shared else np.asarray(x)[numbers]
+
+        return self._map(select)
+
+    def put(self, place: int, one: Self) -> Self:
+        """The rule of a batch with the example at `place` replaced by that of `one`, a rule for a batch of one."""
+        others = {field.name: jax.tree.leaves(getattr(one, field.name)) for field in self._fields}
+
+        def replace(name: str, x: Any) -> Any:
+            own = others[name].pop(0)
+            if name in self.shared:
+                return x
+            found = np.array(x)
+            found[place] = own[0]
+            return found
+
+        return self._map(replace)
+
+    def on_device(self) -> Self:
+        """The rule with the arrays that all examples share on the default device."""
+        return self._map(lambda name, x: jax.device_put(x) if name in self.shared else x)
+
+    @property
+    def _fields(self) -> list["dataclasses.Field[Any]"]:
+        """The fields that hold arrays."""
+        fields = dataclasses.fields(cast(Any, self))
+        return [field for field in fields if field.metadata.get("pytree_node", True)]
+
+    def _map(self, function: Callable[[str, Any], Any]) -> Self:
+        """The rule with `function(name, array)` for each array of each field."""
+        changed = {
+            field.name: jax.tree.map(lambda x, name=field.name: function(name, x), getattr(self, field.name))
+            for field in self._fields
+        }
+        return cast(Self, dataclasses.replace(cast(Any, self), **changed))
+
+
+def check_rules(strategy: Stepper, state: Tree, rules: Sequence[Rule], states: Sequence[Tree]) -> None:
+    """Raises a UserError if the strategy does not support the rules.
+
+    Args:
+      strategy: the strategy.
+      state: its state.
+      rules: the rules.
+      states: the state of each rule.
+    """
+    name, rows = type(strategy).__name__, strategy.places[0]
+    if not rows:
+        raise UserError(f"{name}.places: found no rows; expected a grid of rows, as {_name(rules[0])} changes logits")
+    if strategy.kept(state) is None and strategy.most_queries == rows:
+        return
+    # The state of a row is kept for the last token that is certain, and not for each of the row's queries.
+    for rule, of_rows in zip(rules, states, strict=True):
+        if jax.tree.leaves(of_rows):
+            raise UserError(
+                f"{_name(rule)}: found a rule with a state and several queries of a row in a step; expected no drafts, "
+                "or a rule that reads `Queries.prefix` instead of a state"
+            )
+
+
+def _name(rule: Rule) -> str:
+    return type(rule).__name__
