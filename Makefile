@@ -37,9 +37,10 @@ test-newest:  ## what another JAX may break, with the newest one, in build/newes
 job: venv  ## a practitioner's whole job: from a messy CSV to served tags and back, in minutes
 	@tests/job/run.sh $(ARGS)
 
-check: venv  ## lint, format and types: ruff, mypy and shellcheck
+check: venv  ## lint, format, the rules of this repository, and types: ruff, tools.rules, mypy and shellcheck
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m tools.rules
 	@$(RUN) -m mypy
 	@.venv/bin/shellcheck .ci/run tools/*.sh tests/job/*.sh lab/benchmarks/*.sh
 

@@ -1,0 +1,290 @@
+"""Rules of imports: the order of layers, the core and what lies outside it, and where libraries may be imported."""
+
+import ast
+import functools
+import graphlib
+import re
+from collections.abc import Iterable, Iterator
+
+from tools.rules.repository import Finding, Name, Repository, dotted, imported, matches, mentioned, short, within
+
+# The folders outside the core. The core names their modules in registries, as text, and imports none of them.
+OUTER = ("apps", "backbones", "kernels")
+REGISTRIES = ("registry", "moved")
+# Modules of the core that still import one of these folders.
+EXCEPTIONS = {("inference.generator", "apps"), ("inference.running_batch", "apps"), ("inference.sources", "apps")}
+APPS_OF_APPS = {("serving", "schemas")}  # the first imports the second
+NAMED_AT_MOST = 5  # times that the core names an app
+NAMES_AT_MOST = 22  # in pipejax/
+
+# The layers of pipejax, lowest first. A module imports from its own layer and from lower ones; the first match counts.
+LAYERS = (
+    ("system.errors", "system.fields", "system.files", "system.hashing", "system.strict_json", "moved", "registry"),
+    ("system", "system.[!f]*", "grid"),
+    ("model", "model.*"),
+    ("backbones", "backbones.*"),
+    ("config", "config.*"),
+    ("metrics", "metrics.[!_]*"),
+    ("decoding", "decoding.*"),
+    ("methods", "methods.*"),
+    ("data", "data.[!_]*"),
+    ("checkpoint", "checkpoint.[!_]*"),
+    ("convert", "convert.[!_]*"),
+    ("inference", "inference.*"),
+    ("kernels", "kernels.*"),
+    ("offline", "offline.*", "testing"),
+    ("training", "training.*"),
+    ("apps", "apps.schemas", "apps.schemas.*"),
+    ("apps.*",),
+    ("__main__", "*.__main__", ""),
+)
+
+# Importing the first must not import the second, directly or through others.
+NON_EDGES = (
+    ("decoding*", "pipejax.model.t5"),
+    ("decoding*", "pipejax.model.layers"),
+    ("decoding*", "pipejax.data"),
+    ("model.t5", "pipejax.grid"),
+    ("model.t5", "pipejax.model.sharding"),
+    ("model.*", "pipejax.decoding"),
+    ("system.errors", "jax"),
+    ("config*", "jax"),
+    ("grid", "jax"),
+    ("system.cli", "jax"),
+    ("metrics*", "jax"),
+    ("data*", "jax"),
+)
+
+# Libraries that may have to be replaced, or that are slow to import, and the modules that may import them.
+KEPT_IN: dict[str, tuple[str, ...]] = {
+    "flax.linen": ("model.t5", "model.layers", "backbones.*", "kernels.products"),
+    "flax.nnx": (),
+    "orbax": ("checkpoint.arrays",),
+    "transformers": ("convert.*", "data.tokenizer", "data.demo"),
+    "tokenizers": ("convert.*", "data.tokenizer_file", "data.demo"),
+    "huggingface_hub": ("convert.*", "apps.hub.*", "data.hub", "data.tokenizer", "data.demo"),
+    "tensorflow_datasets": ("data.*", "apps.papers.*"),
+    "grain": ("data.*", "training.train_command"),
+    "nltk": ("metrics.*",),
+    "rouge_score": ("metrics.rouge",),
+    "starlette": ("apps.serving.*",),
+    "uvicorn": ("apps.serving.serve_command", "apps.serving.connections"),
+    "prometheus_client": ("apps.serving.*",),
+    "tensorflow": (),
+    "torch": ("convert.rows_in_torch",),  # no module of pipejax imports this one: it is written for transformers
+    "ray": ("apps.bulk.ray_pool",),
+}
+
+# A config makes its Flax module when a caller asks for it: a program that only reads configs never imports JAX.
+LATE = {"pipejax.model.t5_config": {"pipejax.model.t5"}}
+
+JSON_READERS = {f"json.{name}" for name in ("load", "loads", "JSONDecoder", "decoder")}
+
+
+@functools.lru_cache(maxsize=1)
+def _graph(repository: Repository) -> dict[str, dict[str, int]]:
+    """The modules that each module imports, with the first line of each import."""
+    return {
+        module: _edges(repository, module, imported(repository.tree(file)))
+        for module, file in repository.modules.items()
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _at_once(repository: Repository) -> dict[str, list[Name]]:
+    """The names that importing each module imports: not those in functions, nor those for type checkers."""
+    found = {}
+    for module, file in repository.modules.items():
+        later: set[Name] = set()
+        for node in ast.walk(repository.tree(file)):
+            never = isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING"
+            if never or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                later |= {name for statement in node.body for name in imported(statement)}  # type: ignore[attr-defined]
+        found[module] = [name for name in imported(repository.tree(file)) if name not in later]
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _mentions(repository: Repository) -> dict[str, list[Name]]:
+    """The names that each module imports or reaches through an import."""
+    return {module: list(mentioned(repository.tree(file))) for module, file in repository.modules.items()}
+
+
+def _edges(repository: Repository, module: str, names: Iterable[Name]) -> dict[str, int]:
+    """The modules that imports name: for "pipejax.grid.visible" the longest part that is a module."""
+    found: dict[str, int] = {}
+    for name, line in names:
+        while name and name not in repository.modules:
+            name = name.rpartition(".")[0]
+        if name not in {module, ""} | LATE.get(module, set()):
+            found.setdefault(name, line)
+    return found
+
+
+def _layer(module: str) -> int:
+    """The index of a module's layer; -1 if it has none."""
+    return next((i for i, patterns in enumerate(LAYERS) if matches(module, patterns)), -1)
+
+
+def _outer(module: str) -> str:
+    """The folder outside the core that a module lies in, or an empty text."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "pipejax" and parts[1] in OUTER else ""
+
+
+def _constants(tree: ast.AST) -> Iterator[Name]:
+    """The texts of one line in a tree: names in registries, but no docstrings of several lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.:]+", node.value):
+            yield Name(node.value.replace(":", "."), node.lineno)
+
+
+def every_module_has_a_layer(repository: Repository) -> Iterator[Finding]:
+    """LAYERS lists each module."""
+    for module, file in repository.modules.items():
+        if _layer(module) < 0:
+            yield Finding(file, 1, f"{module} has no place in LAYERS")
+
+
+def imports_go_downwards(repository: Repository) -> Iterator[Finding]:
+    """A module imports from its own layer and from lower ones; a module of the core that EXCEPTIONS lists, too."""
+    for module, targets in _graph(repository).items():
+        for target, line in targets.items():
+            if (short(module), _outer(target)) not in EXCEPTIONS and _layer(target) > _layer(module):
+                yield Finding(repository.modules[module], line, f"{target} is in a layer above {module}")
+
+
+def core_imports_nothing_outside(repository: Repository) -> Iterator[Finding]:
+    """The core imports no app, backbone or kernel: it finds them by the registries."""
+    for module, targets in _graph(repository).items():
+        for target, line in targets.items():
+            folder = _outer(target)
+            if folder and not _outer(module) and (short(module), folder) not in EXCEPTIONS:
+                yield Finding(repository.modules[module], line, f"the core imports {target}")
+
+
+def exceptions_are_needed(repository: Repository) -> Iterator[Finding]:
+    """A module that EXCEPTIONS lists imports what it is listed for."""
+    graph = _graph(repository)
+    for name, folder in sorted(EXCEPTIONS):
+        module = f"pipejax.{name}"
+        if module in graph and folder not in {_outer(target) for target in graph[module]}:
+            yield Finding(repository.modules[module], 1, f"imports nothing of {folder}: remove it from EXCEPTIONS")
+
+
+def outer_folders_are_named_in_registries(repository: Repository) -> Iterator[Finding]:
+    """Only registries name an app, `backbones` or `kernels` from outside, and an app at most NAMED_AT_MOST times."""
+    apps = {f"apps.{module.split('.')[2]}" for module in repository.modules if module.startswith("pipejax.apps.")}
+    sites: dict[str, list[tuple[str, int]]] = {folder: [] for folder in (*sorted(apps), "backbones", "kernels")}
+    for module, file in repository.modules.items():
+        tree = repository.tree(file)
+        names = [name for name in {*imported(tree), *_constants(tree)} if _outer(name.name)]
+        for folder, found in sites.items():
+            users = [folder, *(f"apps.{user}" for user, used in APPS_OF_APPS if folder == f"apps.{used}")]
+            lines = sorted(line for name, line in names if within(short(name), folder))
+            if lines and not any(within(short(module), user) for user in users):
+                found += [(file, line) for line in lines]
+                if short(module) not in REGISTRIES and (short(module), folder.partition(".")[0]) not in EXCEPTIONS:
+                    yield Finding(file, lines[0], f"pipejax.{folder} is named outside a registry")
+    for app in sorted(apps):
+        for file, line in sites[app][NAMED_AT_MOST:]:
+            yield Finding(file, line, f"pipejax.{app} is named more than {NAMED_AT_MOST} times outside its folder")
+
+
+def few_names_in_the_package(repository: Repository) -> Iterator[Finding]:
+    """pipejax/ holds at most NAMES_AT_MOST files and folders."""
+    names = {name.split("/")[1] for name in repository.named("pipejax/*")}
+    if len(names) > NAMES_AT_MOST:
+        yield Finding("pipejax", 1, f"{len(names)} names in the package; expected at most {NAMES_AT_MOST}")
+
+
+def no_import_cycle(repository: Repository) -> Iterator[Finding]:
+    """No module imports itself through others."""
+    try:
+        graphlib.TopologicalSorter({module: set(targets) for module, targets in _graph(repository).items()}).prepare()
+    except graphlib.CycleError as error:
+        cycle = error.args[1]
+        yield Finding(repository.modules[cycle[0]], 1, f"import cycle: {' <- '.join(cycle)}")
+
+
+def modules_kept_apart(repository: Repository) -> Iterator[Finding]:
+    """Modules as in NON_EDGES do not import one another through others."""
+    graph, mentions = {module: set(targets) for module, targets in _graph(repository).items()}, _mentions(repository)
+    names_at_once = _at_once(repository)
+    graph_at_once = {module: set(_edges(repository, module, names)) for module, names in names_at_once.items()}
+    for pattern, target in NON_EDGES:
+        # JAX takes a second to start: a function may import it, but importing the module must not.
+        ours = target.startswith("pipejax")
+        edges, names = (graph, mentions) if ours else (graph_at_once, names_at_once)
+        direct = {module for module in repository.modules if any(within(name, target) for name, _ in names[module])}
+        direct -= {module for module, targets in LATE.items() if target in targets}
+        for source in (module for module in repository.modules if matches(module, (pattern,))):
+            for module in sorted(_reach(source, edges) & direct):
+                yield Finding(repository.modules[source], 1, f"{source} imports {target} by way of {module}")
+
+
+def _reach(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """The module and all that it imports, directly or not."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        if (here := waiting.pop()) not in seen:
+            seen.add(here)
+            waiting += graph[here]
+    return seen
+
+
+def json_is_read_in_one_module(repository: Repository) -> Iterator[Finding]:
+    """Only `system.strict_json` reads JSON: it refuses an object with a duplicate key."""
+    for module, names in _mentions(repository).items():
+        if short(module) != "system.strict_json":
+            for name, line in names:
+                if name in JSON_READERS:
+                    yield Finding(repository.modules[module], line, f"{name} accepts duplicate keys: use strict_json")
+
+
+def libraries_stay_in_their_modules(repository: Repository) -> Iterator[Finding]:
+    """A library of KEPT_IN is imported by the modules that are listed there, and by no other."""
+    for module, names in _mentions(repository).items():
+        for library, patterns in KEPT_IN.items():
+            lines = [line for name, line in names if within(name, library)]
+            if lines and not matches(module, patterns):
+                yield Finding(repository.modules[module], min(lines), f"{library} is not imported here")
+
+
+def tests_import_no_test(repository: Repository) -> Iterator[Finding]:
+    """A test module imports no other: tests/support holds what several need, and no test."""
+    tests = {file.rpartition("/")[2].removesuffix(".py") for file in repository.tests if "/support/" not in file}
+    for file in repository.tests:
+        for name, line in imported(repository.tree(file)):
+            if name.partition(".")[0] in tests | {"conftest", "tests"}:
+                yield Finding(file, line, f"imports the test module {name.partition('.')[0]}")
+        if "/support/" in file:
+            for node in ast.walk(repository.tree(file)):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith("test_"):
+                    yield Finding(file, node.lineno, "a test in tests/support is never run")
+
+
+def only_lab_imports_lab(repository: Repository) -> Iterator[Finding]:
+    """lab/ measures pipejax; neither pipejax nor its tests import it."""
+    for file in repository.sources:
+        if not file.startswith("lab/"):
+            for name, line in imported(repository.tree(file)):
+                if within(name, "lab"):
+                    yield Finding(file, line, f"imports {name}: only lab/ does")
+
+
+RULES = (
+    every_module_has_a_layer,
+    imports_go_downwards,
+    core_imports_nothing_outside,
+    exceptions_are_needed,
+    outer_folders_are_named_in_registries,
+    few_names_in_the_package,
+    no_import_cycle,
+    modules_kept_apart,
+    json_is_read_in_one_module,
+    libraries_stay_in_their_modules,
+    tests_import_no_test,
+    only_lab_imports_lab,
+)
