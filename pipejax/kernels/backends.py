@@ -1,4 +1,4 @@
-"""Backends that compute with pipejax's own kernels, for CPUs and GPUs: `registry.STEP_COMPUTERS` names them."""
+"""Backends that compute with pipejax's kernels for CPUs and GPUs. `registry.STEP_COMPUTERS` lists their functions."""
 
 import dataclasses
 from functools import partial
@@ -23,12 +23,12 @@ from pipejax.system import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Products(Backend):
-    """Computes with the layers of any backbone in float32 on a CPU; products of steps use pipejax's kernel."""
+    """The backend for any backbone in float32 on a CPU: its Flax layers, with pipejax's kernel for the products."""
 
     level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
-        """See `Backend`. Arrays that encoder and decoder share are stored once, except matrices that both multiply."""
+        """See `Backend`. Arrays that encoder and decoder share are stored once, except matrices of products in both."""
         held = Backend.prepare(self, model, params, compute=compute).encoding
         one, length = jnp.zeros((1, cpu_kernel.PANEL), jnp.int32), jnp.ones(1, jnp.int32)
         memory = jax.eval_shape(lambda params: self.encode(model, params, one, length), held)
@@ -48,7 +48,7 @@ class Products(Backend):
 
 
 def _step(model: Module, memory: Memory, params: Tree) -> Tree:
-    """The logits of a step with one query; traced to find the products of a step."""
+    """Computes the logits of a step with one query. It is traced to find the matrix products of a step."""
     zeros = partial(jnp.zeros, dtype=jnp.int32)
     memory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), memory)
     given = jnp.ones((1, 1, 1), bool), zeros((1, 1)), zeros((1, 1)), memory, model.empty_cache(1, 1), zeros(1)
@@ -57,7 +57,7 @@ def _step(model: Module, memory: Memory, params: Tree) -> Tree:
 
 
 def _cap(model: Module) -> float | None:
-    """The soft cap of a module's logits (0: none), see `layers.capped_by`; None: the logits are not so marked."""
+    """The soft cap of a module's logits, 0 for no cap; None if `logits` is not marked by `layers.capped_by`."""
     setting: str | None = getattr(type(model).logits, "capped_by", None)
     return None if setting is None else float(getattr(model.config, setting))
 
@@ -83,7 +83,7 @@ class ProductDecoder(LayerDecoder):
 
 @dataclasses.dataclass(frozen=True)
 class Gpu(Xla):
-    """XLA, with pipejax's kernels for GPUs in the decoder's steps."""
+    """The backend that computes with XLA, except for the decoder's steps, which use pipejax's kernels for GPUs."""
 
     interpret: bool = False  # whether Pallas interprets the kernels, which works on any device
 
@@ -96,7 +96,7 @@ class Gpu(Xla):
 
 @dataclasses.dataclass(frozen=True)
 class OwnKernel(Xla):
-    """pipejax's kernel for CPUs, for the stock T5 and UMT5, with float32 activations."""
+    """The backend with pipejax's kernel for CPUs, for an unmodified T5 or UMT5, with float32 activations."""
 
     level: cpu_kernel.Level = cpu_kernel.LEVELS[-1]
     skips_fillers: ClassVar[bool] = True
@@ -151,7 +151,13 @@ class OwnKernel(Xla):
 
 
 def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
-    """The kernel for CPUs, for a stock T5 or UMT5 in float32 whose sizes it supports; None elsewhere."""
+    """The backend `OwnKernel` for an unmodified T5 or UMT5 in float32 whose sizes the kernel supports, or None.
+
+    Args:
+      backbone: the backbone.
+      portable: the backend that computes with XLA.
+      dtype: the compute dtype.
+    """
     if type(portable) is not Xla or not isinstance(backbone, T5Config) or dtype != jnp.float32:
         return None
     level = cpu_kernel.use()
@@ -159,7 +165,7 @@ def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike)
 
 
 def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
-    """The kernels for GPUs, for a stock T5 or UMT5 in bfloat16; None elsewhere."""
+    """The backend `Gpu` for an unmodified T5 or UMT5 in bfloat16 on a GPU, or None; see `cpu_decoder_backend`."""
     if type(portable) is not Xla or not isinstance(backbone, T5Config) or dtype != jnp.bfloat16:
         return None
     if jax.default_backend() != "gpu":
@@ -170,7 +176,7 @@ def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Back
 
 
 def cpu_products_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
-    """The products of the kernel for CPUs, for any other backbone in float32; None elsewhere."""
+    """The backend `Products` for any other backbone in float32 on a CPU, or None; see `cpu_decoder_backend`."""
     if (type(portable) is Xla and isinstance(backbone, T5Config)) or dtype != jnp.float32:
         return None
     level = cpu_kernel.use()

@@ -1,15 +1,22 @@
-"""Attention on an NVIDIA GPU, forward and backward, that never holds an array of queries by keys.
+"""Attention on an NVIDIA GPU, forward and backward, that never stores an array of queries by keys.
 
-Blocks of queries meet blocks of keys, as in FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023,
-arXiv 2307.08691). The bias is looked up by the difference of two positions, the mask follows from where queries and
-keys stand, and the bits of dropout are the hash of places of `pipejax.model.dropout`: all three are made where a block
-needs them. So a kernel reads vectors, and memory grows with the length, not with its square. Blocks in which no query
-sees a key are skipped.
+Blocks of queries are combined with blocks of keys, as in FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023,
+arXiv 2307.08691). The kernels compute three things for each block from vectors: the bias is looked up by the difference
+of two positions; the mask follows from the coordinates of queries and keys (paper section 3.2, eq. 4); and the bits of
+dropout are the hash of `pipejax.model.dropout`. So memory grows linearly with the length. Blocks in which no query sees
+a key are skipped.
 
-`pipejax.model.attention.attend` is the reference: the same sums in another order, the same bits of dropout. A query
-that sees no key finds zeros here, and an average there; nobody reads either.
+The forward kernel (`_attend`) keeps a running maximum and a running sum of each query's softmax, and stores the
+logarithm of the final sum (`sums`). With it three backward kernels compute the weights of a block again:
+`_backward_queries` for the gradient of the queries, `_backward_keys` for the gradients of keys and values, and
+`_backward_buckets` for the gradient of the bias. Distances of W or more have one bucket on each side. Their gradients
+are summed by `_backward_queries`, so `_backward_buckets` needs only blocks that contain shorter distances.
 
-Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the distance from which on there is one bucket.
+`pipejax.model.attention.attend` is the reference: it computes the same sums in another order, with the same bits of
+dropout. For a query that sees no key, whose result is not used, the kernels return zeros, and `attend` an average.
+
+Shapes: B batch, H heads, Q queries, C keys, K head width, T buckets, W the distance from which on all distances share a
+bucket.
 """
 
 import dataclasses
@@ -31,58 +38,68 @@ from pipejax.model.slots import Blocks, Distances, Seen, Slots
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
-LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
-TOLERANCE = 0.05  # of `difference`; bfloat16 alone makes 0.01
-BLOCK = 64  # places of a block; the tensor cores of a Hopper want no fewer
-GROUP = 8  # buckets whose sums a program's registers hold
-NOWHERE = 2**30  # beyond every group, row and time
+LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
+TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of bfloat16 causes about 0.01
+BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
+GROUP = 8  # buckets whose sums fit into the registers of a program
+NOWHERE = 2**30  # greater than every group, row and time
 
 
 class TileSizes(NamedTuple):
-    """Static facts of a call."""
+    """The static sizes and options of a call."""
 
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    width: int
-    own: int  # queries, or keys, of a program's block
-    other: int  # keys, or queries, of a block that it meets
-    rate: float  # of dropout; 0: without
-    interpret: bool
+    batch: int  # B
+    heads: int  # H
+    queries: int  # Q
+    keys: int  # C
+    width: int  # K
+    own: int  # size of the block of queries (or of keys) that belongs to a program
+    other: int  # size of the blocks of keys (or of queries) over which the program loops
+    rate: float  # the rate of dropout; 0: no dropout
+    interpret: bool  # whether Pallas interprets the kernels, on any device
 
     @classmethod
     def of(cls, queries: Array, keys: Array, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
-        """Those of arrays [B, H, Q, K] and [B, H, C, K]."""
+        """The sizes for queries [B, H, Q, K] and keys [B, H, C, K]."""
         other = BLOCK if queries.shape[3] <= 64 else BLOCK // 2
         batch, heads, count, width = queries.shape
         return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate if lines else 0.0, interpret)
 
 
 def misfit(width: int, *, trains: bool) -> str:
-    """The reason for which heads of that width cannot be attended for; "": they can. `trains`: gradients are needed."""
+    """The reason why the kernels do not support a head width, or "" if they do.
+
+    Args:
+      width: K.
+      trains: whether gradients are needed.
+    """
     if not 16 <= width <= 128 or width & (width - 1):
         return f"heads of {width} are no power of two from 16 to 128"
     return (
         trial(width, trains) if jax.default_backend() == "gpu" else ""
-    )  # for a device that is not here, nothing can be tried
+    )  # without a GPU nothing can be tried, as when a program is compiled for another machine
 
 
 @functools.cache
 def trial(width: int, trains: bool) -> str:
-    """The reason for which this process cannot use the kernels on its GPU; "": they find what `attend` finds."""
+    """The reason why this process cannot use the kernels on its GPU, or "" if their results agree with `attend`."""
     try:
         apart = float(difference(width, trains=trains))
-    # The compiler's errors are of many kinds, and none of them may keep anyone from training.
+    # The compiler raises errors of many types; with any of them, training continues without the kernels.
     except Exception as error:
         return str(error).partition("\n")[0][:200]
     return "" if apart < TOLERANCE else f"on this GPU the kernels' results are wrong by {apart:.2g}"
 
 
 def difference(width: int, *, trains: bool = True, interpret: bool = False) -> Array:
-    """The largest difference from `attend`, relative to the largest number: of results and gradients, f32 scalar.
+    """The largest difference between results of the kernels and of `attend`, on random data; an f32 scalar.
 
-    Without gradients if nothing `trains`, as they take the compiler the longest.
+    The difference of each array is divided by the largest magnitude in it.
+
+    Args:
+      width: K.
+      trains: whether gradients are compared, too. Compiling them takes most of the time.
+      interpret: whether Pallas interprets the kernels.
     """
     batch, heads, length = 2, 2, 200
     rng = np.random.default_rng(0)
@@ -131,15 +148,17 @@ def attend_in_blocks(
     *,
     over_sources: bool = False,
 ) -> Array:
-    """softmax(queries keys^T + bias) values, [B, H, Q, K]; sums in float32.
+    """Computes softmax(queries keys^T + bias) values, [B, H, Q, K]. Sums are float32.
+
+    If `seen.blocks.split` is a sharding, each device computes the attention of its own examples.
 
     Args:
-      queries: [B, H, Q, K], not divided by sqrt(K): T5's are not.
+      queries: [B, H, Q, K]. Scores are not divided by sqrt(K), as in T5.
       keys: [B, H, C, K].
       values: [B, H, C, K].
-      seen: positions and visibility of queries and keys, the bias, and the block sizes.
-      seed: u32 [2], of dropout on the weights; None: without.
-      rate: of dropout.
+      seen: the coordinates of queries and keys, the bias, and the options of the kernels.
+      seed: u32 [2], the seed of dropout on the weights; None: no dropout.
+      rate: the probability that a weight is dropped.
       over_sources: as in `attend`.
     """
     split, lines = seen.blocks.split, None
@@ -163,7 +182,7 @@ def attend_in_blocks(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float) -> Array:
-    """`attend_in_blocks` on one device."""
+    """Computes `attend_in_blocks` on one device. `lines`: the lines [B, H, Q] of dropout; None: no dropout."""
     return _forward(queries, keys, values, seen, lines, rate)[0]
 
 
@@ -184,10 +203,11 @@ def _forward(
 def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
     queries, keys, values, seen, lines, found, sums = kept
     sizes, distances = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret), seen.distances
-    sizes = sizes._replace(other=BLOCK // 2)  # more would not fit into an Ada's registers
+    sizes = sizes._replace(other=BLOCK // 2)  # larger blocks would not fit into the registers of an Ada GPU
     facts = _facts(seen, lines, sizes)
     gradient = gradient.astype(values.dtype)
-    # What softmax's gradient takes off each row of scores.
+    # f32 [B, H, Q], the term of the softmax's gradient that is subtracted from each row: the sum over keys of a weight
+    # times its gradient, which equals the sum over channels of an output times its gradient.
     rows = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1)
     given = queries, keys, values, gradient, sums, rows
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
@@ -221,7 +241,11 @@ _attend_alone.defvjp(_forward, _backward)
 
 
 def _facts(seen: Seen, lines: Lines | None, sizes: TileSizes) -> dict[str, Any]:
-    """The vectors that a kernel reads, places filled up to whole blocks with such as see and show nothing."""
+    """The vectors that the kernels read.
+
+    The coordinates of queries and keys are padded to whole blocks with slots of the group -1, which see no key and are
+    seen by no query. "lines", f32 [H, 2 W + 1], contains the bias of each difference of positions from -W to W.
+    """
 
     def filled(slots: Slots, count: int) -> Slots:
         def fill(x: Array) -> Array:
@@ -244,7 +268,7 @@ def _facts(seen: Seen, lines: Lines | None, sizes: TileSizes) -> dict[str, Any]:
 
 
 def _longest(facts: dict[str, Any]) -> int:
-    """W."""
+    """W, the distance from which on all distances share a bucket."""
     longest: int = facts["bucket"].shape[0] // 2
     return longest
 
@@ -252,14 +276,24 @@ def _longest(facts: dict[str, Any]) -> int:
 def _ranges(
     these: Slots, others: Slots, sizes: TileSizes, *, flip: bool = False, nearer: int | None = None
 ) -> tuple[Array, Array]:
-    """For each block of these, i32 [B, blocks], the first of the others that it meets and the first after the last.
+    """For each block of `these`, the range of blocks of `others` that contains all visible pairs of slots.
 
-    `these` are queries and the others keys, or with `flip` the other way round. With `nearer` only blocks that hold a
-    difference of positions below it count.
+    The range is determined from the smallest and largest coordinates of each block, so it may also contain blocks
+    without a visible pair.
+
+    Args:
+      these: the queries; with `flip`, the keys.
+      others: the keys; with `flip`, the queries.
+      sizes: the sizes of the blocks.
+      flip: whether `these` are the keys.
+      nearer: if given, only blocks that may contain differences of positions between -`nearer` and `nearer` count.
+
+    Returns:
+      Two arrays i32 [B, blocks]: the first block of the range, and the first block after it; both 0 if it is empty.
     """
 
     def bounds(x: Any, y: Any) -> tuple[Array, Array, Array, Array]:
-        """The least and the most of a block, [B, blocks, 1] and [B, 1, other blocks]."""
+        """The smallest and largest values of blocks of x, [B, blocks, 1], and of y, [B, 1, other blocks]."""
         found = []
         for slots, block, z in ((these, sizes.own, x), (others, sizes.other, y)):
             z, real = (each.reshape(each.shape[0], -1, block) for each in (z, slots.group >= 0))
@@ -285,7 +319,7 @@ def _call(kernel: Any, grid: tuple[int, ...], shapes: Any, sizes: TileSizes) -> 
     return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=sizes.interpret)
 
 
-# In the kernels, `q` are places of a block's queries and `k` those of its keys.
+# In the kernels, `q` contains the indices of a block's queries, and `k` the indices of its keys.
 
 
 def _of(slots: Slots, example: Array, places: Array) -> Slots:
@@ -293,7 +327,7 @@ def _of(slots: Slots, example: Array, places: Array) -> Slots:
 
 
 def _load(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
-    """Rows [places, K] of an array [B, H, N, K], or of one [B, H, N]; zeros beyond N."""
+    """The rows [places, K] of an array [B, H, N, K], or the entries [places] of an array [B, H, N]; zeros beyond N."""
     if len(ref.shape) == 3:
         return plgpu.load(ref.at[example, head, places], mask=places < count, other=0)
     columns = jnp.arange(ref.shape[3])
@@ -304,7 +338,7 @@ def _load(ref: Ref, example: Array, head: Array, places: Array, count: int) -> A
 def _queries(
     refs: Sequence[Ref], facts: dict[str, Any], example: Array, head: Array, q: Array, sizes: TileSizes
 ) -> Any:
-    """The slots of a block's queries, and the rows of each of these arrays."""
+    """The slots of a block of queries, followed by the block's rows of each of the arrays `refs`."""
     return [_of(facts["queries"], example, q), *(_load(ref, example, head, q, sizes.queries) for ref in refs)]
 
 
@@ -320,7 +354,7 @@ def _dot(a: Array, b: Array, **transposed: bool) -> Array:
 
 
 def _seen(of_queries: Slots, of_keys: Slots) -> Array:
-    """bool [q, k]: which keys each query sees."""
+    """bool [q, k], the keys that each query sees (paper section 3.2, eq. 4); see `Slots`."""
     seen = (of_queries.group[:, None] == of_keys.group[None]) & (of_keys.group >= 0)[None]
     for query, key in ((of_queries.row, of_keys.row), (of_queries.time, of_keys.time)):
         if query is not None and key is not None:
@@ -329,13 +363,13 @@ def _seen(of_queries: Slots, of_keys: Slots) -> Array:
 
 
 def _differences(facts: dict[str, Any], of_queries: Slots, of_keys: Slots) -> Array:
-    """i32 [q, k], the place of each pair in `Distances.bucket`."""
+    """i32 [q, k], the index of each pair's difference of positions in `Distances.bucket`."""
     longest = _longest(facts)
     return jnp.clip(of_queries.position[:, None] - of_keys.position[None] + longest, 0, 2 * longest)
 
 
 def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slots, query: Array, key: Array) -> Array:
-    """f32 [q, k] with the bias."""
+    """f32 [q, k], the scores of a block, with the bias."""
     scores = _dot(query, key, trans_b=True)
     if "lines" not in facts:
         return scores
@@ -343,7 +377,7 @@ def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slot
 
 
 def _left(facts: dict[str, Any], sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
-    """The block [q, k] after dropout, not divided by the kept share."""
+    """The block x, [q, k], after dropout, without rescaling."""
     if "lines_dropped" not in facts:
         return x
     lines = jax.tree.map(lambda ref: _load(ref, example, head, q, sizes.queries)[:, None], facts["lines_dropped"])
@@ -364,13 +398,17 @@ def _attend(
     *,
     sizes: TileSizes,
 ) -> None:
-    """A block of queries against all keys that it may see; also the logarithms of their sums, for the backward pass."""
+    """Computes the outputs of a block of queries, from all blocks of keys that they may see.
+
+    Also stores `sums`, f32 [B, H, Q], the logarithm of the softmax's denominator of each query (0 for a query that sees
+    no key), with which the backward pass computes the weights again.
+    """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
     query, here = _load(queries_ref, example, head, q, sizes.queries), _of(facts["queries"], example, q)
 
     def add(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, found = carry
+        highest, total, found = carry  # the maximum of the scores, the sum of their powers, the weighted sum of values
         k = number * sizes.other + jnp.arange(sizes.other)
         there = _of(facts["keys"], example, k)
         seen = _seen(here, there)
@@ -385,7 +423,7 @@ def _attend(
     zero = jnp.full(sizes.own, LOWEST), jnp.zeros(sizes.own), jnp.zeros((sizes.own, sizes.width))
     first, last = plgpu.load(first_ref.at[example, block]), plgpu.load(last_ref.at[example, block])
     highest, total, found = jax.lax.fori_loop(first, last, add, zero)
-    some = jnp.where(total > 0, total, 1.0)  # of a query that sees nothing, 0
+    some = jnp.where(total > 0, total, 1.0)  # `total` is 0 for a query that sees no key
     found = found / (some * dropout.share_kept(sizes.rate))[:, None]
     _store(found_ref, example, head, q, sizes.queries, found)
     _store(sums_ref, example, head, q, sizes.queries, jnp.where(total > 0, highest, 0.0) + jnp.log(some))
@@ -401,11 +439,15 @@ def _gradients(
     of_queries: Sequence[Any],
     of_keys: Sequence[Any],
 ) -> tuple[Array, Array]:
-    """The weights that dropout left, and the gradient of the scores, f32 [q, k].
+    """Computes the weights of a block again, and the gradient of its scores.
 
     Args:
-      of_queries: their slots, themselves, the results' gradient, the logarithms of the sums, and `rows`.
-      of_keys: their slots, themselves, and their values.
+      of_queries: the slots and rows of the queries, the gradient of their outputs, their `sums`, and `rows`, the term
+        of the softmax's gradient from `_backward`.
+      of_keys: the slots and rows of the keys, and their values.
+
+    Returns:
+      f32 [q, k] twice: the weights after dropout, and the gradient of the scores.
     """
     (here, query, gradient, sums, rows), (there, key, value) = of_queries, of_keys
     scores = _scores(facts, head, here, there, query, key)
@@ -417,7 +459,10 @@ def _gradients(
 
 
 def _beyond(facts: dict[str, Any], of_queries: Slots, of_keys: Slots) -> tuple[Array, Array]:
-    """Whether all differences of two blocks are -W or less, and whether all are W or more: then there is one bucket."""
+    """Whether all differences of positions of two blocks are -W or less, and whether all of them are W or more.
+
+    In both cases all pairs of the blocks have one bucket.
+    """
     longest, query, key = _longest(facts), of_queries.position, of_keys.position
     return query.max() - key.min() <= -longest, query.min() - key.max() >= longest
 
@@ -437,7 +482,11 @@ def _backward_queries(
     *,
     sizes: TileSizes,
 ) -> None:
-    """The gradient of a block of queries, and the sums of its scores' gradient over keys beyond -W and beyond W."""
+    """Computes the gradient of a block of queries.
+
+    Also stores, f32 [B, H, 2, queries], the sums of the scores' gradient over the blocks of keys whose differences are
+    all -W or less, and over those whose differences are all W or more.
+    """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
     here, *_ = of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
@@ -476,7 +525,10 @@ def _backward_buckets(
     *,
     sizes: TileSizes,
 ) -> None:
-    """The sums of the scores' gradient by bucket, for a block of queries, some buckets, and the keys that are near."""
+    """Sums the gradient of the scores by bucket, for a block of queries and a group of buckets.
+
+    Blocks of keys for which all differences are -W or less, or W or more, are left to `_backward_queries`.
+    """
     turn, head, example = (pl.program_id(n) for n in range(3))
     groups = of_buckets_ref.shape[2] // GROUP
     block, least = turn // groups, turn % groups * GROUP
@@ -518,7 +570,7 @@ def _backward_keys(
     *,
     sizes: TileSizes,
 ) -> None:
-    """The gradients of a block of keys and of its values."""
+    """Computes the gradients of a block of keys and of its values, from all blocks of queries that may see them."""
     block, head, example = (pl.program_id(n) for n in range(3))
     k = block * sizes.own + jnp.arange(sizes.own)
     there = _of(facts["keys"], example, k)

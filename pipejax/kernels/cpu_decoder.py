@@ -1,8 +1,9 @@
-"""The T5 by our own kernel for CPUs: a step of its decoder in one call, its encoder in another (`kernels`).
+"""Calls pipejax's kernel for CPUs: one call computes a step of a T5's decoder, another one its encoder.
 
-The same functions as `step_decoder` and the model's encoder compute. Activations are float32, weights may be narrower.
+The kernel (`cpu_kernel`) computes the same functions as `step_decoder` and the model's encoder. Activations are
+float32; weights may be float32, bfloat16 or int8.
 
-Shapes as in `step_decoder`; a matrix is in `kernels.panels`.
+Shapes as in `step_decoder`. Matrices have the layout of `cpu_kernel.panels`.
 """
 
 import dataclasses
@@ -24,17 +25,22 @@ from pipejax.model.layers import RelativeBias
 from pipejax.model.t5 import Memory
 
 Array = jax.Array
-ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # by their numbers in fields.h
+ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # the index of each is its number in fields.h
 
 
 def fits(config: T5Config) -> bool:
-    """Whether its sizes fill panels; those of all published T5s do."""
+    """Whether the kernel supports the sizes of a config: multiples of PANEL, as in all published T5s."""
     sizes = config.d_model, config.d_kv, config.d_ff
     return not any(size % cpu_kernel.PANEL for size in sizes)
 
 
 def matrix(part: Any, *, weights: str) -> Matrix:
-    """A projection or a table in panels, held in what `weights` says; zeros fill the outputs up to whole panels."""
+    """Lays a projection or a table out in panels; its outputs are padded with zeros to whole panels.
+
+    Args:
+      part: the parameters of a `Linear`, a `Head` or an embedding table.
+      weights: the storage of weights, as `decode.weights`.
+    """
     held = narrow(part, weights, jnp.float32)
     more = -held.rows.shape[0] % cpu_kernel.PANEL
     scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
@@ -42,12 +48,15 @@ def matrix(part: Any, *, weights: str) -> Matrix:
 
 
 def memory_dtype(weights: str) -> np.dtype:
-    """In which keys and values of a source are held beside weights of that kind; int8 with scales as in fields.h."""
+    """The dtype of a source's keys and values, which depends on the storage of weights.
+
+    With int8 they have scales: see `PANELS` in fields.h.
+    """
     return np.dtype({"bfloat16": jnp.bfloat16, "int8": jnp.int8}.get(weights, jnp.float32))
 
 
 def widen(memory: Memory, slots: int) -> Memory:
-    """The memory with so many slots, a multiple of 16; those added are masked."""
+    """Pads a memory to `slots` slots, a multiple of 16. The added slots are masked."""
 
     def longer(x: Array, axis: int) -> Array:
         more = x.shape[axis] * slots // memory.mask.shape[1] - x.shape[axis]
@@ -63,14 +72,19 @@ def widen(memory: Memory, slots: int) -> Memory:
 
 @flax.struct.dataclass
 class Keys(Matrix):
-    """A source's keys; int8 ones lack each channel's mean, and are divided by a power of two near its size."""
+    """The keys of a source for cross-attention.
 
-    balance: Array  # f32 [B, H, K]: these powers, which queries are multiplied with
+    Int8 keys are balanced to reduce their rounding error. The mean of each channel over the source is subtracted; it
+    would add the same amount to all scores of a query, which does not change the softmax. Each channel is then divided
+    by a power of two near its mean magnitude, by which queries are multiplied.
+    """
+
+    balance: Array  # f32 [B, H, K], the factors by which queries are multiplied; 1 unless keys are int8
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelDecoder:
-    """A `decoding.Model`, as `step_decoder.StepDecoder`."""
+    """The decoder of a batch, a `decoding.Model` like `step_decoder.StepDecoder`; the kernel computes its steps."""
 
     config: T5Config
     weights: Weights
@@ -89,11 +103,20 @@ class KernelDecoder:
         return logits.T[: self.config.vocab_size], cache
 
     def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
-        """See `Model`. The logits never leave the processor's caches."""
+        """See `Model`. The kernel does not write the logits to memory."""
         return self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
 
     def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
-        """The kernel's answers to a step: logits or tokens, as the answers' type says, and the cache."""
+        """Calls the kernel for a step.
+
+        Args:
+          step: the input.
+          cache: keys and values of the slots, which the kernel overwrites in place.
+          answers: the shape and dtype of the result: f32 [N, V] for logits, i32 [N] for tokens.
+
+        Returns:
+          The logits or the tokens, and the cache with the keys and values of the step.
+        """
         c, w, memory = self.config, self.weights, self.memory
         places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
         batch, queries, reach = step.mask.shape
@@ -102,7 +125,7 @@ class KernelDecoder:
         of_step |= {"bias": w.bias, "memory_mask": memory.mask, "head": w.head, "embedding": w.embedding or w.head}
         of_step |= {"norm": w.norm * (c.d_model**-0.5 if c.scale_head else 1.0)}
         given = fields.arrays("STEP_FIELDS", of_step)
-        aliases: dict[int, int] = {}  # the caches, a layer's last, are written in place
+        aliases: dict[int, int] = {}  # the caches, the last two arguments of each layer, are written in place
         for i, layer in enumerate(w.layers):
             keys, of_memory = memory.keys[i], {"memory_values": memory.values[i]}
             of_memory |= {"memory_keys": Matrix(keys.rows, keys.scale), "memory_balance": keys.balance}
@@ -123,29 +146,29 @@ class KernelDecoder:
 
 @flax.struct.dataclass
 class KernelEncoderLayer:
-    """Of an encoder layer; norm scales are float32."""
+    """The weights of an encoder layer; norm scales are float32."""
 
     norm: Array  # [D]
-    inwards: Matrix  # [3 I, D]: query, key, value
+    inwards: Matrix  # [3 I, D], query, key and value, concatenated
     outwards: Matrix  # [D, I]
     feed_norm: Array  # [D]
-    feed_inwards: Matrix  # [F, D], or gate and value [2 F, D]
+    feed_inwards: Matrix  # [F, D], or gate and value, concatenated, [2 F, D]
     feed_outwards: Matrix  # [D, F]
 
 
 @flax.struct.dataclass
 class KernelEncoder:
-    """The weights that the encoder reads, and the projections of its result that each decoder layer looks into."""
+    """The weights of the encoder, and the projections to the keys and values of cross-attention."""
 
-    embedding: Matrix  # [V, D] in rows
-    bias: Array  # f32 [T, buckets, H]: one for all layers, or each has its own
+    embedding: Matrix  # [V, D], in rows and not in panels
+    bias: Array  # f32 [T, buckets, H]; T is 1 if all layers share a bias, or the number of layers
     norm: Array  # [D]
     layers: tuple[KernelEncoderLayer, ...]
-    memories: tuple[Matrix, ...]  # a decoder layer each [2 I, D]: key, value
+    memories: tuple[Matrix, ...]  # for each decoder layer [2 I, D], key and value, concatenated
 
 
 def encoder_layer(layer: Any, *, weights: str) -> KernelEncoderLayer:
-    """From its parameters."""
+    """The weights of an encoder layer, from its parameters `layer`; `weights`: the storage, as `decode.weights`."""
     own, feed = layer["attention"], layer["feed_forward"]
     held = functools.partial(matrix, weights=weights)
     return KernelEncoderLayer(
@@ -168,7 +191,17 @@ def encode(
     weights: str,
     level: cpu_kernel.Level,
 ) -> Memory:
-    """The memory of sources i32 [B, L] with `length` i32 [B] real tokens each."""
+    """Encodes sources (line 3 of Algorithm 1).
+
+    Args:
+      config: the config of the model.
+      encoder: its weights.
+      source: i32 [B, L].
+      length: i32 [B], the number of real tokens of each source.
+      slots: the number of slots of the memory, at least L and a multiple of 16.
+      weights: the storage of weights, as `decode.weights`.
+      level: the instruction set of the kernel.
+    """
     batch, longest = source.shape
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
@@ -183,7 +216,7 @@ def encode(
     dtype = memory_dtype(weights)
     depth = 4 // dtype.itemsize
     results: list[jax.ShapeDtypeStruct] = []
-    for outputs, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # of keys, and of values
+    for outputs, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # for keys, then for values
         panels = outputs // cpu_kernel.PANEL, inputs // depth, cpu_kernel.PANEL, depth
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, *panels), dtype))
         scales = outputs if dtype == jnp.int8 else 0
@@ -207,17 +240,26 @@ def encode(
 
 
 def listen(count: Array, switch: Array, *, level: cpu_kernel.Level) -> Array:
-    """The count i32 of steps left, below zero once the host has thrown the switch, an i32 at the address u32 [2].
+    """Reads a switch in host memory, by which the host can interrupt a decoding loop.
 
-    It is looked at when the program comes here, not when it begins: the count is another one in each step, so nothing
-    can compute this ahead or once for all. A declared side effect would take each call of the program, with its
-    hundreds of arrays, from JAX's fast path: 2 to 3 ms.
+    The switch is read when the running program reaches this call, and not when the program starts. The call depends on
+    `count`, which changes in each step, so XLA cannot compute it in advance or move it out of the loop. It is not
+    declared as a side effect, since JAX's fast dispatch does not support side effects, and the slow dispatch of a
+    program with hundreds of arrays takes 2 to 3 ms.
+
+    Args:
+      count: i32 scalar, the number of steps left.
+      switch: u32 [2], the address of an i32, low half first; non-zero means interrupt.
+      level: the instruction set of the kernel.
+
+    Returns:
+      `count`, or `-count` if the switch is set.
     """
     found: Array = jax.ffi.ffi_call(f"pipejax_left_{level.name}", jax.ShapeDtypeStruct((), jnp.int32))(count, switch)
     return found
 
 
 def _sizes(config: T5Config) -> dict[str, int]:
-    """Numbers of every call."""
+    """The sizes that all calls of the kernel contain, by their names in fields.h."""
     widths = {"D": config.d_model, "H": config.num_heads, "K": config.d_kv, "F": config.d_ff}
     return widths | {"activation": ACTIVATIONS.index(config.feed_forward)}

@@ -1,13 +1,14 @@
-"""A decoding step's products and attention on an NVIDIA GPU: one kernel each, in Pallas, where XLA starts several.
+"""Matrix products and attention of a decoding step on an NVIDIA GPU: one Pallas kernel each, where XLA starts several.
 
-A step is short, so the time that its kernels take to start and to wait for memory is the step's time. A product is cut
-into as many programs as keep the device busy, if need be along its inner axis as well, and XLA adds the parts up in the
-kernel that computes the next norm anyway; attention to a source is cut likewise, and attention to the cache writes it
-too. A single query, sequential decoding of one example, is XLA's: there its kernels are faster. Nothing here is exact
-to the last bit of what XLA computes: sums run in another order, and less is rounded on the way.
+A step takes little time, most of which is spent on starting kernels and on waiting for memory. A product is divided
+into enough programs to keep the device busy, if necessary along its inner axis as well. XLA then adds the parts in the
+kernel that computes the next norm. Attention to the source is divided in the same way, and attention to the cache also
+writes the new keys and values. A step with a single query (sequential decoding of one example) uses XLA's kernels,
+which are faster in this case. The results differ from XLA's in the last bits: sums are computed in another order, and
+fewer intermediate results are rounded.
 
-Arrays lie a query a row, since a kernel reads rows: what comes and goes as columns is transposed, and between two
-kernels XLA drops both transpositions.
+In the kernels each query is a row, since kernels read rows. `StepDecoder` has queries as columns, so arguments and
+results are transposed; between two kernels XLA removes both transpositions.
 
 Shapes: O outputs, I inputs, N queries of a step, B batch, Q queries of an example, H heads, K head width, C slots of a
 cache, L source length.
@@ -36,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
-LEAST = 16  # rows, columns and depth of a product in a kernel
-LOWEST = -1e30  # below every score; finite, so that nothing becomes NaN
-MOST_QUERIES = 64  # of an example, that one kernel attends for
-BUSY = 288  # programs of a product that keep a large GPU busy; attention has longer ones, and half as many do
+LEAST = 16  # the least number of rows, columns and inner elements of a product in a kernel
+LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
+MOST_QUERIES = 64  # the most queries of an example that the attention kernels support
+BUSY = 288  # programs of a product that keep a large GPU busy; attention has longer programs, so half as many suffice
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuDecoder(StepDecoder):
-    """The step decoder with the kernels below wherever dtype and sizes allow it; only after `use` said they work."""
+    """The step decoder with the kernels of this module, where dtype and sizes allow them. Requires that `use()`."""
 
-    interpret: bool = False  # runs them as ordinary computations, on any device
+    interpret: bool = False  # whether Pallas interprets the kernels, on any device
 
     def _times(self, matrix: Matrix, columns: Array, dtype: DTypeLike | None = None) -> Array:
         if not self._multiplies(matrix, columns):
@@ -56,7 +57,7 @@ class GpuDecoder(StepDecoder):
     def _add(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
         if not self._multiplies(matrix, columns):
             return super()._add(matrix, columns, residual)
-        # XLA adds the parts up in the kernel that it has for the norm after them anyway.
+        # XLA adds the parts in the kernel of the norm that follows.
         parts = self._product(matrix, columns, dtype=jnp.dtype(jnp.float32), split=True)
         return (residual.astype(jnp.float32) + parts.sum(axis=0).T).astype(residual.dtype)
 
@@ -94,12 +95,15 @@ class GpuDecoder(StepDecoder):
 
 @functools.cache
 def use() -> bool:
-    """Whether this process decodes on a GPU where the kernels compile and find what XLA finds. Asked once."""
+    """Whether this process has a GPU on which the kernels compile and agree with XLA. Determined once.
+
+    If they do not, a warning is logged.
+    """
     if os.environ.get(cpu_kernel.VARIABLE) == "off" or jax.default_backend() != "gpu":
         return False
     try:
         apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
-    # The compiler's errors are of many kinds, and none of them may keep anyone from decoding.
+    # The compiler raises errors of many types; with any of them, decoding continues without the kernels.
     except Exception as error:
         logger.warning(f"decoding goes without its own kernels: {str(error).partition(chr(10))[0][:200]}")
         return False
@@ -109,11 +113,16 @@ def use() -> bool:
     return True
 
 
-TOLERANCE = 0.05  # of `trial`; what both round to bfloat16 is apart by 0.01 to 0.02
+TOLERANCE = 0.05  # the largest accepted value of `trial`; the rounding to bfloat16 causes 0.01 to 0.02
 
 
 def trial(queries: int, *, interpret: bool = False) -> Array:
-    """The kernels' largest difference from XLA for two examples of so many random queries, relative to 1 + |x|."""
+    """The largest difference between results of the kernels and results x of XLA, relative to 1 + |x|; an f32 scalar.
+
+    Args:
+      queries: the number of random queries of each of two examples.
+      interpret: whether Pallas interprets the kernels.
+    """
     batch, heads, width, slots, inputs = 2, 2, 64, 192, 256
     rng = np.random.default_rng(0)
 
@@ -151,18 +160,30 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
 
 
 def _power(number: int, most: int) -> int:
-    """The largest power of two, up to `most`, that divides it."""
+    """The largest power of two, up to `most`, that divides `number`."""
     return min(number & -number, most)
 
 
 def _holding(number: int, most: int) -> int:
-    """The least power of two, from LEAST to `most`, that holds it."""
+    """The smallest power of two that is at least `number`, limited to the range from LEAST to `most`."""
     return min(max(1 << (number - 1).bit_length(), LEAST), most)
 
 
 @functools.partial(jax.jit, static_argnames=("split", "relu", "dtype", "interpret"))
 def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, dtype: Any, interpret: bool) -> Array:
-    """[S, N, O]: x [N, I] times the matrix's rows [O, I], in S parts that are to be added up."""
+    """Multiplies x [N, I] with the transposed matrix `rows` [O, I].
+
+    Args:
+      rows: [O, I].
+      x: [N, I].
+      split: whether the inner axis may be divided into several parts.
+      relu: whether negative results are replaced by 0; not together with `split`.
+      dtype: the dtype of the result.
+      interpret: whether Pallas interprets the kernel.
+
+    Returns:
+      [S, N, O]; the sum of the S parts is the product.
+    """
     (outputs, inputs), queries = rows.shape, x.shape[0]
     high = _holding(queries, 64)
     wide = _power(outputs, 64 if outputs >= 8192 else 32 if high > 32 else 16)
@@ -196,13 +217,27 @@ def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, 
 
 
 def _parts(chunks: int, most: int) -> int:
-    """The largest divisor of so many chunks, up to `most` and at least 1."""
+    """The largest divisor of `chunks` that is at most `most`, or 1."""
     return max(n for n in range(1, max(min(chunks, most), 1) + 1) if chunks % n == 0)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _attend_memory(query: Array, keys: Array, values: Array, mask: Array, *, interpret: bool) -> Array:
-    """[B Q, H K]: what queries [B Q, H K] find in keys [B, H, K, L] and values [B, H, L, K] under mask [B, L]."""
+    """Computes cross-attention.
+
+    If the source is divided among several programs, each of them returns the sums of its part (see `Sums`), and XLA
+    combines them.
+
+    Args:
+      query: [B * Q, H * K].
+      keys: [B, H, K, L].
+      values: [B, H, L, K].
+      mask: bool [B, L].
+      interpret: whether Pallas interprets the kernel.
+
+    Returns:
+      [B * Q, H * K].
+    """
     batch, heads, width, length = keys.shape
     queries = query.shape[0] // batch
     block = _holding(length, 64 if width <= 64 else 32)
@@ -245,9 +280,18 @@ def _attend_memory(query: Array, keys: Array, values: Array, mask: Array, *, int
 def _attend_cache(
     projected: Array, keys: Array, values: Array, bias: Array, start: Array, *, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """The values that queries find in a cache and among themselves, [B Q, H K]; the cache with their keys and values.
+    """Computes self-attention over the cache and the queries of the step, and writes their keys and values.
 
-    `bias`: f32 [B, H, Q, C]; `start`: i32 [B|1], each example's first new slot; nothing is read from there on.
+    Args:
+      projected: [B * Q, 3 * H * K], queries, keys and values, concatenated.
+      keys: [B * H, K, C], the cache, written in place.
+      values: [B * H, C, K], the cache, written in place.
+      bias: f32 [B, H, Q, C].
+      start: i32 [B|1], the first slot of each example to be written; slots from there on are not read.
+      interpret: whether Pallas interprets the kernel.
+
+    Returns:
+      The outputs [B * Q, H * K], and the cache's keys and values.
     """
     _, heads, queries, slots = bias.shape
     width, high = keys.shape[1], _holding(queries, MOST_QUERIES)
@@ -275,7 +319,8 @@ def _attend_cache(
 
         blocks = pl.cdiv(first, block)
         sums = _look(projected_ref, keys_ref, values_ref, bias, jnp.int32(0), first, blocks, block, **sizes)
-        # The cache is written and not read again: threads do not wait for each other in between.
+        # New keys and values are read from `projected` and not from the cache, because threads are not synchronised
+        # between writing the cache and reading it.
         row, place = (head // heads) * queries + places, first + places
         column = (head % heads) * width + columns
         key, value = (
@@ -298,17 +343,21 @@ def _attend_cache(
 
 Sums = tuple[
     Array, Array, Array
-]  # of a softmax so far: its highest score f32 [high], its sum f32 [high], f32 [high, K]
+]  # a softmax over some slots: maximum score f32 [high], sum of powers f32 [high], weighted sum of values f32 [high, K]
 
 
 def _places(*, heads: int, width: int, queries: int) -> tuple[Array, Array, Array]:
-    """Of a program's example and head: which of its queries are real [high], their rows [high], its columns [K]."""
+    """The coordinates of the example and head of a program.
+
+    Returns:
+      bool [high], whether each query is real; i32 [high], the rows of the queries; i32 [K], the columns of the head.
+    """
     head, places = pl.program_id(0), jnp.arange(_holding(queries, MOST_QUERIES))
     return places < queries, (head // heads) * queries + places, (head % heads) * width + jnp.arange(width)
 
 
 def _query(ref: Ref, **sizes: int) -> Array:
-    """The queries of a program's example and head, [high, K]; zeros beyond the Q-th."""
+    """The queries [high, K] of a program's example and head; zeros after the Q real ones."""
     real, row, column = _places(**sizes)
     return plgpu.load(ref.at[row[:, None], column[None]], mask=real[:, None], other=0)
 
@@ -324,7 +373,19 @@ def _look(
     block: int,
     **sizes: int,
 ) -> Sums:
-    """The sums over slots from `first` up to `last` of keys [.., K, C] and values [.., C, K], block by block."""
+    """Computes the sums over slots in blocks of `block`.
+
+    Args:
+      query_ref: [B * Q, ...], whose first columns are the queries.
+      keys_ref: [B * H, K, C].
+      values_ref: [B * H, C, K].
+      bias: maps slots and their validity to the bias of the queries for them.
+      first: the first slot.
+      last: the slot after the last one.
+      blocks: the number of blocks.
+      block: the number of slots of a block.
+      sizes: the arguments of `_places`.
+    """
     head, columns = pl.program_id(0), jnp.arange(sizes["width"])
     query = _query(query_ref, **sizes)
 
@@ -341,7 +402,13 @@ def _look(
 
 
 def _more(sums: Sums, scores: Array, values: Array) -> Sums:
-    """The sums with more scores f32 [high, block] and their values [block, K] (Milakov and Gimelshein 2018)."""
+    """Adds the slots of a block to the sums (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    Args:
+      sums: the sums over earlier slots.
+      scores: f32 [high, block].
+      values: [block, K].
+    """
     highest, total, found = sums
     now = jnp.maximum(highest, scores.max(axis=1))
     weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(highest - now)

@@ -1,11 +1,14 @@
-"""Products of a step by our kernel for CPUs, in the layers of any backbone.
+"""Computes the matrix products of a decoding step with pipejax's kernel for CPUs, in the layers of any backbone.
 
-A step multiplies large matrices with a few columns, for which XLA takes several times as long as reading the matrix
-takes. An interceptor of Flax's puts the kernel in the place of the methods that `layers.multiplies_with` marks, those
-of `Linear`, `Head`, and a table that is the head. All else stays as the backbone's module has it.
+A step multiplies large matrices with a few columns. For this, XLA takes several times as long as reading the matrix. A
+Flax interceptor replaces the methods that `layers.multiplies_with` marks by the kernel: the methods of `Linear` and
+`Head`, and the product with an embedding table that is the head. All other computations are those of the backbone's
+module.
 
-Of a large head's products a greedy choice needs only the highest. An int8 copy of the matrix bounds all of them, and
-those that may be the highest are computed as always.
+Greedy decoding needs only the highest product of a large head. An int8 copy of the head's matrix gives bounds of all
+products, and only products that may be the highest are computed in full.
+
+Shapes: I inputs, O outputs, N columns.
 """
 
 import dataclasses
@@ -30,42 +33,47 @@ from pipejax.model.quantization import SCALE
 from pipejax.system import Tree
 
 Array = jax.Array
-MANY, FEW = 2**15, 8  # outputs of a head, and columns: with more, arithmetic takes longer than reading
+MANY = 2**15  # the least number of outputs of a head for which bounds are used
+FEW = 8  # the most columns for which bounds are used; with more, arithmetic takes longer than reading the matrix
 SMALL, LARGE = 2.0**-40, 2.0**60  # products of numbers within these bounds neither underflow nor overflow
 
 
 @flax.struct.dataclass
 class Panels:
-    """A matrix as the kernel reads it."""
+    """A matrix in the layout of the kernel."""
 
     matrix: Matrix
-    outputs: int = flax.struct.field(pytree_node=False)  # those that do not fill up the last panel
-    rough: "Rough | None" = None  # of a large head
+    outputs: int = flax.struct.field(pytree_node=False)  # O, without the padding of the last panel
+    rough: "Rough | None" = None  # an int8 copy, for a large head
 
 
 @flax.struct.dataclass
 class Rough:
-    """The same matrix in int8."""
+    """An int8 copy of a matrix, with error bounds."""
 
     matrix: Matrix
-    apart: Array  # f32 [O], the largest error of a row's product with x, divided by |x|
+    apart: Array  # f32 [O], the largest error of a row's product with a column x, divided by the norm of x
 
 
 @flax.struct.dataclass
 class StepParams:
     """The parameters that a step reads."""
 
-    matrices: dict[str, Panels]  # by the path of the module
-    others: Tree
+    matrices: dict[str, Panels]  # the matrices of the kernel's products, by the path of the module
+    others: Tree  # the other parameters
 
 
 def split_kernel_weights(
     step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str, rough: bool = False
 ) -> StepParams:
-    """The parameters that a step reads, of all; the matrices that it multiplies with are held in what `weights` says.
+    """Divides the parameters that a step reads into matrices for the kernel and other parameters.
 
-    `step` computes one from parameters, and is only traced; `compute` calls a function of arrays. `rough`: of a large
-    head an int8 copy as well.
+    Args:
+      step: computes a step from parameters; it is only traced.
+      params: all parameters.
+      compute: calls a function of arrays.
+      weights: the storage of the matrices, as `decode.weights`.
+      rough: whether a large head gets an int8 copy, too.
     """
     found: dict[tuple[str, ...], str] = {}
     heads: set[tuple[str, ...]] = set()
@@ -76,7 +84,7 @@ def split_kernel_weights(
         def look(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
             if name := _matrix_name(context):
                 module, path = context.module, context.module.path
-                # A subclass or a transformation of Flax's may have made something else of the parameter.
+                # A subclass or a Flax transformation may have replaced the parameter by a computed array.
                 is_own = getattr(module, name, module.get_variable("params", name)) is own.get((*path, name))
                 found[path] = found.get(path, name) if is_own else ""
                 heads.update([path] if _is_head(name, module) else [])
@@ -90,7 +98,7 @@ def split_kernel_weights(
     for path, name in filter(lambda item: item[1], found.items()):
         part = {key: flat[(*path, key)] for key in (name, SCALE) if (*path, key) in flat}
         inputs, outputs = part[name].shape if name == "kernel" else part[name].shape[::-1]
-        if inputs % cpu_kernel.PANEL == 0:  # what the kernel reads at once
+        if inputs % cpu_kernel.PANEL == 0:  # the kernel supports only such matrices
             held = Panels(compute(matrix, part, weights=weights), outputs)
             if rough and path in heads and held.matrix.rows.dtype == jnp.float32 and outputs >= MANY:
                 held = dataclasses.replace(held, rough=compute(roughen, part))
@@ -100,7 +108,10 @@ def split_kernel_weights(
 
 
 def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
-    """The parameters without the kernels that a function does not read; for others a module may ask all the same."""
+    """The parameters without kernels that a function does not read.
+
+    Other parameters are kept, as a module may look them up without using them in a computation.
+    """
     read = paths_read(function, params)
     flat = {path: x for path, x in flatten_dict(params).items() if path[-1] != "kernel" or "/".join(path) in read}
     return unflatten_dict(flat)
@@ -110,18 +121,19 @@ def roughen(part: Tree) -> Rough:
     """Quantises a head to int8, with bounds of the error of its products with a column x, divided by |x|.
 
     Each row w of the matrix is rounded to v. The computed products differ by at most |w - v| |x| and rounding errors:
-    in both products each of the I sums, and a few more operations, rounds by at most 2^-24 of |w| |x| or |v| |x|. This
-    holds while no number overflows or underflows; rows for which this is possible have the bound inf.
+    in both products each of the I additions, and a few more operations, rounds by at most 2^-24 of |w| |x| or |v| |x|.
+    This holds if no number overflows or underflows; rows for which this is possible have the bound inf.
     """
     rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     bounded = (largest >= SMALL) & (largest <= LARGE)
-    by = jnp.where(bounded, largest, 1)  # scaled, as squares of small numbers would underflow
+    by = jnp.where(bounded, largest, 1)  # rows are divided by this, as squares of small numbers would underflow
     whole = held.rows * held.scale[:, None]
     length, of_whole, difference = (jnp.linalg.norm(x / by, axis=1) for x in (rows, whole, rows - whole))
     of_rounding = (rows.shape[1] + 8) * 2.0**-24 * (length + of_whole)
     apart = (difference + of_rounding) * by[:, 0] * 1.001
-    # A row of zeros is exact. Where the processor takes the smallest numbers for zeros they add up to less than this.
+    # A row of zeros is exact, except that a processor may flush denormal numbers to zero, which together are less than
+    # 2^-100.
     apart = jnp.where(largest[:, 0] == 0, 2.0**-100, jnp.where(bounded[:, 0], apart, jnp.inf))
     more = -len(apart) % cpu_kernel.PANEL
     in_panels = matrix({"embedding": held.rows, SCALE: held.scale}, weights="int8")
@@ -129,9 +141,13 @@ def roughen(part: Tree) -> Rough:
 
 
 def multiplying(matrices: dict[str, Panels], level: cpu_kernel.Level, cap: float | None = None) -> Any:
-    """A context in which modules of these paths multiply by the kernel.
+    """A context in which the modules with the given paths multiply with the kernel.
 
-    `cap`: of a large head only the highest product counts, bent softly below that, 0: as it is; None: all count.
+    Args:
+      matrices: the matrices, by the path of the module.
+      level: the instruction set of the kernel.
+      cap: for a large head, only the products that may be the highest are needed; the value is the soft cap of its
+        logits, 0 for no cap. None: all products are needed.
     """
 
     def replace(call: Callable[..., Any], given: Any, more: Any, context: nn.module.InterceptorContext) -> Any:
@@ -147,7 +163,7 @@ def multiplying(matrices: dict[str, Panels], level: cpu_kernel.Level, cap: float
 
 
 def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
-    """The parameter that a call multiplies with, if nothing but that is its work."""
+    """The name of the parameter with which a call multiplies; None if the call does more, or is not marked."""
     name: str | None = getattr(getattr(type(context.module), context.method_name, None), "multiplies_with", None)
     return None if name is None or context.module.has_variable("params", lora.A) else name
 
@@ -157,14 +173,17 @@ def _is_head(name: str | None, module: nn.Module) -> bool:
 
 
 def _multiply(columns: Array, by: Panels, *, level: cpu_kernel.Level, finer: bool) -> Array:
-    """f32 [..., O] from columns [..., I]; `finer`: their digits are two where the matrix wants digits."""
+    """The product f32 [..., O] of a matrix and columns [..., I]. `finer`: quantised columns have two digits."""
     return _call(f"pipejax_product_{level.name}", "PRODUCT_FIELDS", columns, by, {"matrix": by.matrix}, int(finer))
 
 
 def _peaks(columns: Array, by: Panels, rough: Rough, *, cap: float, level: cpu_kernel.Level) -> Array:
-    """The same, with bounds in the place of products that are not the highest, bent or not."""
+    """Like `_multiply`, but products that are not the highest may be replaced by upper bounds.
+
+    The highest of the results is the highest product, also after the soft cap `cap` (0: no cap).
+    """
     given = {"matrix": by.matrix, "rough": rough.matrix, "apart": rough.apart}
-    # Up to four times the cap, products that lie apart by its thousandth are not equal when they are bent.
+    # Two products up to four times the cap that differ by a thousandth of it are still different after the soft cap.
     apart = {"margin": np.float32(cap / 1000), "limit": np.float32(4 * cap or np.inf)}
     return _call(f"pipejax_peaks_{level.name}", "PEAKS_FIELDS", columns, by, given, 0, **apart)
 

@@ -1,7 +1,7 @@
-"""A kernel of our own for encoding and decoding on a CPU: see t5.cc.
+"""Compiles and loads pipejax's C++ kernel for encoding and decoding on a CPU; see t5.cc.
 
-A wheel may ship it compiled (tools/ship_kernel.py); else it is compiled once on the user's machine. Without a C++
-compiler, without a cache to keep it in, or elsewhere than on a CPU everything works as well, in XLA's own products.
+A wheel may contain the compiled kernel (tools/ship_kernel.py); otherwise it is compiled once on the user's machine.
+Without a C++ compiler, without a cache directory, or on other devices, XLA computes the same.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ Array = jax.Array
 
 
 class Level(NamedTuple):
-    """A set of instructions that the kernel is compiled for."""
+    """An instruction set for which the kernel can be compiled."""
 
     name: str
-    needs: frozenset[str]  # of the processor
-    options: str  # of the compiler
-    reading: Reading  # measured, but for AMX's first three: the products differ
+    needs: frozenset[str]  # the required processor features
+    options: str  # the options of the compiler
+    reading: Reading  # measured, except the first three values of "amx", which has other products
 
 
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
@@ -40,7 +40,7 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
 NATIVE = "-march=native"
-LEVELS = (  # the best first
+LEVELS = (  # from the fastest one on
     Level(
         "amx",
         frozenset(_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
@@ -51,17 +51,24 @@ LEVELS = (  # the best first
     Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni", Reading(20.0, 15.0, 15.0, 8.0)),
     Level("avx512", frozenset(_V4), "-march=x86-64-v4", Reading(20.0, 15.0, 5.0, 8.0)),
     Level("avx2", frozenset(_V3), "-march=x86-64-v3", Reading(7.0, 5.0, 3.0, 4.0)),
-    Level("native", frozenset(), NATIVE, Reading(7.0, 5.0, 3.0, 4.0)),  # also of an Arm
+    Level("native", frozenset(), NATIVE, Reading(7.0, 5.0, 3.0, 4.0)),  # also for Arm processors
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_product", "pipejax_peaks", "pipejax_left")
-PANEL = 16  # outputs of a panel, as in digits.h
+PANEL = 16  # outputs of a panel; kPanel in digits.h
 SOURCES = [Path(__file__).parent / "t5.cc", *sorted(Path(__file__).parent.glob("*.h"))]
-SHIPPED = Path(__file__).parent / "compiled"  # is in some wheels only
-VARIABLE = "PIPEJAX_NATIVE"  # "off": do without; a level's name: that one, or the best below it
+SHIPPED = Path(__file__).parent / "compiled"  # a directory that only some wheels contain
+VARIABLE = "PIPEJAX_NATIVE"  # "off": no kernel; the name of a level: this one, or the best supported one after it
 
 
 def use() -> Level | None:
-    """Loads the kernel, compiling it before if need be; None if this machine cannot have it."""
+    """Loads the kernel, and compiles it first if necessary.
+
+    Returns:
+      The level of the loaded kernel; None if it is switched off, not supported on this machine, or failed to load.
+
+    Raises:
+      UserError: the environment variable PIPEJAX_NATIVE has an unknown value.
+    """
     wanted, names = os.environ.get(VARIABLE, ""), [level.name for level in LEVELS]
     if wanted not in ("", "off", *names):
         hint = did_you_mean(wanted, ["off", *names])
@@ -73,23 +80,32 @@ def use() -> Level | None:
     if key not in _tried:
         try:
             _tried[key] = _first_shipped(levels) or _first_compiled(levels)
-        except OSError as error:  # a disk that is full or forbids programs, a file that is no library
+        except OSError as error:  # for example a full disk, a file system mounted noexec, or a corrupt library
             logger.warning(f"decoding goes without its own kernel: {error}")
             _tried[key] = None
     return _tried[key]
 
 
-_tried: dict[tuple[Path | None, str], Level | None] = {}  # what came of it, by cache and best level
-_registered: set[str] = set()  # levels: a name can be given once
+_tried: dict[tuple[Path | None, str], Level | None] = {}  # results of `use`, by cache directory and best level
+_registered: set[str] = set()  # names of loaded levels; JAX allows one registration for each name
 
 
 def shipped(level: Level) -> Path:
-    """Where a wheel with these sources has the kernel, if it ships it. Trusted as the package's own code is."""
+    """The path of the kernel in a wheel that ships it, for the present sources. It is trusted like the package."""
     return SHIPPED / f"t5-{level.name}-{_digest([x.read_bytes() for x in SOURCES])}.so"
 
 
 def build(level: Level, compiler: str, library: Path) -> str:
-    """Compiles the kernel for that level into a file. Returns why that failed; "" if it did not."""
+    """Compiles the kernel for a level.
+
+    Args:
+      level: the instruction set.
+      compiler: the command of the C++ compiler.
+      library: the file to write.
+
+    Returns:
+      The reason of a failure, or "" on success.
+    """
     command = [*compiler.split(), *_flags(level), str(SOURCES[0]), "-o", str(library)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -101,19 +117,19 @@ def build(level: Level, compiler: str, library: Path) -> str:
 
 
 def _first_shipped(levels: list[Level]) -> Level | None:
-    """The first level that is shipped and that system and JAX support."""
+    """The first level whose kernel is shipped and can be loaded on this system with this JAX; None if there is none."""
     for level in levels:
         library = shipped(level)
         try:
             if library.exists() and _load(library, level):
                 return level
-        except (OSError, jax.errors.JaxRuntimeError) as error:  # another JAX's interface, a package for other systems
+        except (OSError, jax.errors.JaxRuntimeError) as error:  # built for another version of JAX or another system
             logger.info(f"{library}: cannot be used here ({first_line(error)})")
     return None
 
 
 def _first_compiled(levels: list[Level]) -> Level | None:
-    """The first level that compiler and system support."""
+    """The first level whose kernel can be compiled and loaded; None if there is none, with a warning in the log."""
     directory = compile_cache.safe_directory()
     if directory is None:
         return None
@@ -141,8 +157,12 @@ def _first_compiled(levels: list[Level]) -> Level | None:
 
 
 def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> tuple[Path | None, str]:
-    """The library, or why there is none."""
-    here = sorted(processor.features()) if level is LEVELS[-1] else []  # a home directory may be shared by machines
+    """Compiles the kernel, unless the cache directory has it already.
+
+    Returns:
+      The path of the library and ""; or None and the reason of a failure.
+    """
+    here = sorted(processor.features()) if level is LEVELS[-1] else []  # machines may share a home directory
     sources = [x.read_bytes() for x in SOURCES]
     library = directory / f"t5-{level.name}-{_digest(sources, jax.__version__, compiler, _flags(level), here)}.so"
     if library.exists() and compile_cache.is_trusted(library):
@@ -155,15 +175,16 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
         made = Path(scratch) / library.name
         if failed := build(level, compiler, made):
             return None, f"{compiler}: {failed}"
-        made.chmod(0o700)  # the linker makes it as open as the umask allows
+        made.chmod(0o700)  # the linker sets the permissions that the umask allows
         made.replace(library)
     return library, ""
 
 
 def _flags(level: Level) -> list[str]:
-    # Loops begin with a line of the cache: where they lie otherwise depends on all code before, up to 4 % of a step.
+    # Loops are aligned to cache lines. Otherwise their alignment, and up to 4 % of a step's time, would depend on
+    # unrelated code before them.
     always = "-O3 -ffp-contract=off -std=c++17 -shared -fPIC -w -falign-functions=64 -falign-loops=64"
-    # Every Arm of 64 bits has NEON, which its compilers use without being told; some of them refuse -march=native.
+    # Every 64-bit Arm processor has NEON, which compilers use by default; some compilers do not accept -march=native.
     options = "" if processor.is_arm() and level.options == NATIVE else level.options
     return [*always.split(), *options.split(), f"-I{jax.ffi.include_dir()}"]
 
@@ -173,7 +194,14 @@ def _digest(*facts: object) -> str:
 
 
 def _load(library: Path, level: Level) -> bool:
-    """Registers it; False: the system does not let this process use what it needs."""
+    """Loads a library and registers its functions with JAX.
+
+    Returns:
+      False if the system does not allow this process to use the level's instructions.
+
+    Raises:
+      OSError: the file is not a library with these functions.
+    """
     if level.name in _registered:
         return True
     loaded = ctypes.CDLL(str(library))
@@ -191,7 +219,10 @@ def _load(library: Path, level: Level) -> bool:
 
 
 def panels(matrix: Array) -> Array:
-    """[.., O, I] -> [.., O / 16, I / depth, 16, depth], as the kernel reads it: `depth` inputs fill 32 bits."""
+    """The layout of a matrix in the kernel: [.., O, I] -> [.., O / 16, I / depth, 16, depth].
+
+    `depth` is the number of inputs that fill 32 bits: 1 for float32, 2 for bfloat16, 4 for int8.
+    """
     *batch, outputs, inputs = matrix.shape
     depth = 4 // matrix.dtype.itemsize
     return matrix.reshape(*batch, outputs // PANEL, PANEL, inputs // depth, depth).swapaxes(-2, -3)

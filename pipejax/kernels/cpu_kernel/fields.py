@@ -1,4 +1,4 @@
-"""The fields of a call of the kernel: names and their order, from fields.h, which C++ reads as well."""
+"""The names and the order of the arguments of kernel calls, read from fields.h, which the C++ code includes, too."""
 
 import re
 from collections.abc import Mapping
@@ -23,13 +23,21 @@ TABLES = {table: _names(table) for table in _BODIES}
 
 
 def arrays(table: str, given: Mapping[str, Any]) -> list[jax.Array]:
-    """The arguments of a table, from what is given by name: arrays, and each `weights.Matrix` as two."""
+    """The arguments of a call, in the order of a table.
+
+    Args:
+      table: the name of the table in fields.h.
+      given: the arrays by name; a `weights.Matrix` becomes two arrays, its panels and its scale.
+
+    Raises:
+      TypeError: a name is missing or unknown.
+    """
     leaves: list[jax.Array] = jax.tree.leaves(_order(table, given))
     return leaves
 
 
 def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
-    """i64, the attribute of a table of numbers; raises as `arrays` does."""
+    """i64 [n], the attribute of a call that contains its sizes, in the order of a table; raises like `arrays`."""
     return np.asarray(_order(table, given), np.int64)
 
 
