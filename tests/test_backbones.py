@@ -23,7 +23,8 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps.hub.push_command import main as push
 from pipejax.apps.picture.record_picture import main as picture
-from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.backbones.umt5 import UMT5Config
 from pipejax.checkpoint.__main__ import main as verify
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import logging
 import threading
 import time
 import weakref
@@ -12,11 +11,11 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
-from pipejax.apps.schemas import row_schema as schema_lib
-from pipejax.apps.serving.engine import Closed, Engine, Event, Full, Request
+from pipejax.apps.serving.answer import Closed, Event, Full, Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.shapes import memory_length
-from pipejax.decoding import Decoded, Sampling
+from pipejax.decoding import Sampling
 from pipejax.inference import programs
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.inference.generator import Generator
@@ -83,7 +82,7 @@ def test_answers_are_those_of_each_alone(generator):
         found[i] = list(answers[i].events())
     engine.close(drain=True, seconds=60)
     answers[1].listen(found[1].extend)  # all of it has come
-    assert (engine.answered, engine.failed, engine.running, engine.waiting) == (20, 0, 0, 0)
+    assert (engine.scheduler.answered, engine.scheduler.failed, engine.running, engine.waiting) == (20, 0, 0, 0)
     expected = {name: generator.decode(given, strategy=name, batch_size=1) for name in {*names}}
     for i, (events, name) in enumerate(zip(found, names, strict=True)):
         *tokens, record = events
@@ -201,7 +200,7 @@ def test_answers_to_a_source_that_was_just_encoded(generator):
         answers = [engine.submit(request(i, given[i], "sequential")) for i in turn]
         for i, answer in zip(turn, answers, strict=True):
             assert_same(list(answer.events())[-1], expected[i])
-        counts.append((engine.encodings.hits, engine.encodings.misses))
+        counts.append((engine.scheduler.encodings.hits, engine.scheduler.encodings.misses))
     engine.close(drain=True, seconds=60)
     assert counts == [(0, 1), (1, 1), (1, 2), (2, 2), (3, 3), (3, 4)]
 
@@ -211,11 +210,11 @@ def test_our_kernel_leaves_an_encoding_as_it_was(fast):
     engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
     engine.warm_up(4)
     wait_until(lambda: engine.compiler.prepared == engine.compiler.planned)
-    assert engine.encodings.misses == engine.encodings.bytes == 0
+    assert engine.scheduler.encodings.misses == engine.scheduler.encodings.bytes == 0
     found = [
         list(engine.submit(request(i, ids[i], "sequential", max_tokens=20)).events())[:-1] for i in (0, 1, 2, 0, 1)
     ]
-    assert (engine.encodings.hits, engine.encodings.misses) == (2, 3)
+    assert (engine.scheduler.encodings.hits, engine.scheduler.encodings.misses) == (2, 3)
     engine.close(drain=True, seconds=60)
     assert found[3:] == found[:2] and all(len(tokens) == 20 for tokens in found)
 
@@ -245,7 +244,7 @@ def test_who_waits_hears_that_there_can_be_no_batch(generator, monkeypatch):
 
     engine = Engine(generator, places=2, queue=4)
     with monkeypatch.context() as patch:
-        patch.setattr("pipejax.apps.serving.engine.RunningBatch", fails)
+        patch.setattr("pipejax.apps.serving.lanes.RunningBatch", fails)
         with pytest.raises(MemoryError, match="no room"):
             list(engine.submit(request(0, [3, 1])).events())
     assert (engine.waiting, engine.running) == (0, 0)
@@ -259,15 +258,17 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
     engine, given = Engine(generator, places=3, queue=9), [request(i, ids) for i, ids in enumerate(texts(6))]
 
     def lanes(requests):
-        with engine._change:  # they come at once
+        with engine.scheduler.waiting.lock:  # they come at once
             answers = [engine.submit(one) for one in requests]
         for answer in answers:
             list(answer.events())
-        return {lane.places: batch for lane, batch in engine._batches.items() if batch._encoded is not None}
+        return {
+            lane.places: batch for lane, batch in engine.scheduler.lanes.batches.items() if batch._encoded is not None
+        }
 
     assert set(lanes(given[:1])) == {1}
     assert set(lanes(given[:3])) == {1, 3}
-    wide = engine._batches.pop(next(lane for lane in engine._batches if lane.places == 3))
+    wide = engine.scheduler.lanes.batches.pop(next(lane for lane in engine.scheduler.lanes.batches if lane.places == 3))
     assert wide.places == 3 and set(lanes(given[:1])) == {1, 3}  # somebody may come beside it, as before
     engine.close(drain=False, seconds=60)
 
@@ -304,7 +305,7 @@ def test_an_answer_of_so_many_tokens(generator):
 def test_who_waits_who_leaves_and_who_comes_too_late(generator):
     given = texts(6)
     engine = Engine(generator, places=1, queue=2)
-    with engine._change:  # the engine does not see them before all are there
+    with engine.scheduler.waiting.lock:  # the engine does not see them before all are there
         answers = [engine.submit(request(i, given[i])) for i in range(3)]
         with pytest.raises(Full):
             engine.submit(request(3, given[3]))
@@ -313,7 +314,7 @@ def test_who_waits_who_leaves_and_who_comes_too_late(generator):
     assert_same(last, {**generator.decode([given[2]])[0], "id": 2})
     with pytest.raises(Closed):
         list(answers[1].events())
-    assert engine.answered == 2
+    assert engine.scheduler.answered == 2
     engine.close(drain=True, seconds=60)
     with pytest.raises(Closed):
         engine.submit(request(4, given[4]))
@@ -374,7 +375,7 @@ def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             list(engine.submit(request(0, given[0])).events())
     assert_same(list(engine.submit(request(0, given[0])).events())[-1], generator.decode([given[0]])[0])
-    assert engine.failed == 1
+    assert engine.scheduler.failed == 1
     engine.close(drain=True, seconds=60)
 
 
@@ -436,7 +437,7 @@ def test_an_answer_that_outgrows_what_is_compiled_makes_room(generator, monkeypa
     events = [[] for _ in given]
     for answer, found in zip([engine.submit(request(i, ids)) for i, ids in enumerate(given)], events, strict=True):
         found += answer.events()
-    assert engine.failed == 0 and engine.answered == len(given)
+    assert engine.scheduler.failed == 0 and engine.scheduler.answered == len(given)
     engine.close(drain=True, seconds=60)
     sizes = {key.slots for key in engine.compiler.compiled if isinstance(key, Steps)}
     assert len(sizes) > 1 and min(sizes) == 8  # so that some were put off
@@ -444,246 +445,6 @@ def test_an_answer_that_outgrows_what_is_compiled_makes_room(generator, monkeypa
         assert_same(record, {**expected, "id": record["id"]})
         rows = [[event.token for event in tokens if event.row == r] for r in range(5)]
         assert [row for row in rows if row] == [row for row in record["row_ids"] if row]
-
-
-class FakeBatch:
-    """Writes three tokens for each of a source, one a step; a cache has a slot a token."""
-
-    cache_sizes, has_drafts, made = (8, 64), False, 0
-
-    def __init__(self, programs, strategy, places, switch, encodings, compiled):
-        self.strategy, self.places, self.compiled = strategy, places, compiled
-        self.starts, self.slots, self.lacks, self.schema = np.zeros(1, np.int64), 8, {}, None
-        self.places_of = {}  # by place the tokens that are asked for, those that are written, and whether it is scored
-
-    def give(self, forced, schema):
-        self.schema = schema
-
-    def needs(self, length, *, logits, adapter):
-        kinds = {logits, *(one[2] for one in self.places_of.values())}
-        return self.needs_of(length, length, self.slots if self.places_of else 8, kinds, adapter)
-
-    def needs_of(self, source, length, slots, logits, adapter=None):
-        table = self.schema and self.schema.table.moves.shape
-        steps = [Steps(self.strategy, self.places, length, slots, one, table) for one in logits]
-        keys = [("encode", source), *steps]
-        return {key: self.make for key in keys if key not in self.compiled and key[1] is not None}
-
-    @staticmethod
-    def make():
-        FakeBatch.made += 1
-
-    def add(self, ids, sampling, *, log_probs, row_tokens, adapter):
-        if not self.places_of:
-            self.slots = 8
-        place = min({*range(self.places)} - self.places_of.keys())
-        self.length = len(ids)
-        self.places_of[place] = [3 * len(ids), 0, log_probs or sampling.temperature > 0]
-        return place
-
-    def drop(self, place):
-        del self.places_of[place]
-
-    @property
-    def fullest(self):
-        return max(self.places_of, key=lambda place: self.places_of[place][1])
-
-    def advance(self, most, *, often):
-        time.sleep(0.002)
-        self.lacks = {}
-        if max(one[1] for one in self.places_of.values()) == self.slots == 8:
-            self.lacks = self.needs_of(None, self.length, 64, {one[2] for one in self.places_of.values()})
-            self.slots = 8 if self.lacks else 64
-        if not self.lacks:
-            for one in self.places_of.values():
-                one[1] += 1
-        counts = np.asarray([self.places_of.get(place, (0, 0))[1] for place in range(self.places)])
-        tokens = np.tile(np.arange(99) % 9 + 2, (self.places, 1, 1))
-        scores = np.zeros(tokens.shape, np.float32)
-        decoded = Decoded(tokens=tokens, lengths=counts[:, None], steps=counts, truncated=0 * counts, log_probs=scores)
-        wanted = np.asarray([self.places_of.get(place, (0, 0))[0] for place in range(self.places)])
-        return decoded, counts >= wanted
-
-    def steps_for(self, tokens, taken):
-        return tokens
-
-    new_tokens = RunningBatch.new_tokens
-
-
-@pytest.fixture
-def fake(generator, monkeypatch):
-    """An engine whose batches compile nothing, but ask for it."""
-    monkeypatch.setattr("pipejax.apps.serving.engine.RunningBatch", FakeBatch)
-    monkeypatch.setattr(FakeBatch, "made", 0)
-    engine = Engine(generator, places=2, queue=9)
-    yield engine
-    engine.close(drain=False, seconds=1)
-
-
-def plain(length, strategy="sequential", **more):
-    return request(0, [*[5] * (length - 1), 1], strategy, **{"log_probs": False, **more})
-
-
-def schema_of(asked):
-    usual = dataclasses.replace(schema_lib.usual(MORE_WORDS.vocab_size), spelled=[b""] * MORE_WORDS.vocab_size)
-    return dataclasses.replace(asked, source=asked.source._replace(schema=usual))
-
-
-@pytest.mark.parametrize("new", [plain(2, log_probs=True), plain(2, temperature=1.0), plain(1), plain(2, "pipelined")])
-def test_the_others_go_on(fake, new):
-    """Alone and beside others, whatever the one that waits has that is new."""
-    for answers in ([plain(2)], [plain(2)] * 3):
-        for answer in [fake.submit(one) for one in answers]:
-            assert len(record_in(answer)["row_ids"][0]) == 6
-    held = Held(fake)
-    waits = fake.submit(new)
-    wait_until(lambda: held.kept)
-    for _ in range(3):
-        assert record_in(fake.submit(plain(2)))["truncated"] is None
-    assert (fake.waiting, fake.running) == (1, 0) and len(held.kept) == 1
-    held.let_go()
-    assert len(record_in(waits)["row_ids"][0]) == 3 * len(new.source.content) and not waits.awaits
-
-
-TABLE = "a schema of a new shape (512 kinds of tokens, 1024 states)"
-FIRST = "the first request for pipelined decoding and a prompt of 1 tokens"
-LARGER = "an answer that needs a larger cache (64 tokens)"
-
-
-@pytest.mark.parametrize(
-    ("new", "causes"),
-    [
-        (plain(1), ["a prompt of 1 tokens"]),
-        (plain(2, log_probs=True), ["sampling or scores"]),
-        (plain(2, temperature=1.0), ["sampling or scores"]),
-        (plain(1, temperature=1.0), ["a prompt of 1 tokens and sampling or scores"]),
-        (plain(1, "pipelined"), [FIRST]),
-        (plain(9), ["a prompt of 9 tokens", LARGER]),
-        (plain(9, log_probs=True), ["a prompt of 9 tokens and sampling or scores", LARGER]),
-        (
-            schema_of(plain(2, "pipelined")),
-            [f"the first request for pipelined decoding and a prompt of 2 tokens and {TABLE}"],
-        ),
-    ],
-)
-def test_the_log_says_why_something_is_compiled(fake, new, causes, caplog):
-    """Once for each cause, and not for what is compiled already."""
-    record_in(fake.submit(plain(2)))
-    with caplog.at_level("INFO", logger="pipejax"):
-        logging.getLogger("pipejax.apps.serving.engine").addHandler(caplog.handler)
-        for _ in range(2):
-            record_in(fake.submit(new))
-        logging.getLogger("pipejax.apps.serving.engine").removeHandler(caplog.handler)
-    said = [*dict.fromkeys(record.getMessage() for record in caplog.records)]
-    assert said == [f"compiling because of {cause}: a request waits for it, others go on" for cause in causes]
-
-
-def test_a_new_combination_is_named_by_its_parts(fake):
-    for key in (steps_key(fake, 2, True, None), steps_key(fake, 1, False, None)):
-        fake.compiler.compiled[key] = True
-    answer = fake.submit(plain(1, temperature=1.0))
-    assert fake._causes(answer, {steps_key(fake, 1, True, None): print}) == [
-        "a prompt of 1 tokens",
-        "sampling or scores",
-    ]
-    assert fake._causes(answer, {("encode", 1): print}) == ["a prompt of 1 tokens"]
-    record_in(answer)
-
-
-def steps_key(engine, length, logits, table):
-    return Steps(plain_kind(engine).strategy, 1, length, 8, logits, table)
-
-
-def test_the_cache_grows_while_others_go_on(fake):
-    """The one that outgrew it tells each token once, begins again behind nobody, and keeps its bound."""
-    record_in(fake.submit(plain(2)))
-    for answer in [fake.submit(plain(2)) for _ in range(3)]:
-        record_in(answer)
-    for places in (1, 2):  # of the prompt of 9 tokens all but its larger cache is there
-        for key, make in (
-            FakeBatch(None, plain_kind(fake).strategy, places, None, None, {}).needs_of(9, 9, 8, {False}).items()
-        ):
-            make()
-            fake.compiler.compiled[key] = True
-    held = Held(fake)
-    long, cut = fake.submit(plain(9)), fake.submit(plain(9, max_tokens=20))
-    wait_until(lambda: len(held.kept) == 2 and fake.running == 0)
-    assert fake.waiting == 2 and record_in(fake.submit(plain(2)))["row_ids"]
-    held.let_go()
-    for answer, count in ((long, 27), (cut, 20)):
-        *tokens, record = answer.events()
-        assert [event.token for event in tokens] == (np.arange(count) % 9 + 2).tolist() == record["row_ids"][0]
-        assert record["truncated"] == ("max_tokens" if count == 20 else None)
-
-
-def plain_kind(engine):
-    return engine._kind(engine.generator, "sequential")
-
-
-def test_one_that_is_alone_takes_the_batch_that_is_there(fake):
-    """And waits for neither, when one of them is."""
-    for places, kept in ((2, 1), (1, 1)):
-        wanted = FakeBatch(None, plain_kind(fake).strategy, places, None, None, {}).needs_of(kept, kept, 8, {False})
-        fake.compiler.ask(wanted)
-        wait_until(lambda wanted=wanted: not wanted.keys() - fake.compiler.compiled.keys())
-        fake.compiler.compiled["weights"] = True
-        held = Held(fake)
-        assert record_in(fake.submit(plain(kept)))["row_ids"] and not held.kept
-        held.let_go()
-
-
-def test_what_a_warm_up_plans(fake):
-    """All lengths and caches of both batches; first what answers every prompt."""
-    orders, ask = {}, fake.compiler.ask
-
-    def note(needs, order=WANTED):
-        orders.setdefault(order, set()).update(needs)
-        ask(needs, order)
-
-    fake.compiler.ask = note
-    fake.warm_up(70)
-    wait_until(lambda: fake.compiler.prepared == fake.compiler.planned and not fake.compiler._asked.qsize())
-    lengths = {64: {16, 24, 32, 48, 64}, 128: {96}}
-    steps = {order: {key[1:5] for key in keys if isinstance(key, Steps)} for order, keys in orders.items()}
-    kinds = [(m, kind) for m in lengths for kind in (False, True)]
-    assert steps[PLANNED] == {(2, m, 8, kind) for m, kind in kinds}
-    assert steps[LATER] == {(1, m, 8, kind) for m, kind in kinds}
-    assert steps[LAST] == {(places, m, 64, kind) for places in (1, 2) for m, kind in kinds}
-    assert {key[1] for key in orders[PLANNED] if key[0] == "encode"} == {n for own in lengths.values() for n in own}
-    assert {"weights", "plan"} <= orders[PLANNED] and FakeBatch.made == len(fake.compiler.compiled) - 2
-
-
-def test_plain_answers_of_all_lengths_are_compiled_before_scores(fake):
-    asked = []
-    fake.compiler.ask = lambda needs, order=WANTED: asked.extend((key, order) for key in needs)
-    fake._plan(70, False)
-    kinds = [key.logits for key, order in asked if isinstance(key, Steps) and order == PLANNED]
-    assert kinds == sorted(kinds) and {*kinds} == {False, True}
-
-
-@pytest.mark.parametrize(
-    ("compiled", "places"),
-    [
-        ([], 1),  # nothing: the batch for one alone
-        ([("encode", 3)], 1),
-        ([("encode", 3), 2], 2),
-        ([2], 2),  # the shared one lacks the encoder alone
-        ([1], 1),
-        ([1, 2], 1),
-    ],
-)
-def test_a_request_waits_for_the_batch_that_lacks_less(fake, monkeypatch, compiled, places):
-    kind = plain_kind(fake)
-    keys = [Steps(kind.strategy, one, 3, 8, False, None) if isinstance(one, int) else one for one in compiled]
-    fake.compiler.compiled.update(dict.fromkeys(["weights", *keys], True))
-    seen, held = [], Held(fake)
-    chosen = fake._choose
-    monkeypatch.setattr(fake, "_choose", lambda answer: (seen.append(chosen(answer)), seen[-1])[1])
-    answer = fake.submit(plain(3))
-    wait_until(lambda: seen)
-    assert seen[0][0].places == places
-    held.let_go()
-    record_in(answer)
 
 
 @pytest.mark.parametrize(("places", "widens"), [(1, False), (2, True)])
@@ -736,29 +497,8 @@ def test_a_compilation_that_fails_is_told_to_those_who_wait_for_it(generator, mo
     for answer in lost:
         with pytest.raises(MemoryError, match="for a program"):
             list(answer.events())
-    assert (engine.failed, engine.waiting, bool(other.awaits)) == (2, 1, True)
+    assert (engine.scheduler.failed, engine.waiting, bool(other.awaits)) == (2, 1, True)
     engine.close(drain=False, seconds=0)
-
-
-@pytest.mark.parametrize("error", [MemoryError("little"), RuntimeError("RESOURCE_EXHAUSTED: little"), ValueError("no")])
-def test_what_nobody_uses_is_given_up_where_a_compilation_lacked_memory(fake, monkeypatch, error):
-    cleared = []
-    monkeypatch.setattr(fake.encodings, "clear", lambda: cleared.append(True))
-    record_in(fake.submit(plain(2)))
-    kept, held = [*fake._batches.values()], Held(fake)
-    lost = fake.submit(plain(9))
-    wait_until(lambda: held.kept)
-
-    def fail():
-        raise error
-
-    held.ask({next(iter(held.kept[0])): fail})
-    with pytest.raises(type(error), match=str(error)):
-        list(lost.events())
-    held.let_go()
-    record_in(fake.submit(plain(2)))
-    lacked = not isinstance(error, ValueError)
-    assert cleared == [True] * lacked and all((batch in fake._batches.values()) != lacked for batch in kept)
 
 
 @pytest.mark.parametrize("how", ["by itself", "on the way", "for another reason"])

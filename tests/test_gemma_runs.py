@@ -15,7 +15,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.backbones.umt5 import UMT5Config

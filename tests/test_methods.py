@@ -22,7 +22,8 @@ from pipejax.apps.bulk import workers
 from pipejax.apps.export.programs_as_files import export
 from pipejax.apps.picture.record_picture import main as picture
 from pipejax.apps.serving import app
-from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.apps.teach.lessons import lesson
 from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig

@@ -12,7 +12,8 @@ from jax import export as jax_export
 from pipejax import checkpoint
 from pipejax.apps.export.programs_as_files import export
 from pipejax.apps.picture.record_picture import main as draw
-from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConfig, override
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example

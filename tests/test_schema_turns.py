@@ -10,7 +10,7 @@ import pytest
 
 from pipejax.apps.schemas.expressions import Expressions, TooLarge
 from pipejax.apps.schemas.row_schema import QUICK, WHOLE, Uncompiled
-from pipejax.apps.serving.engine import Full
+from pipejax.apps.serving.answer import Full
 from pipejax.apps.serving.turns import Share, Turns
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError

@@ -23,7 +23,8 @@ from pipejax.apps.schemas import row_schema as schema_lib
 from pipejax.apps.schemas.row_schema import WHOLE, Schema, Uncompiled
 from pipejax.apps.schemas.token_bytes import token_bytes
 from pipejax.apps.serving import app
-from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Sampling, grammar
@@ -1056,7 +1057,7 @@ def test_what_a_warm_up_plans_for_schemas(settings: Any, schemas_on: bool, expec
     engine = Engine(own, places=2, queue=8)
     try:
         monkeypatch.setattr(engine.compiler, "ask", lambda needs, order=0: asked.extend((key, order) for key in needs))
-        engine._plan(8, schemas_on)
+        engine.scheduler.plan(8, schemas=schemas_on)
         keys = [key for key, _ in asked if isinstance(key, Steps)]
         assert {key.table for key in keys if key.table} == expected
         later = [(key.places, key.logits, order) for key, order in asked if isinstance(key, Steps) and key.table]

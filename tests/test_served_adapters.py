@@ -15,7 +15,8 @@ from starlette.testclient import TestClient
 import pipejax
 from pipejax import checkpoint
 from pipejax.apps.serving import app
-from pipejax.apps.serving.engine import Engine, Request
+from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.serve_command import read_adapters
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import to_hf

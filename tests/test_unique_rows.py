@@ -11,7 +11,8 @@ import pytest
 
 from pipejax import methods
 from pipejax.apps.picture import record as picture
-from pipejax.apps.serving.engine import Engine, Event, Request
+from pipejax.apps.serving.answer import Event, Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.row_text import Writing
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import TRUNCATIONS, Decoded, Drafts, Pipelined, Sampling, Trace, with_drafts
@@ -306,7 +307,7 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
         for most in (None, 4)
         for source in given
     ]
-    with engine._change:  # they come at once: one batch is compiled
+    with engine.scheduler.waiting.lock:  # they come at once: one batch is compiled
         submitted = [engine.submit(request) for request in requests]
     answers = [list(answer.events()) for answer in submitted]
     engine.close(drain=True, seconds=60)

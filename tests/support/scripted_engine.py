@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pipejax.apps.serving.engine import Closed, Event, Full, Request
+from pipejax.apps.serving.answer import Closed, Event, Full, Request
 from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
 

@@ -7,8 +7,9 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable
 
+from pipejax.apps.serving.answer import Answer, Closed, Event, Found, Full, Request
 from pipejax.apps.serving.counters import Counters
-from pipejax.apps.serving.engine import Answer, Closed, Engine, Event, Found, Full, Request
+from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.requests import ClientRequest
 from pipejax.apps.serving.row_text import ObjectWriting, Piece, Writing

@@ -21,10 +21,11 @@ from urllib.parse import quote, urlsplit
 from pipejax import methods
 from pipejax.apps.schemas.row_schema import QUICK, WHOLE, Effort, Uncompiled
 from pipejax.apps.serving import requests
+from pipejax.apps.serving.answer import Closed
 from pipejax.apps.serving.answering import Completion, told
 from pipejax.apps.serving.connections import FRAMING
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
-from pipejax.apps.serving.engine import Closed, Engine
+from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.example import example_of
 from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.requests import ClientRequest, RequestFields

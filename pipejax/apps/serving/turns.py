@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
 
-from pipejax.apps.serving.engine import Full
+from pipejax.apps.serving.answer import Full
 from pipejax.system import cli
 
 TURN = 0.002  # seconds of work without a pause

@@ -1,0 +1,147 @@
+"""Requests to the engine, and the answers that it delivers: events, one for each token, and finally a record."""
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from pipejax.decoding import MOST_LIKELY, Refillable, Sampling
+from pipejax.inference.answers import Record
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from pipejax.methods import Method
+from pipejax.system.errors import UserError
+
+
+class Full(Exception):
+    """The queue of waiting requests is full."""
+
+
+class Closed(Exception):
+    """The engine is closed, or the request was cancelled, before the request was answered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A source to decode, with its options."""
+
+    source: Source  # from `Generator.source`
+    strategy: str  # the name of the method
+    sampling: Sampling = MOST_LIKELY
+    max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid
+    log_probs: bool = True  # whether events and the record have log-probabilities; else events have 0
+    at_once: bool = True  # whether events are needed as tokens are generated; else they may all come at the end
+    row_tokens: int | None = None  # the most tokens of a row, if the source has a schema; None: the bounds of the grid
+    adapter: str = ""  # the name of an adapter of the generator, whose settings apply; "": the base
+
+
+class Kind(NamedTuple):
+    """Requests that can be decoded in the same batch. Their adapters may differ."""
+
+    strategy: Refillable
+    method: Method  # may have prefixes of rows, so methods must be equal
+
+
+def kind_of(generator: Generator, name: str, *, drafts: bool = True) -> Kind:
+    """The kind of requests to a method.
+
+    Args:
+      generator: the generator, or the one of an adapter.
+      name: the name of the method.
+      drafts: whether the drafts of the config are used.
+
+    Raises:
+      UserError: the engine does not support the method or the settings of the generator.
+    """
+    method = generator.method(name)
+    method.require("serve")
+    method.check()
+    if generator.config.decode.limit != "none":
+        raise UserError(f"decode.limit: found {generator.config.decode.limit}; expected none, to be served")
+    return Kind(cast(Refillable, generator.make_strategy(name, drafts=drafts)), method)
+
+
+class Event(NamedTuple):
+    """A generated token."""
+
+    row: int
+    token: int
+    log_prob: float
+
+
+Found = Sequence[Event | Record | BaseException]  # results of an answer; the very last one is the record or an error
+
+
+class Answer:
+    """The results of a request as they arrive. One thread may read them or listen; any thread may cancel."""
+
+    def __init__(self, request: Request, generator: Generator, kind: Kind, wake: Callable[[], None]) -> None:
+        """Creates an answer without results.
+
+        Args:
+          request: the request.
+          generator: the generator, or the one of the request's adapter.
+          kind: the kind of the request.
+          wake: called when the request is cancelled; wakes the engine's thread.
+        """
+        self.request, self.generator, self.kind = request, generator, kind
+        self.cancelled = False
+        self.awaits: set[Hashable] = set()  # keys of the programs to compile before the request can be admitted
+        self.earlier: Running | None = None  # the tokens sent before the request lost its place, if it did
+        self._wake = wake
+        self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        self._hear: Callable[[Found], None] = self._found.put
+        self._telling = threading.Lock()
+
+    def events(self) -> Iterator[Event | Record]:
+        """Yields each token as it is generated, and finally the record, with `log_prob` and `log_probs`.
+
+        The tokens of a step are in the order of rows. They include the tokens of rows that the record leaves out
+        (`decode.unique_rows`).
+
+        Raises:
+          Closed: the request was cancelled, or the engine was closed.
+        """
+        while True:
+            for found in self._found.get():
+                if isinstance(found, BaseException):
+                    raise found
+                yield found
+                if isinstance(found, dict):
+                    return
+
+    def listen(self, hear: Callable[[Found], None]) -> None:
+        """Passes all results, earlier ones included, to `hear` instead of `events`. The engine waits for each call."""
+        with self._telling:
+            self._hear = hear
+            while not self._found.empty():
+                hear(self._found.get())
+
+    def cancel(self) -> None:
+        """Cancels the request; its place becomes free."""
+        self.cancelled = True
+        self._wake()
+
+    def give(self, *found: "Event | Record | BaseException") -> None:
+        """Delivers results and wakes the reader, once for all of them. Called by the engine."""
+        with self._telling:
+            self._hear(found)
+
+
+@dataclasses.dataclass
+class Running:
+    """A request that has a place in a batch."""
+
+    answer: Answer
+    lengths: np.ndarray  # i32 [R], number of tokens of each row that were sent
+    count: int = 0  # number of tokens sent, of all rows
+    steps: int = 0  # steps taken
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `max_tokens` tokens were sent."""
+        most = self.answer.request.max_tokens
+        return most is not None and self.count >= most

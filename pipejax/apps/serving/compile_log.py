@@ -1,0 +1,72 @@
+"""Logs why programs are compiled while a request waits for them."""
+
+import logging
+from collections.abc import Hashable, Iterable
+
+from pipejax.apps.serving.answer import Answer
+from pipejax.inference.compiler import Needs
+from pipejax.inference.running_batch import Steps
+
+logger = logging.getLogger(__name__)
+
+
+class CompileLog:
+    """Logs a line for each request that waits for programs; programs that were logged before add no line."""
+
+    def __init__(self) -> None:
+        """Creates a log without lines."""
+        self._logged = set[Hashable]()  # the keys of needs
+
+    def note(self, answer: Answer, needs: Needs, compiled: Iterable[Hashable]) -> None:
+        """Logs the causes of the needs of an answer, unless they were logged before.
+
+        Args:
+          answer: the answer that waits.
+          needs: the programs to compile.
+          compiled: the keys of all programs that are compiled.
+        """
+        if needs.keys() <= self._logged:
+            return
+        causes = causes_of(answer, needs, {*self._logged, *compiled})
+        self._logged |= needs.keys()
+        logger.info(f"compiling because of {' and '.join(causes)}: a request waits for it, others go on")
+
+
+def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[str]:
+    """The reasons why an answer needs programs that are not compiled, in words for the log.
+
+    Args:
+      answer: the answer.
+      needs: the programs to compile.
+      known: the keys of programs that are compiled or were logged.
+    """
+    steps = [key for key in known if isinstance(key, Steps)]
+    prompt = f"a prompt of {len(answer.generator.ids_of(answer.request.source))} tokens"
+    causes = dict[str, None]()
+    for key in needs:
+        if not isinstance(key, Steps):
+            continue
+        before = [one for one in steps if one.strategy == key.strategy]
+        features = _features(key, prompt)
+        if not before:
+            causes |= dict.fromkeys([f"the first request for {answer.kind.method.label}", prompt])
+            shown = [name for name in ("logits", "table") if getattr(key, name)]
+        else:
+            shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]
+            # Each is known, but not together.
+            shown = shown or ["length", *(name for name in ("logits", "table") if getattr(key, name))]
+        causes |= dict.fromkeys(features[name] for name in shown)
+    return [*causes] or [prompt]
+
+
+def _features(key: Steps, prompt: str) -> dict[str, str]:
+    """Descriptions of the parts of a key, by the names of its fields."""
+    return {
+        "length": prompt,
+        "slots": f"an answer that needs a larger cache ({key.slots} tokens)",
+        "logits": "sampling or scores" if key.logits else "answers without sampling and scores",
+        "table": "answers without a schema"
+        if key.table is None
+        else f"a schema of a new shape ({key.table[0]} kinds of tokens, {key.table[1]} states)",
+        "places": "a request that comes alone" if key.places == 1 else "requests side by side",
+    }

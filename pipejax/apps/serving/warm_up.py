@@ -1,0 +1,60 @@
+"""The programs that a server compiles before requests need them."""
+
+import itertools
+from collections.abc import Callable, Mapping
+
+from pipejax.apps.schemas import row_schema as schema_lib
+from pipejax.apps.serving.answer import Kind, kind_of
+from pipejax.apps.serving.lanes import Lanes
+from pipejax.data.shapes import bucket, memory_length
+from pipejax.inference.compiler import LAST, LATER, PLANNED, Needs
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from pipejax.system.errors import UserError
+
+Ask = Callable[[Needs, int], None]  # as `Compiler.ask`
+
+
+def plan(
+    ask: Ask,
+    generator: Generator,
+    kinds: Mapping[Kind, Generator],
+    lanes: Lanes,
+    *,
+    places: int,
+    length: int,
+    schemas: bool = False,
+) -> None:
+    """Asks for the programs of the default strategy, for prompts of up to `length` tokens.
+
+    Args:
+      ask: takes the programs, and their place in the order of compilation.
+      generator: the model.
+      kinds: the kinds of requests to the default strategies, with a generator of each kind.
+      lanes: creates batches.
+      places: the number of places of a batch for several requests; a request alone has a batch with one place.
+      length: the most tokens of a prompt.
+      schemas: whether the programs for usual schemas are asked for as well, as the last of all.
+    """
+    lengths = sorted({bucket(n) for n in range(1, length + 1)})
+    sizes = [*dict.fromkeys((places, 1))]
+    for (kind, own), size in itertools.product(kinds.items(), sizes):
+        batch = lanes.new_batch(kind, size, Source("", [1]))
+        logits = {False, bool(kind.method.can & {"sample", "score"})}
+        for i, slots in enumerate(batch.cache_sizes):
+            order = LAST if i else PLANNED if size == places else LATER  # the first of them takes any prompt
+            for one, n in itertools.product(sorted(logits), lengths):  # plain answers of all lengths first
+                source = None if one else n  # whose encoder the plain answers have asked for
+                ask(batch.needs_of(source, memory_length(n), slots, {one}, own.adapter), order)
+    if not (schemas and generator.tokenizer):
+        return
+    usual = Source("", [1], schema=schema_lib.usual(generator.architecture.vocab_size))
+    for own, size in itertools.product(kinds.values(), sizes):
+        try:
+            kind = kind_of(own, own.default_strategy, drafts=False)
+            schema_lib.check(kind.method, own.config)
+            batch = lanes.new_batch(kind, size, usual)
+        except UserError:  # answers of this model follow no schema
+            continue
+        for one, n in itertools.product((False, True), lengths):
+            ask(batch.needs_of(n, memory_length(n), batch.cache_sizes[0], {one}, own.adapter), LAST)
