@@ -1,1 +1,1 @@
-"""Programs over a generator: files of records, evaluations, bulk, exports, a server, and pictures."""
+"""Programs on top of the core: bulk decoding, export, a server, pictures, probes, teaching, data sets and schemas."""

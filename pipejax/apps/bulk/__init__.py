@@ -1,1 +1,1 @@
-"""Decodes many files by several processes: `pipejax bulk`."""
+"""Decodes many files with several processes: `pipejax bulk`."""

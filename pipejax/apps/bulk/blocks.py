@@ -1,4 +1,4 @@
-"""Cuts files of JSON lines, CSV or Parquet into blocks of lines, and reads a block without what comes before it."""
+"""Divides files of JSON lines, CSV or Parquet into blocks of lines, and reads a block without the lines before it."""
 
 import contextlib
 import hashlib
@@ -14,21 +14,24 @@ from pipejax.data.tables import FOUND, Dialect, LostRows, TextTable, is_table, l
 from pipejax.system.errors import UserError
 
 EXPECTED = "JSON lines, CSV or Parquet"
-DIGITS = 12  # of a block's digest, hexadecimal: enough to tell apart what people change
+DIGITS = 12  # hexadecimal digits of a block's digest; enough to detect edits
 
 
 class Block(NamedTuple):
-    """Consecutive lines of a file; of CSV those of whole rows, without that of the names; of Parquet: rows."""
+    """Consecutive lines of a file.
+
+    A block of a CSV file has whole rows without the line of names; a block of a Parquet file has rows.
+    """
 
     path: str
-    first: int  # line, from 1
+    first: int  # the number of the first line, from 1
     lines: int
-    offset: int  # bytes before the first line, unpacked; 0 in a Parquet file
-    digest: str  # of the lines; of CSV with the names and `TextTable.key`; of Parquet: of the rows
+    offset: int  # uncompressed bytes before the first line; 0 in a Parquet file
+    digest: str  # digest of the lines; for CSV also of the names and of `TextTable.key`; for Parquet of the rows
 
 
 def cut(path: str, size: int, *, dialect: Dialect = FOUND) -> list[Block]:
-    """The blocks of a file, `size` lines or rows each; the last one may be smaller."""
+    """Returns the blocks of a file, `size` lines or rows each; the last one may be smaller."""
     if is_parquet(path):
         rows, blocks = read_parquet(Path(path)), list[Block]()
         while part := [_row(value) for value in islice(rows, size)]:
@@ -41,7 +44,7 @@ def cut(path: str, size: int, *, dialect: Dialect = FOUND) -> list[Block]:
 
 
 def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Iterator[Block]:
-    read: list[bytes] = []  # since the last row
+    read: list[bytes] = []  # the lines since the last row
 
     def lines() -> Iterator[bytes]:
         for line in lines_of(content, path):
@@ -59,7 +62,7 @@ def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Ite
 
     def rows() -> Iterator[list[bytes]]:
         for _, _, cells in table.rest:
-            if isinstance(cells, LostRows):  # a block alone does not show it
+            if isinstance(cells, LostRows):  # a block by itself does not show the error
                 raise cells
             yield taken()
 
@@ -69,14 +72,23 @@ def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Ite
 def _blocks(
     path: str, rows: Iterator[list[bytes]], size: int, first: int = 1, offset: int = 0, key: Iterable[bytes] = ()
 ) -> Iterator[Block]:
-    """Blocks of so many rows, each of which is given as its lines; `key` is part of all digests."""
+    """Yields blocks of `size` rows.
+
+    Args:
+      path: the file's path.
+      rows: the lines of each row.
+      size: rows per block.
+      first: the number of the first line.
+      offset: the bytes before the first line.
+      key: part of all digests.
+    """
     while part := [line for row in islice(rows, size) for line in row]:
         yield Block(path, first, len(part), offset, _digest_of_lines([*key, *part]))
         first, offset = first + len(part), offset + sum(map(len, part))
 
 
 def _row(placed: Placed) -> bytes:
-    """A row of Parquet as bytes: the same for the same values, however the file is written."""
+    """Returns a row of Parquet as bytes, which depend only on its values, not on how the file was written."""
     return repr(placed[1]).encode("utf-8", "surrogatepass")
 
 
@@ -85,7 +97,7 @@ def _digest_of_lines(lines: Iterable[bytes]) -> str:
 
 
 class Reader:
-    """Reads blocks. A packed file stays open, so that its beginning is not unpacked again for the next block."""
+    """Reads blocks. A compressed file stays open, so that the next block does not decompress its beginning again."""
 
     def __init__(self, root: Path, dialect: Dialect = FOUND) -> None:
         """`root`: the directory that paths are relative to."""
@@ -98,7 +110,11 @@ class Reader:
         self._stack.close()
 
     def read(self, block: Block, bad: Refusal = refuse_line) -> Iterator[Placed]:
-        """Yields ("FILE:LINE", object) for each line that is not blank; a line that is none goes to `bad`."""
+        """Yields ("FILE:LINE", object) for each line that is not blank; an invalid line goes to `bad`.
+
+        Raises:
+          UserError: the lines changed since the file was divided into blocks.
+        """
         if is_parquet(block.path):
             rows = list(read_parquet(self.root / block.path, block.first, block.lines))
             self._check(block, map(_row, rows))

@@ -1,11 +1,11 @@
-"""Decodes many files of sources by several processes, on one machine or on a cluster; goes on where it was killed.
+"""Decodes many files of sources with several processes, on one machine or on a cluster, and continues after a kill.
 
     pipejax bulk --checkpoint runs/demo --input 'articles/*.jsonl' --output decoded [--workers 2] [--set ...]
 
-Input files are JSON lines or CSV, which may be packed, or Parquet, as `pipejax decode` reads them. Each block of
-lines becomes a file below OUTPUT/shards: the records that `pipejax decode` would write for them. The same command
-again decodes what is not written yet. OUTPUT/manifest.json says what is there. Needs the library Ray, which the extra
-pipejax[ray] installs.
+Input files are JSON lines or CSV, optionally compressed, or Parquet, as for `pipejax decode`. Each block of lines
+becomes a file in OUTPUT/shards with the records that `pipejax decode` would write. The same command again decodes only
+the missing blocks. OUTPUT/manifest.json lists the shards. Requires the library Ray, which the extra pipejax[ray]
+installs.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Processes of Ray that decode blocks: a pool of actors of Ray Data, here or on a cluster."""
+"""Ray processes that decode blocks: a pool of Ray Data actors, on this machine or on a cluster."""
 
 import contextlib
 import json
@@ -15,17 +15,19 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
 
-DEVICES = ("GPU", "TPU")  # as Ray calls them
-TASKS = 2000  # a task has a block or a few: Ray spends some milliseconds on each
-STORE = 100 * 2**20  # bytes of Ray's object store, in which nothing large ever is
+DEVICES = ("GPU", "TPU")  # in Ray's naming
+TASKS = 2000  # the most tasks; a task has one block or a few, because Ray spends some milliseconds per task
+STORE = 100 * 2**20  # bytes of Ray's object store, which never holds large objects
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS": "0"}
 
 
 @contextlib.contextmanager
 def start(address: str | None = None, workers: int | None = None) -> "Iterator[RayPool]":
-    """A pool of so many actors, on the cluster at `address` or on this machine; None: one for each device.
+    """A context with a pool of actors; an error of Ray becomes a UserError of one line.
 
-    Without a GPU or TPU that is one for each machine. What goes wrong with Ray itself ends in one line.
+    Args:
+      address: the cluster's address; None: this machine.
+      workers: the number of actors; None: one per device, or one per machine without a GPU or TPU.
     """
     os.environ |= {name: os.environ.get(name, value) for name, value in QUIET.items()}
     with extra("ray", "bulk"):
@@ -33,16 +35,18 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
         import ray.data
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
-            handler.setLevel(logging.CRITICAL)  # its log files keep all
+            handler.setLevel(logging.CRITICAL)  # Ray's log files keep everything
     address = address or os.environ.get("RAY_ADDRESS")
     cores = max(os.cpu_count() or 1, workers or 1)
     here = {"num_cpus": cores, "object_store_memory": STORE, "include_dashboard": False}
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL} | ({} if address else here)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # Ray prints at length who died
+    # Ray prints long reports about processes that died.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
             with _silent():
                 ray.init(address or "local", **options)
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's own says 1
+            # Ray's own handler exits with code 1.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
             yield RayPool(ray, workers)
         except ConnectionError as error:
             raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
@@ -55,7 +59,10 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """A block in which nothing reaches standard error: Ray's C++ says there that it was told to be quiet."""
+    """A context in which nothing is written to standard error.
+
+    Ray's C++ code writes there that it was asked to be quiet.
+    """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -67,7 +74,7 @@ def _silent() -> Iterator[None]:
 
 
 class RayPool:
-    """A `bulk.Pool` of Ray's actors; one that is killed is started anew, and its blocks are given out again."""
+    """A `bulk.Pool` of Ray actors. An actor that is killed is restarted, and its blocks are assigned again."""
 
     def __init__(self, ray: Any, workers: int | None) -> None:
         self.ray, have = ray, ray.cluster_resources()
@@ -84,10 +91,12 @@ class RayPool:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 
     def ask(self, work: BulkWork) -> Said:
+        """Returns the result of `describe`, computed by one actor."""
         said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
         return said
 
     def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
+        """Yields the result of `Worker` for each block, in any order."""
         data = self.ray.data
         data.DataContext.get_current().enable_progress_bars = False
         rows = [{"block": json.dumps(block)} for block in blocks]

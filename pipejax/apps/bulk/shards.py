@@ -1,9 +1,9 @@
-"""The directory that `pipejax bulk` fills: a manifest, and below shards/ a file of records for each block of lines.
+"""The output directory of `pipejax bulk`: a manifest, and in shards/ a file of records for each block of lines.
 
-Below skipped/ a file of the same name has the errors of the lines that were left out, if there are any.
+skipped/ has a file of the same name with the errors of skipped lines, if there are any.
 
-A shard gets its name only when it is whole and on the disk, and its name says which lines it is of. So what is written
-is what is done: nothing else has to be kept in step with it, whatever is killed and when.
+A shard gets its name only when it is complete and on the disk, and the name identifies its lines. The existing shards
+are therefore the only record of progress, and a process can be killed at any time without making it inconsistent.
 """
 
 import hashlib
@@ -22,14 +22,16 @@ from pipejax.system.files import lock, make_directories, sweep, write_text
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-ATTEMPTS = 10  # processes that may die over one block
+ATTEMPTS = 10  # processes that may die while decoding one block
 
 
-# "shard": its path, "records", "bytes", "sha256"; and "skipped", the errors of lines that were left out, if any was.
+# Keys: "shard", the path; "records"; "bytes"; "sha256"; and "skipped", the errors of skipped lines, if there are any.
 Shard = dict[str, Any]
 
 
 class Input(TypedDict):
+    """The facts about an input file in the manifest."""
+
     path: str
     lines: int
     bytes: int
@@ -37,15 +39,18 @@ class Input(TypedDict):
 
 
 class Plan(TypedDict):
-    """The work that shards depend on."""
+    """The facts that shards depend on, as in the manifest."""
 
     settings: Mapping[str, object]
-    block: int  # lines of a shard
+    block: int  # lines per shard
     inputs: list[Input]
 
 
 def name_shards(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
-    """The blocks of each input file by the names of their shards: file, lines, a digest; they sort as the lines."""
+    """Returns the blocks of all input files by the names of their shards.
+
+    A name has the file's number and name, the lines, and a digest; names sort in the order of the lines.
+    """
     found = {}
     for number, blocks in enumerate(files):
         for block in blocks:
@@ -56,20 +61,34 @@ def name_shards(files: Sequence[Sequence[Block]]) -> dict[str, Block]:
 
 
 class Shards:
+    """The shards in an output directory, as one run of the command writes them."""
+
     def __init__(self, output: Path, run: str) -> None:
-        """`run`: a name that is new each time that the work is taken up."""
+        """Describes the directories; nothing is created.
+
+        `run` is unique to each run of the command.
+        """
         self.directory, self.skipped = output / "shards", output / "skipped"
-        self._stop = self.directory / f".stop-{run}"  # a killed leader's workers must not stop those of the next one
+        # Includes the run's name, so that workers of a killed run do not stop a later run.
+        self._stop = self.directory / f".stop-{run}"
 
     def stop(self) -> None:
+        """Asks all workers of this run to stop before their next block."""
         self._stop.touch()
 
     @property
     def stopped(self) -> bool:
+        """Whether the workers of this run should stop."""
         return self._stop.exists()
 
     def begin(self, name: str) -> None:
-        """Counts the attempts at a shard, each of which ends with a shard or with the process."""
+        """Counts the attempts at a shard.
+
+        An attempt ends with the shard, or with the death of the process.
+
+        Raises:
+          UserError: ATTEMPTS processes have died over this shard.
+        """
         with (self.directory / f".{name}.attempts").open("ab", buffering=0) as file:
             file.write(b".")
             if file.tell() > ATTEMPTS:
@@ -79,7 +98,7 @@ class Shards:
                 )
 
     def write(self, name: str, text: str, skipped: Sequence[str] = ()) -> Shard:
-        """Writes a shard, whole and synced or not at all, and first the errors of lines that it lacks."""
+        """Writes a shard completely and synced, or not at all; the errors of skipped lines are written first."""
         if skipped:
             make_directories(self.skipped)
             write_text(self.skipped / name, "".join(json.dumps(error, ensure_ascii=False) + "\n" for error in skipped))
@@ -88,6 +107,7 @@ class Shards:
         return _said(name, text.encode(), skipped)
 
     def look(self, name: str) -> Shard | None:
+        """Returns the facts about an existing shard, or None; reads its whole content."""
         path, beside = self.directory / name, self.skipped / name
         if not path.exists():
             return None
@@ -102,6 +122,8 @@ def _said(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
 
 
 class Output:
+    """The output directory of a run of the command, locked while it runs."""
+
     def __init__(self, path: Path) -> None:
         self.path, self.run = path, uuid.uuid4().hex
         self.shards = Shards(path, self.run)
@@ -116,7 +138,11 @@ class Output:
             )
 
     def __enter__(self) -> Self:
-        """Makes the directory, locks it; removes what killed processes have left; the lock ends with the process."""
+        """Creates and locks the directory, and removes files of killed processes. The lock ends with the process.
+
+        Raises:
+          UserError: another process uses the directory.
+        """
         make_directories(self.path)
         self._lock = (self.path / ".lock").open("a")
         if not lock(self._lock.fileno()):
@@ -133,10 +159,15 @@ class Output:
         self._lock.close()
 
     def take_up(self, work: Plan) -> list[Shard]:
-        """Begins the work, or goes on with it; gives the shards whose digests an earlier run has written down."""
+        """Begins the work, or continues it; returns the shards that the manifest of an earlier run lists.
+
+        Raises:
+          UserError: the manifest is invalid, or of work with other settings or inputs.
+        """
         if not self.manifest.exists():
             self.note(work, [], complete=False)
-            make_directories(self.shards.directory)  # not before: without a manifest it would be a stranger's
+            # Created after the manifest, without which the directory would not be recognised.
+            make_directories(self.shards.directory)
             return []
         try:
             found = strict_json.loads(self.manifest.read_text(encoding="utf-8"))
@@ -153,12 +184,17 @@ class Output:
         return shards
 
     def note(self, work: Plan, shards: Sequence[Shard], *, complete: bool) -> None:
+        """Writes the manifest with these shards."""
         skipped = sum(len(shard.get("skipped", ())) for shard in shards)
         content = {"format": FORMAT, "complete": complete, **work, "skipped": skipped, "shards": list(shards)}
         write_text(self.manifest, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def written(self, wanted: Collection[str], known: Sequence[Shard]) -> dict[str, Shard]:
-        """The shards that are there, of those wanted; all are read."""
+        """Returns the wanted shards that exist; all of them are read.
+
+        Raises:
+          UserError: a shard differs from its description in `known`, or is of lines that the inputs do not have.
+        """
         noted = {shard["shard"]: shard for shard in known}
         found = dict[str, Shard]()
         for path in sorted(self.shards.directory.glob("[!.]*")):
@@ -179,6 +215,9 @@ class Output:
 
 
 def _flat(work: Plan) -> dict[str, object]:
-    """The values that must stay, by name: not where the files lie, nor their lines, of which the shards' names tell."""
+    """Returns the values that must not change between runs, by name.
+
+    Paths of inputs may change, and the lines are compared by the names of the shards.
+    """
     flat = {"--block": work["block"], "the number of inputs": len(work["inputs"]), **flattened(work["settings"])}
     return flat | {f"input {i}": Path(given["path"]).name for i, given in enumerate(work["inputs"], start=1)}

@@ -1,4 +1,4 @@
-"""Decodes many files in blocks of lines, by several processes: what each does, and what the one that leads does."""
+"""Decoding of many files in blocks of lines: the work of each process, and the coordination by the main process."""
 
 import contextlib
 import dataclasses
@@ -30,39 +30,45 @@ from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.files import digest_of
 from pipejax.system.progress import Progress
 
-Said = dict[str, Any]  # JSON that a worker answers with: settings, counts, or a "problem"
+Said = dict[str, Any]  # JSON that a worker returns: settings, counts, or an "error"
 logger = logging.getLogger(__name__)
 
-BLOCK = 1000  # lines of a shard
+BLOCK = 1000  # lines per shard
 
 
 @dataclasses.dataclass(frozen=True)
 class BulkWork:
-    """The settings that a process is told once. Paths are absolute, but those of blocks are relative to `root`."""
+    """The settings that every process gets once.
+
+    Paths are absolute, except those of blocks, which are relative to `root`.
+    """
 
     checkpoint: str
     output: str
     root: str
     best: bool = False
     overrides: tuple[str, ...] = ()
-    strategy: str | None = None  # None: as the checkpoint was trained
-    skip_bad: bool = False  # lines that are no sources
-    settings: Mapping[str, Any] | None = None  # those that the records depend on; None: not known yet
-    run: str = ""  # as `Shards` wants it
+    strategy: str | None = None  # None: the checkpoint's default
+    skip_bad: bool = False  # whether to skip lines that are not valid sources
+    settings: Mapping[str, Any] | None = None  # the settings that the records depend on; None: not known yet
+    run: str = ""  # see `Shards`
 
 
 class Pool(Protocol):
-    """Processes that decode."""
+    """A set of processes that decode."""
 
     def ask(self, work: BulkWork) -> Said:
-        """The result of `describe` in one of them."""
+        """Returns the result of `describe`, computed by one of the processes."""
 
     def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:
-        """The result of `Worker` for each block, each once, in any order."""
+        """Yields the result of `Worker` for each block, each once, in any order."""
 
 
 def caught(call: Callable[..., Said], *arguments: object) -> Said:
-    """The result of the call, or {"error", "kind"}: an error is to become one line in another process."""
+    """Returns the result of the call, or {"error", "kind"} for an exception.
+
+    The main process reports the error as one line.
+    """
     try:
         return call(*arguments)
     except UserError as error:
@@ -76,6 +82,7 @@ def caught(call: Callable[..., Said], *arguments: object) -> Said:
 
 
 def checked(said: Said) -> Said:
+    """Returns a worker's result, or raises the exception that `caught` described."""
     if "error" not in said:
         return said
     kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
@@ -83,7 +90,7 @@ def checked(said: Said) -> Said:
 
 
 def describe(work: BulkWork) -> Said:
-    """The "settings" that the records depend on, "doubts" whether they mean much, and the template's "fields"."""
+    """Returns "settings", which the records depend on, "doubts", warnings about them, and "fields" of the template."""
     generator = _open(work)
     config = generator.config
     doubts = methods.training_mismatches(
@@ -93,19 +100,20 @@ def describe(work: BulkWork) -> Said:
 
 
 def _open(work: BulkWork) -> Generator:
-    with contextlib.chdir(work.root):  # a method's class is looked for where the command was given
+    # The module of a method's class is searched in the directory where the command was started.
+    with contextlib.chdir(work.root):
         return load(work.checkpoint, best=work.best, overrides=work.overrides)
 
 
 def _settings(work: BulkWork, generator: Generator) -> Said:
-    """As they are read back from JSON; digests of whole files stand for the input."""
+    """Returns the settings in the form that JSON gives back, without the input, which block digests identify."""
     settings = settings_of(generator, work.strategy or generator.default_strategy, [])
     more = {**dict(zip(KEYS, Dialect.of(generator.config.data), strict=True)), "--skip-bad": work.skip_bad}
     return {key: strict_json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
 
 
 class Worker:
-    """Decodes block after block in a process of its own; the checkpoint is loaded for the first."""
+    """Decodes block after block in one process; the checkpoint is loaded for the first block."""
 
     def __init__(self, work: BulkWork) -> None:
         self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
@@ -113,17 +121,21 @@ class Worker:
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> Said:
-        """Writes a shard and says what it holds, or an error, which stops the work; {}: it was stopped before."""
+        """Writes a shard and returns its facts.
+
+        Returns:
+          The facts; {"error", "kind"} after an error, which stops all workers; {} if the work was already stopped.
+        """
         if self.shards.stopped:
             return {}
         said = caught(self._shard, name, block)
         if "error" in said:
-            with contextlib.suppress(OSError):  # of a full disk
+            with contextlib.suppress(OSError):  # such as a full disk
                 self.shards.stop()
         return said
 
     def _shard(self, name: str, block: Block) -> Shard:
-        if found := self.shards.look(name):  # of a process that died before it could say so
+        if found := self.shards.look(name):  # written by a process that died before it could report it
             return found
         self.shards.begin(name)
         if self.generator is None:
@@ -139,6 +151,11 @@ class Worker:
 
 
 def match_files(patterns: Sequence[str]) -> list[str]:
+    """Returns the files that match the patterns, each once.
+
+    Raises:
+      UserError: a pattern matches nothing, or something other than files.
+    """
     found = dict[str, None]()
     for pattern in patterns:
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
@@ -152,7 +169,18 @@ def match_files(patterns: Sequence[str]) -> list[str]:
 
 
 def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
-    """Decodes the files into shards, but for those shards that are there; ends with a complete manifest."""
+    """Decodes the files into shards, without those that exist already, and writes a complete manifest.
+
+    Args:
+      work: the settings of the processes.
+      files: the paths of the inputs.
+      output: the output directory.
+      pool: the processes.
+      block: lines per shard.
+
+    Raises:
+      UserError: an input is invalid, the output belongs to other work, or a worker failed.
+    """
     described = checked(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
     for doubt in described["doubts"]:
@@ -171,7 +199,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
         try:
             problem = _decode_lacking(work, wanted, done, pool)
         finally:
-            for name in wanted.keys() - done.keys():  # what workers have written and not said yet
+            for name in wanted.keys() - done.keys():  # shards that workers have written but not reported
                 if shard := output.shards.look(name):
                     done[name] = shard
             output.note(plan, [done[name] for name in wanted if name in done], complete=len(done) == len(wanted))
@@ -189,7 +217,11 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
 
 
 def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str, Block]) -> None:
-    """Says which lines were left out; raises a UserError if nothing else was in a file."""
+    """Logs which lines were skipped.
+
+    Raises:
+      UserError: all lines of a file were skipped.
+    """
     bad, kept, left = BadLines(str(output.path), skip=True), Counter[str](), dict[str, str]()
     for name, shard in done.items():
         kept[wanted[name].path] += shard["records"]
@@ -203,13 +235,17 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
 
 
 def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
-    """The manifest's entry for each input, and the blocks of each; in no input may a field of the template lack."""
+    """Returns the manifest's entry and the blocks of each input.
+
+    Raises:
+      UserError: an input lacks a field of the template in all records.
+    """
     inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*(described["settings"][key] for key in KEYS))
     reader = Reader(Path(), dialect)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
         for path in files:
             blocks.append(cut(path, block, dialect=dialect))
-            ignored = BadLines(path, skip=True, tell=False)  # a worker comes to them
+            ignored = BadLines(path, skip=True, tell=False)  # the workers report them
             placed = chain.from_iterable(reader.read(part, ignored) for part in blocks[-1])
             check_fields(described["fields"], (value for _, value in placed), path)
             lines = sum(part.lines for part in blocks[-1])
@@ -220,7 +256,7 @@ def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list
 
 
 def _decode_lacking(work: BulkWork, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
-    """Adds the shards that are lacking to `done`; returns the first error, or {}."""
+    """Adds the missing shards to `done`; returns the first error, or {}."""
     problem: Said = {}
     lacking = [(name, part) for name, part in wanted.items() if name not in done]
     total, start = (sum(wanted[name].lines for name in some) for some in (wanted, done))

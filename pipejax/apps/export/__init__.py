@@ -1,1 +1,1 @@
-"""Exports decoding as files that JAX alone runs: `pipejax export`."""
+"""Exports decoding as files that need only JAX: `pipejax export`."""

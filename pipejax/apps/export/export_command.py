@@ -3,7 +3,7 @@
     pipejax export --checkpoint runs/demo exported [--platforms cpu,cuda] [--batch 8] [--source 512]
 
 OUT gets a program for each strategy and platform, the weights, and export.json, which describes them. A program takes
-batches of one shape. docs/export.md shows how to load it.
+batches of one fixed shape. docs/export.md shows how to load it.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of grid or decode (repeatable)")
     flags = parser.parse_args(argv)
 
-    from pipejax.apps.export.programs_as_files import export  # starts JAX: after the flags are known to be good
+    from pipejax.apps.export.programs_as_files import export  # imports JAX, so it follows the checks of the flags
 
     export(
         flags.checkpoint,

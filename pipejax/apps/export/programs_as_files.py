@@ -1,8 +1,8 @@
-"""Writes a checkpoint's decoding as files that JAX alone runs: programs, and the weights.
+"""Writes a checkpoint's decoding as files that JAX alone runs: programs and weights.
 
-Each strategy has a program a platform: the encoder and the whole decoding loop, in XLA's products. The weights are its
-arguments and lie beside it, once for all programs. As constants they would be in each of them, and a program of
-T5-Large would not fit into the 2 GB that a FlatBuffers file holds.
+There is a program for each strategy and platform: the encoder and the whole decoding loop, with XLA's matrix products.
+The weights are arguments of the programs and are stored once, in a separate file. As constants they would be part of
+every program, and a program of T5-Large would exceed the 2 GB that a FlatBuffers file can hold.
 
 Shapes: B batch, L source length.
 """
@@ -43,13 +43,13 @@ from pipejax.system.extras import extra
 from pipejax.system.files import absolute, new_directory
 
 logger = logging.getLogger(__name__)
-Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights of the arrays of a file
+Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights from the arrays of a file
 
 KEYS = ("grid", "decode", "method")  # sections that `--set` may change
-# What a program follows of `decode`; the other keys must have their defaults.
+# The keys of `decode` that a program follows; the others must have their defaults.
 FOLLOWED = (*("max_length", "beams", "length_penalty", "draft", "draft_tokens"), *("batch_size", "dtype", "weights"))
 WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
-COMPATIBILITY = {  # of the JAX that loads a program, compared with the one that exported it
+COMPATIBILITY = {  # promises of JAX about loading a program with another version than it was exported with
     "newer_at_most": "6 months",
     "older_at_most": "3 weeks",
     "said_in": "https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees",
@@ -67,9 +67,20 @@ def export(
     best: bool = False,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Writes the programs, their weights, a description and the tokenizer's files: completely or not at all.
+    """Writes the programs, the weights, a description and the tokenizer's files: completely or not at all.
 
-    `batch`: B; None: `decode.batch_size`. `length`: L; None: `data.max_source`.
+    Args:
+      directory: the run directory.
+      out: the directory to write.
+      platforms: such as "cpu" and "cuda".
+      strategies: names of methods; empty: all that can be exported.
+      batch: B; None: `decode.batch_size`.
+      length: L; None: `data.max_source`.
+      best: use the step of the best evaluation instead of the newest one.
+      overrides: settings KEY=VALUE of the sections in KEYS.
+
+    Raises:
+      UserError: a setting or method cannot be exported, or the directory cannot be written.
     """
     for assignment in overrides:
         key, _, value = map(str.strip, assignment.partition("="))
@@ -78,7 +89,7 @@ def export(
     out = absolute(out)
     checkpoint.require_free(out)
     with extra("export", "export"):
-        import flatbuffers  # noqa: F401  JAX writes its programs with it
+        import flatbuffers  # noqa: F401  # JAX serialises programs with it
     restored = checkpoint.open_run(directory, best=best)
     config = override(restored.config, overrides, where="--set")
     if config.decode.draft == "model":
@@ -114,7 +125,7 @@ def export(
             (partial_out / file).write_bytes(exported.serialize())
             outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
             described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
-        # NumPy's files know no bfloat16: they get the same bits in another dtype.
+        # NumPy's files do not support bfloat16, so its bits are stored as uint16.
         bits = {name: x.view(np.uint16) if x.dtype == jax.numpy.bfloat16 else x for name, x in stored.items()}
         np.savez(partial_out / WEIGHTS, allow_pickle=False, **bits)
         facts = _description(config, restored, model, batch, length, spells) | {"programs": described}
@@ -128,7 +139,7 @@ def export(
 def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
-    if wanted == "auto":  # as where it runs, not as where it is exported
+    if wanted == "auto":  # "auto" is resolved for the platform that runs the program, not for the exporting one
         wanted = "float32" if "cpu" in platforms else "bfloat16"
     model = config.model.module(dtype=compute_dtype(wanted))
 
@@ -140,7 +151,10 @@ def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Mo
 
 
 def _store(ready: Ready) -> tuple[dict[str, np.ndarray], Unpacked]:
-    """The arrays by name, each once (tables are shared), and what makes the weights of a list of them again."""
+    """Returns the arrays by name, and a function that rebuilds the weights from them.
+
+    Each array is stored once, because tables are shared.
+    """
     stored: dict[str, np.ndarray] = {}
     known: dict[tuple[object, ...], int] = {}
     places = []
@@ -171,7 +185,10 @@ def _decode(
     source: jax.Array,
     length: jax.Array,
 ) -> dict[str, jax.Array]:
-    """A program, whose arguments are the last three, with source i32 [B, L], length i32 [B]; the others are static."""
+    """Decodes a batch; this is the function that is exported.
+
+    Its arguments are the last three: weights, source i32 [B, L] and length i32 [B]; the others are static.
+    """
     ready = unpacked(weights)
     memory = programs.encode_batch(model, ready.encoding, source, length, backend=backend)
     sizes = programs.schedule(strategy, len(source), platform)
@@ -182,7 +199,7 @@ def _decode(
     options = DecodingOptions(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
 
     def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
-        """As `decoding.run`, but in one program: a longer answer goes on with a larger cache."""
+        """Decodes with growing caches, as `decoding.run` does, but within one program."""
         given = ready.decoding, memory, carry, read, options
         found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0], backend=backend)
         if not slots[1:]:

@@ -1,1 +1,1 @@
-"""Shares a run as a model of the Hugging Face hub: `pipejax push`."""
+"""Uploads a run to the Hugging Face hub as a model: `pipejax push`."""

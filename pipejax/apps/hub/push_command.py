@@ -1,4 +1,4 @@
-"""The command line of `pipejax push CHECKPOINT OWNER/NAME`: a run as a model of the Hugging Face hub."""
+"""The command `pipejax push CHECKPOINT OWNER/NAME`: uploads a run to the Hugging Face hub as a model."""
 
 import tempfile
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raises a UserError unless the hub takes the name, owner included."""
+    """Raises a UserError unless the name, including an owner, is valid on the hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -57,13 +57,18 @@ def check_name(name: str) -> None:
 
 
 def upload(directory: Path, name: str, *, private: bool) -> str:
+    """Uploads a directory as a model of this name; returns its address.
+
+    Raises:
+      UserError: the hub refuses it.
+    """
     import huggingface_hub
 
     api = huggingface_hub.HfApi(library_name="pipejax")
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload by pipejax")
-    except Exception as error:  # the hub client and its HTTP libraries raise many kinds
+    except Exception as error:  # the hub client and its HTTP libraries raise many kinds of exceptions
         raise UserError(f"{name}: cannot be uploaded ({hub.reason(error)})") from error
     return str(address)
 

@@ -1,6 +1,6 @@
 """Prepares published data sets with TensorFlow Datasets (TFDS), without TensorFlow unless TFDS has to download.
 
-TFDS registers a builder when its class is defined, so importing this module registers those that TFDS lacks.
+TFDS registers a builder when its class is defined, so importing this module registers the builders that TFDS lacks.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _VERSION = tfds.core.Version("1.0.0")
 
 
 class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[misc, call-arg]
-    """The base of our builders; `_builder` adds the data set, and the instructions under the name that TFDS reads."""
+    """The base class of the builders here. `_builder` adds the data set and the instructions that TFDS shows."""
 
     published: ClassVar[Published]
 
@@ -57,7 +57,7 @@ def _builder(task: Published) -> type[Builder]:
     return type(task.name.capitalize(), (Builder,), {"__module__": __name__, **facts})
 
 
-# By the data set's name in TFDS. The last three builders are TFDS's own.
+# By the data set's name in TFDS. The last three builders are TFDS's.
 BUILDERS = {
     **{task.name: _builder(task) for task in (MSQA, KP20K, KPTIMES, WIKIHOWQA, SUMPUBMED)},
     "cnn_dailymail": CnnDailymail,
@@ -68,7 +68,16 @@ _FETCHED = ("cnn_dailymail", "scientific_papers")  # data sets that TFDS can dow
 
 
 def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) -> Path:
-    """Writes a data set as `PublishedTask` reads it; gives its directory. `manual_dir` "": TFDS downloads it."""
+    """Writes a data set for `PublishedTask` and returns its directory.
+
+    Args:
+      published: the data set.
+      manual_dir: the directory of the publisher's files; "": TFDS downloads them.
+      data_dir: the directory of prepared data sets; "": the directory of TFDS.
+
+    Raises:
+      UserError: files are missing or invalid, or cannot be downloaded.
+    """
     root = data_root(data_dir)
     directory = root / published.directory
     if look(directory / "dataset_info.json", "--data-dir:") == "file":
@@ -76,7 +85,7 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
         return directory
     name, *config, _ = published.directory.split("/")
     options = {"config": config[0]} if config else {}
-    with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS would print sizes it does not know
+    with contextlib.redirect_stdout(None if manual_dir else sys.stderr):  # TFDS would print sizes that it does not know
         with _without_bucket():
             builder = BUILDERS[name](data_dir=str(root), file_format="array_record", **options)
         if manual_dir:
@@ -90,7 +99,7 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
                 f"({command('prepare')}), or --manual-dir with {published.files}"
             )
         if manual_dir:
-            tfds.disable_progress_bar()  # `_checked` shows its own
+            tfds.disable_progress_bar()  # `_checked` shows progress instead
         download = tfds.download.DownloadConfig(manual_dir=manual_dir or None, try_download_gcs=False)
         try:
             builder.download_and_prepare(download_config=download)
@@ -101,7 +110,7 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
 
 @contextlib.contextmanager
 def _without_bucket() -> Iterator[None]:
-    """In the block TFDS does not ask its bucket for the data set, for which it would leave a directory behind."""
+    """A context in which TFDS does not query its bucket for the data set, which would create an empty directory."""
     looks = tfds.core.DatasetInfo.initialize_from_bucket
     tfds.core.DatasetInfo.initialize_from_bucket = lambda info: None
     try:
@@ -115,7 +124,11 @@ def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple
 
 
 def _checked(split: str, records: Records) -> Iterator[tuple[str, Record]]:
-    """Yields (key, record); raises a UserError for a repeated key, and for a split without records."""
+    """Yields (key, record).
+
+    Raises:
+      UserError: a key is repeated, or the split has no records.
+    """
     seen: dict[str, str] = {}
     with contextlib.closing(Progress(f"preparing {split}", None, unit="record")) as progress:
         for place, key, record in records:

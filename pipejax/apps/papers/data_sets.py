@@ -1,9 +1,9 @@
-"""The data sets of the papers: how the publisher's files of each become records, and records examples.
+"""The data sets of the papers: how the publisher's files become records, and how records become examples.
 
 MultiSpanQA (Li et al. 2022; the paper's MSQA), KP20k (Meng et al. 2017), KPTimes (Gallina et al. 2019), WikiHowQA (Deng
 et al. 2020), CNN/DailyMail (Hermann et al. 2015), PubMed (Cohan et al. 2018), SumPubMed (Gupta et al. 2021) and wikiHow
-(Koupaee and Wang 2018). CNN/DailyMail, PubMed and wikiHow have the form of TFDS's cnn_dailymail 3.4.0,
-scientific_papers/pubmed 1.1.1 and wikihow/all 1.2.0; TFDS prepares them with TensorFlow, and this module without.
+(Koupaee and Wang 2018). CNN/DailyMail, PubMed and wikiHow have the same records as TFDS's cnn_dailymail 3.4.0,
+scientific_papers/pubmed 1.1.1 and wikihow/all 1.2.0. TFDS needs TensorFlow to prepare these; this module does not.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from pipejax.data.tables import Dialect, TextTable, lines_of
 from pipejax.data.text import keyphrases, sentences, split_rows
 from pipejax.system.errors import UserError
 
-VALIDATION = {"train": "train", "dev": "validation", "test": "test"}  # TFDS's names of splits
+VALIDATION = {"train": "train", "dev": "validation", "test": "test"}  # TFDS's names of the splits
 LISTS = {"train": ["all_train.txt"], "validation": ["all_val.txt"], "test": ["all_test.txt"]}
 
 # MultiSpanQA: questions whose answer is several spans of a document. The official test set has no labels. So the test
 # split is the official valid.json (653 examples), and the dev split is an eighth of train.json (653 of 5,230): the
 # examples whose ids have the smallest BLAKE2b digests. Files in the other layout, arrays of objects with "answers",
-# have a dev split of their own and keep their splits.
+# already have a dev split and keep their splits.
 DEV_SHARE = 8
 
 
@@ -61,7 +61,7 @@ def _questions(file: File) -> Records:
 
 
 def _from_labels(value: Object, place: str) -> tuple[str, str, list[str]]:
-    """Question, context and answers of the official layout: lists of words, and a label B, I or O a context word."""
+    """Returns question, context and answers of the official layout: lists of words, with a label B, I or O per word."""
     question, context = texts_of(value, "question", place), texts_of(value, "context", place)
     labels = texts_of(value, "label", place)
     if len(labels) != len(context):
@@ -80,7 +80,7 @@ def _from_labels(value: Object, place: str) -> tuple[str, str, list[str]]:
 
 
 def _from_offsets(value: Object, place: str) -> tuple[str, str, list[str]]:
-    """Question, context and answers of the other layout: texts, and each answer as [text, [start, end]]."""
+    """Returns question, context and answers of the other layout: texts, and each answer as [text, [start, end]]."""
     question, context = text_of(value, "question", place), text_of(value, "context", place)
     pairs = value_of(value, "answers", place)
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
@@ -105,7 +105,7 @@ MSQA = Published(
 )
 
 # KP20k: keyphrases of computer science abstracts. The files may have either of two layouts: the release's JSON lines,
-# or the text files of later work, which are lower-cased and have <digit> for every number. In those a source line is
+# or the text files of later work, which are in lower case and have <digit> for every number. In these, a source line is
 # `title <eos> abstract`, and a target line has keyphrases separated by ";".
 PRESENT_END = "<peos>"  # separates present from absent phrases in target lines
 
@@ -149,7 +149,11 @@ def _abstracts(name: str, file: File, *, need_id: bool = False) -> Records:
 
 
 def _phrases(value: Object, place: str, key: str = "keyword") -> list[str]:
-    """The keyphrases: text with ";" between them, or a list of texts or of lists of variants, joined by ","."""
+    """Returns the keyphrases of a record.
+
+    The value is a text with ";" between keyphrases, or a list of texts, or of lists of variants, which are joined by
+    ",".
+    """
     found = value_of(value, key, place)
     if isinstance(found, str):
         return split_rows(found, ";")
@@ -288,7 +292,11 @@ def _stories(urls: File, stories: Mapping[str, File]) -> Records:
 
 
 def _parse(story: File) -> tuple[str, str]:
-    """The article as one line, each line of it with a full stop or the like, and the highlights on one line each."""
+    """Returns the article and the highlights of a story.
+
+    The article is one line, and each of its former lines ends with a full stop or similar. The highlights are one per
+    line.
+    """
     article: list[str] = []
     highlights: list[str] = []
     part = article
@@ -353,7 +361,7 @@ PUBMED = Published(
 )
 
 # SumPubMed: biomedical articles and their summaries. The paper cites it but reports on PubMed. There is no official
-# split: the BLAKE2b digest of an article's number decides it. Dev and test get a twentieth each, train the rest.
+# split, so the BLAKE2b digest of an article's number decides it. Dev and test get a twentieth each, train the rest.
 SHARES = 20
 
 
@@ -393,7 +401,7 @@ SUMPUBMED = Published(
 
 # wikiHow: articles and the first lines of their steps, from the publisher's CSV file and lists of titles.
 COLUMNS = ("headline", "title", "text")
-MOST = 0.75  # a headline of at least this part of the text's length is no summary
+MOST = 0.75  # a headline longer than this share of the text's length is not a summary
 
 
 def _wikihow(manual: Manual) -> Mapping[str, Records]:
@@ -402,7 +410,7 @@ def _wikihow(manual: Manual) -> Mapping[str, Records]:
 
 
 def _steps(table: File, titles: File) -> Records:
-    """The rows of the CSV file whose titles are in a list, filtered and cleaned as TFDS does."""
+    """Yields the rows of the CSV file whose titles are in a list, filtered and cleaned like TFDS's."""
     wanted = {line.strip() for _, line in titles.lines()}
     with table.open() as file:
         rows = TextTable(lines_of(file, str(table)), str(table), Dialect(",", "quote"), tell=False).records()
@@ -427,5 +435,5 @@ WIKIHOW = Published(
     max_length=768,
 )
 
-# In the order of the paper's Table 1, which has no SumPubMed and no wikiHow.
+# In the order of the paper's Table 1, which does not have SumPubMed and wikiHow.
 PUBLISHED = {task.name: task for task in (MSQA, KP20K, KPTIMES, WIKIHOWQA, CNN_DAILYMAIL, PUBMED, SUMPUBMED, WIKIHOW)}

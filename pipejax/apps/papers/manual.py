@@ -1,4 +1,4 @@
-"""Finds a publisher's files in the directory to which the user downloaded them: in any folder or in a zip."""
+"""Finds a publisher's files in the directory to which the user downloaded them, in its folders and zip files."""
 
 import functools
 import io
@@ -18,13 +18,13 @@ from pipejax.system.files import look
 
 logger = logging.getLogger(__name__)
 
-WHOLE = 2**31  # bytes; every known file that is read as a whole is shorter
+WHOLE = 2**31  # bytes; every known file that is read as a whole is smaller
 # zipfile raises these for a member that is damaged, encrypted, or compressed by an unknown method.
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, NotImplementedError, OSError)
 
 
 class File(NamedTuple):
-    """A file, or a member of a zip, opened only when it is read."""
+    """A file, or a member of a zip file, opened only when it is read."""
 
     path: Path
     member: str = ""
@@ -61,9 +61,13 @@ class File(NamedTuple):
             yield from read_objects(lines, str(self))
 
     def read(self) -> bytes:
-        """The whole content; raises a UserError if that is longer than WHOLE."""
+        """Returns the whole content.
+
+        Raises:
+          UserError: it is longer than WHOLE, or cannot be read.
+        """
         with self.open() as file:
-            # zipfile reads no more of a member than its header says.
+            # zipfile reads no more of a member than its header declares.
             size = _archive(self.path).getinfo(self.member).file_size if self.member else self.path.stat().st_size
             if size > WHOLE:
                 raise UserError(f"{self}: found {size >> 30} GiB; expected a publisher's file of at most {WHOLE >> 30}")
@@ -74,7 +78,10 @@ class Manual:
     """The directory of --manual-dir, with all files in its folders and zips."""
 
     def __init__(self, directory: str | Path, *, expected: str) -> None:
-        """Lists the directory and its zips; `expected` says in errors which files it should hold."""
+        """Lists the directory and its zip files.
+
+        `expected` describes the files that it should contain, for messages.
+        """
         self.directory, self.expected = Path(directory), expected
         if (found := look(self.directory, "--manual-dir")) != "directory":
             raise UserError(
@@ -91,6 +98,7 @@ class Manual:
                 yield File(path)
 
     def find(self, *names: str) -> File | None:
+        """Returns the file with one of these names, or None."""
         for name in names:
             found = [file for file in self.files if file.name == name]
             depth = [len(Path(str(file)).parts) for file in found]
@@ -101,10 +109,15 @@ class Manual:
         return None
 
     def need(self, *names: str) -> File:
+        """Returns the file with one of these names.
+
+        Raises:
+          UserError: there is none.
+        """
         return self.find(*names) or self.missing(names[0])
 
     def splits(self, names: Mapping[str, Sequence[str]]) -> dict[str, File]:
-        """The file of each split that has one, given the possible names by split; the log names the other splits."""
+        """Returns the file of each split that has one, given the possible names by split; logs the other splits."""
         found = {split: file for split, options in names.items() if (file := self.find(*options))}
         if not found:
             self.missing(" or ".join(name for options in names.values() for name in options))
@@ -113,7 +126,11 @@ class Manual:
         return found
 
     def inside(self, folder: str) -> dict[str, File]:
-        """The files in all folders of that name, by file name; raises a UserError if there are none."""
+        """Returns the files in all folders of this name, by file name.
+
+        Raises:
+          UserError: there are none.
+        """
         found = {file.name: file for file in reversed(self.files) if file.folder == folder}
         return found or self.missing(f"{folder}/")
 
@@ -123,7 +140,11 @@ class Manual:
 
 @functools.lru_cache(maxsize=4)  # opening a zip of 60,000 files takes longer than reading one of them
 def _archive(path: Path) -> zipfile.ZipFile:
-    """Opens a zip and keeps the latest ones open; raises a UserError if it cannot be read."""
+    """Opens a zip file, and keeps the latest ones open.
+
+    Raises:
+      UserError: it cannot be read.
+    """
     try:
         return zipfile.ZipFile(path)
     except (*_UNREADABLE, ValueError) as error:  # ValueError: member names that cannot be decoded

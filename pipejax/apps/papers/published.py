@@ -25,17 +25,17 @@ class Published:
     """Everything that differs between data sets: their files, their fields, and how a record becomes an example."""
 
     name: str
-    directory: str  # below the data directory: TFDS's NAME/VERSION, or NAME/CONFIG/VERSION
-    files: str  # for errors: the files that `--manual-dir` should hold, and their address
-    read: Callable[[Manual], Mapping[str, Records]]  # the records by TFDS's name of the split
+    directory: str  # relative to the data directory: TFDS's NAME/VERSION, or NAME/CONFIG/VERSION
+    files: str  # for messages: the files that `--manual-dir` should contain, and their address
+    read: Callable[[Manual], Mapping[str, Records]]  # returns the records by TFDS's name of the split
     source: Callable[[Record], str]  # the model's input
-    targets: Callable[[Record], Sequence[str]]  # the rows
-    grid: GridConfig  # the paper's bounds if they cut few examples, else wider ones
+    targets: Callable[[Record], Sequence[str]]  # the target rows
+    grid: GridConfig  # the paper's limits if they cut few examples, else wider ones
     max_target: int  # tokens of a training target
-    max_length: int  # tokens that the sequential decoder generates at most
+    max_length: int  # the most tokens that the sequential decoder generates
     metric: str = "rouge_score"
     separator: str = " "
-    # The type of each field: str, or list for a list of str. TFDS's own builders need none.
+    # The type of each field: str, or list for a list of str. TFDS's builders need none.
     fields: Mapping[str, type] = dataclasses.field(default_factory=dict)
     # TFDS's name of each split.
     splits: Mapping[str, str] = dataclasses.field(default_factory=lambda: {s: s for s in ("train", "dev", "test")})
@@ -43,7 +43,7 @@ class Published:
 
 
 def data_root(data_dir: str) -> Path:
-    """The directory of prepared data sets: `data_dir`, or if that is "", $TFDS_DATA_DIR or ~/tensorflow_datasets."""
+    """Returns the directory of prepared data sets: `data_dir`, else $TFDS_DATA_DIR or ~/tensorflow_datasets."""
     with extra("data", "data.data_dir"):
         import tensorflow_datasets as tfds
 
@@ -51,7 +51,7 @@ def data_root(data_dir: str) -> Path:
 
 
 class PublishedTask(Task):
-    """The task of a data set that `pipejax data prepare` wrote; an example is read when it is accessed."""
+    """The task of a data set that `pipejax data prepare` wrote. An example is read on access."""
 
     def __init__(self, published: Published, config: DataConfig) -> None:
         self.published, self.metric = published, config.metric or published.metric
@@ -71,7 +71,7 @@ class PublishedTask(Task):
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
     def source(self, value: Object, place: str) -> str:
-        """The record's "source" unchanged if it has one; else the source that its fields make, spelt as in training."""
+        """Returns the record's "source" unchanged if it has one, else the source made of its fields as in training."""
         if "source" in value:
             return text_of(value, "source", place)
         return plain_text(self.published.source(_Fields(value, place)), self.published.placeholders)
@@ -107,7 +107,7 @@ class PublishedTask(Task):
 
 
 class _Fields(Record):
-    """A user's record: reading a field that is absent or not text raises a UserError that names the place."""
+    """A user's record. Reading a field that is absent or not text raises a UserError that names the place."""
 
     def __init__(self, value: Object, place: str) -> None:
         super().__init__(value)
@@ -118,7 +118,7 @@ class _Fields(Record):
 
 
 class _Braces(dict[str, str]):
-    """A record in which every field is its own name in braces: a source of it is the template of all sources."""
+    """A record in which the value of every field is its name in braces; its source is the template of all sources."""
 
     def __missing__(self, key: str) -> str:
         return f"{{{key}}}"

@@ -1,4 +1,4 @@
-"""A picture of one record: its grid as it fills, as SVG or as a page that plays it. Standard library only."""
+"""Pictures of a record: its grid while it fills, as SVG or as an animated page. Imports only the standard library."""
 
 from pipejax.apps.picture.grid_svg import fill, svg
 from pipejax.apps.picture.page import html

@@ -1,6 +1,6 @@
-"""The grid of one example, call by call of the decoder: what was drafted, and what came of it.
+"""The grid of one example, call by call of the decoder: the drafts, and whether they were accepted.
 
-A row of the picture has two lines: what is written, and under it the drafts that were not accepted.
+A row of the picture has two lines: the written tokens, and below them the rejected drafts.
 """
 
 import dataclasses
@@ -11,15 +11,16 @@ from pipejax.apps.picture.grid_svg import LEFT, RIGHT, Grid, column_of, open_svg
 from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten
 from pipejax.system.markup import count, escape
 
-BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of what is written, of a rejected draft, and what parts two rows
-MOST = 20  # columns that are fitted to the page; more of them make it wider, as texts are to be read
+BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of a written token, height of a rejected draft, and the gap between rows
+MOST = 20  # columns that fit the page; with more, the page gets wider, so that texts stay readable
 FILL = {"own": "#9dc5eb", "accepted": "#cfe39a"}
-MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}  # colours are not for everybody
+# In addition to colours, for readers who cannot tell these apart.
+MARKS = {"own": "", "accepted": "✓ ", "rejected": "✗ "}
 SAID = {"own": "written without a draft", "accepted": "accepted draft", "rejected": "rejected draft"}
 
 
 class RowCall(NamedTuple):
-    """A row in a call, as in the trace of a record; drafts are texts."""
+    """One row in a call, from the trace of a record; drafts are texts."""
 
     row: int
     written: int
@@ -29,23 +30,23 @@ class RowCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A token at a place of the grid: written in a call, or drafted in it and not accepted."""
+    """A token at a position of the grid: written in a call, or drafted and rejected."""
 
     row: int
     time: int
-    call: int  # from 1
+    call: int  # number of the call, from 1
     kind: str  # "own", "accepted" or "rejected"
     text: str
-    is_written: bool  # whether the row has this very token there in the end
-    until: int | None = None  # the next call of which a rejected draft stands there
+    is_written: bool  # whether the finished row has this token at this position
+    until: int | None = None  # the call whose rejected draft replaces this one at its position
 
 
 def marks(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> list[Mark]:
-    """The tokens that the calls wrote and those that they did not accept, in the order of the calls."""
+    """Returns the tokens that the calls wrote and the drafts that they rejected, in the order of the calls."""
     texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
     found: list[Mark] = []
-    next_of: dict[tuple[int, int], int] = {}  # of each place the rejected draft that stands there last
-    fronts: dict[int, int] = {}  # of each row the time of its newest token
+    next_of: dict[tuple[int, int], int] = {}  # by position, the index of the rejected draft shown there last
+    fronts: dict[int, int] = {}  # by row, the time of its newest token
     for number, call in enumerate(calls, start=1):
         for row, written, accepted, drafted in call:
             front = fronts.get(row, row * grid.delay)
@@ -74,9 +75,10 @@ def facts_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
 
 
 def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
-    """All calls in one SVG, in which the page shows one after the other; as it stands it shows the last."""
+    """Returns all calls as one SVG. The page shows one call at a time; without the page, the last call is visible."""
     found, last = marks(grid, calls), len(calls)
-    first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}  # call that asks a row
+    # The first call that covers a row.
+    first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}
     height_in_rows = max(first.keys() | {cell.row for cell in grid.cells}, default=-1) + 1
     columns = max([grid.steps, *(mark.time for mark in found)]) + 1
     column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), min(columns, MOST))

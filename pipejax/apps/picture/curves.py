@@ -16,9 +16,9 @@ from pipejax.training.compare import COLUMNS, log_of, summary
 from pipejax.training.run_log import Line
 
 Points = list[tuple[int, float]]  # steps and values
-COLOURS = 8  # of runs; further runs repeat them
+COLOURS = 8  # number of colours for runs; further runs reuse them
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 260, 64, 16, 12, 30  # pixels of a chart, and of its margins
-MOST = 800  # the most points of a curve, about one for each pixel; more points are averaged
+MOST = 800  # the most points of a curve, about one per pixel; if there are more, neighbours are averaged
 
 
 class Curve(NamedTuple):
@@ -31,16 +31,16 @@ class Curve(NamedTuple):
 
 
 def page(*runs: str | Path) -> str:
-    """The page of curves of these runs, as HTML.
+    """Returns the page with the curves of these runs, as HTML.
 
     Raises:
-      UserError: a run has no log that can be read.
+      UserError: the log of a run is absent or cannot be read.
     """
     return html([str(run) for run in runs], [log_of(str(run)) for run in runs])
 
 
 def html(runs: Sequence[str], logs: Sequence[Sequence[Line]]) -> str:
-    """One page for these runs and the lines of their logs."""
+    """Returns one page for these runs and the lines of their logs."""
     sections = []
     for heading, curves in charts(logs).items():
         if any(curve.points for curve in curves):
@@ -68,7 +68,7 @@ def html(runs: Sequence[str], logs: Sequence[Sequence[Line]]) -> str:
 
 
 def charts(logs: Sequence[Sequence[Line]]) -> dict[str, list[Curve]]:
-    """The curves of each chart, by its heading. Scores by different metrics are in different charts."""
+    """Returns the curves of each chart, by its heading. Scores by different metrics are in different charts."""
     found: dict[str, list[Curve]] = {"Loss (dashed: of the dev split)": []}
     for run, log in enumerate(logs):
         found["Loss (dashed: of the dev split)"] += [
@@ -87,7 +87,7 @@ def charts(logs: Sequence[Sequence[Line]]) -> dict[str, list[Curve]]:
 
 
 def points(log: Sequence[Line], event: str, key: str) -> Points:
-    """The finite values of a key, in the order of steps; of a step that was logged twice, the last value."""
+    """Returns the finite values of a key by step, in order; if a step was logged twice, the last value."""
     found: dict[int, float] = {}
     for line in log:
         value = line.get(key)
@@ -97,14 +97,14 @@ def points(log: Sequence[Line], event: str, key: str) -> Points:
 
 
 def thinned(some: Points) -> Points:
-    """At most MOST points: the means of equal runs of neighbours."""
+    """Returns at most MOST points: the means of groups of neighbours."""
     size = math.ceil(len(some) / MOST)
     parts = [some[i : i + size] for i in range(0, len(some), size)] if size > 1 else [[point] for point in some]
     return [(round(sum(x for x, _ in part) / len(part)), sum(y for _, y in part) / len(part)) for part in parts]
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from low to high: at most `most` + 1, and at least 2."""
+    """Returns multiples of 1, 2 or 5 times a power of ten from low to high: at least 2 and at most `most` + 1."""
     rough = (high - low) / most or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -112,7 +112,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def chart(curves: Sequence[Curve], runs: Sequence[str]) -> str:
-    """The curves over steps, as SVG; a curve of one point is a dot."""
+    """Returns the curves over steps as SVG; a curve with one point is a dot."""
     values = [y for curve in curves for _, y in curve.points]
     last = max(x for curve in curves for x, _ in curve.points)
     low, high = min(values), max(values)
@@ -121,7 +121,7 @@ def chart(curves: Sequence[Curve], runs: Sequence[str]) -> str:
     if low == high:
         low, high = low - abs(low or 1) / 2, high + abs(high or 1) / 2
     marks = ticks(low, high)
-    if marks[-1] < high:  # the topmost line is above all curves
+    if marks[-1] < high:  # the topmost line must be above all curves
         marks.append(marks[-1] + marks[1] - marks[0])
         high = marks[-1]
 

@@ -1,7 +1,7 @@
-"""The grid of one example as it fills, as SVG.
+"""The grid of one example while it fills, as SVG.
 
-Rows and times are those of `pipejax.grid`: the j-th generated token of row i, eos included, stands at time
-i * delay + j, where i counts from 0 and j from 1.
+Rows and times are as in `pipejax.grid`: the j-th generated token of row i, including eos, is at time i * delay + j,
+where i counts from 0 and j from 1.
 """
 
 import dataclasses
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pipejax.apps.picture.text import INK, QUIET, dotted, label, shorten, text_width
 from pipejax.system.markup import FONT, count, escape
 
-PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # first, middle and last time-step
+PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # colours of the first, middle and last time-step
 LEFT, RIGHT, TOP = 84, 20, 52  # pixels around the grid
-NARROWEST, WIDEST = 46, 104  # columns
-ROOM = 1600  # columns get narrower to keep the grid within it
-STRIP, STRIP_ROOM = 10, 960  # height of a strip of steps, and its greatest length
+NARROWEST, WIDEST = 46, 104  # pixels: limits of a column's width
+ROOM = 1600  # pixels: columns get narrower to keep the grid within this width
+STRIP, STRIP_ROOM = 10, 960  # pixels: height and maximum length of a strip of steps
 TRUNCATIONS = {
     None: "",
     "sub_max": "; truncated: no further row was allowed (sub_max)",
@@ -24,7 +24,7 @@ TRUNCATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One place of the grid, filled at its time."""
+    """One position of the grid, filled at its time."""
 
     row: int
     time: int
@@ -38,9 +38,9 @@ class Grid:
     delay: int
     steps: int
     truncated: str | None
-    cells: tuple[Cell, ...]  # with the empty last row, if there was one
-    sequential: tuple[int, ...]  # for each sequential step: its token's time here; 0: separator or eos
-    names: tuple[str | None, ...] = ()  # of rows that have one
+    cells: tuple[Cell, ...]  # includes the empty last row, if there was one
+    sequential: tuple[int, ...]  # for each sequential step, the pipelined time of its token; 0: separator or eos
+    names: tuple[str | None, ...] = ()  # by row; None: the row has no name
 
     @property
     def height(self) -> int:
@@ -52,7 +52,7 @@ class Grid:
         return "empty row" if len(self.rows) == row < self.height else f"row {row + 1}"
 
     def label_of(self, row: int) -> str:
-        """The name of a row as far as the margin has room for it."""
+        """Returns the name of a row, shortened to the space in the margin."""
         return shorten(self.name_of(row), (LEFT - 16) / 11)
 
 
@@ -67,7 +67,13 @@ def fill(
 ) -> Grid:
     """Places tokens, bos, eos and the empty last row on the grid (paper sections 3.2 and 3.3).
 
-    `names`: of the rows; a row without one, or with None, is "row" and its number.
+    Args:
+      rows: token texts of each row.
+      delay: time-steps between the starts of two rows.
+      truncated: the limit that cut the answer, or None.
+      steps: the number of time-steps; None: computed from the rows.
+      empty_row: whether an empty row ended the answer.
+      names: the names of the rows; a row without one is shown as "row" and its number.
     """
     if delay < 0:
         raise ValueError(f"delay: expected at least 0; got {delay}")
@@ -94,11 +100,11 @@ def fill(
 
 
 def svg(grid: Grid, *, page: bool = False) -> str:
-    """The grid as a standalone SVG that reads well on white and on dark.
+    """Returns the grid as a standalone SVG that is legible on light and dark backgrounds.
 
-    Time-steps run across, rows down, and a colour is a time-step. Beneath, on one scale: the steps of the pipelined
-    decoder, and those that a sequential one takes for the same text. `page`: for a page, which moves the current
-    time-step, without a caption.
+    Time-steps are horizontal, rows vertical, and the colour shows the time-step. Below, on one scale: the steps of the
+    pipelined decoder, and those that a sequential decoder takes for the same text. With `page`, the SVG has no caption,
+    and the page sets the current time-step.
     """
     pitch, top, caption = pitch_of(grid), top_of(page=page), facts(grid)
     column, size = _column_of_tokens(grid)
@@ -130,7 +136,7 @@ def svg(grid: Grid, *, page: bool = False) -> str:
 
 
 def open_svg(width: int, height: int, labels: str) -> str:
-    """The start of an SVG that elements with these ids describe."""
+    """Returns the start of an SVG element that is described by the elements with these ids."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-labelledby="{labels}" font-family="{FONT}">'
@@ -202,7 +208,7 @@ def _describe(grid: Grid) -> str:
 
 
 def column_of(texts: Iterable[str], columns: int) -> tuple[int, float]:
-    """Pixels from column to column, and the font size, for tokens of these texts in so many columns."""
+    """Returns the column width in pixels and the font size, for tokens of these texts in this many columns."""
     size = 10.5 if ROOM / columns < 60 else 12.0
     longest = max(map(text_width, texts), default=0.0)
     return round(min(max(longest * size + 20, NARROWEST), WIDEST, max(ROOM / columns, NARROWEST))), size

@@ -1,7 +1,7 @@
-"""The page around a picture. page.html has its layout, its colours and the script that plays it, drafts.html a section.
+"""The page around a picture. page.html has its layout, colours and script; drafts.html has the section about drafts.
 
-Both are `string.Template`s. Elements with data-time or data-done are "off" before that time-step; those with data-call
-before that call, and from the call data-until on.
+Both are instances of `string.Template`. Elements with data-time or data-done are hidden before that time-step; elements
+with data-call are hidden before that call, and from the call in data-until on.
 """
 
 import importlib.resources
@@ -15,8 +15,8 @@ from pipejax.apps.picture.grid_svg import Grid, facts, pitch_of, svg, top_of, wi
 from pipejax.apps.picture.text import INK, mark, text_width
 from pipejax.system.markup import FONT, escape
 
-LEAST = 920  # pixels; a wider drawing shrinks to the page, but not below: it is scrolled
-WIDEST = 1500  # pixels of the page
+LEAST = 920  # pixels; a wider drawing shrinks to the page down to this width, then scrolls
+WIDEST = 1500  # maximum width of the page in pixels
 
 
 def html(
@@ -27,7 +27,15 @@ def html(
     calls: Sequence[Sequence[RowCall]] | None = None,
     title: str = "Pipelined decoding, step by step",
 ) -> str:
-    """One page that loads nothing from elsewhere and fills the grid step by step; rows have their `texts` beside."""
+    """Returns a self-contained page that fills the grid step by step.
+
+    Args:
+      grid: the grid.
+      source: the source's text.
+      texts: the text of each row, shown beside it.
+      calls: the calls of a record with a trace; None: no section about drafts.
+      title: the page's title.
+    """
     texts = [" ".join(row) for row in grid.rows] if texts is None else texts
     ends = {cell.row: cell.time for cell in grid.cells if cell.kind == "eos"}
     finished = [ends.get(i, grid.steps) for i in range(len(grid.rows))]

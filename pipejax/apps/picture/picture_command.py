@@ -1,4 +1,4 @@
-"""`pipejax picture`: draws one record of what `pipejax decode` wrote, or the curves of runs.
+"""`pipejax picture`: draws one record of the output of `pipejax decode`, or the curves of runs.
 
 pipejax picture RECORDS.jsonl --id ID --output PICTURE.html
 pipejax picture RUN [RUN ...] --output CURVES.html
@@ -15,7 +15,7 @@ from pipejax.system.markup import count
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draws one record of what `pipejax decode` wrote, or the curves of runs."""
+    """Draws one record of the output of `pipejax decode`, or the curves of runs."""
     parser = record_picture.make_parser()
     flags = parser.parse_args(argv)
     are_runs = [look(Path(path), "") == "directory" for path in flags.inputs]

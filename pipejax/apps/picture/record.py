@@ -1,4 +1,4 @@
-"""The parts of a record that a picture needs, checked: a forged or a wrong one is refused in one line."""
+"""Checks the parts of a record that a picture needs; an inconsistent record is refused with a UserError."""
 
 import reprlib
 from collections import Counter
@@ -16,7 +16,7 @@ from pipejax.system.errors import UserError
 
 
 def find_record(path: str, name: str | None) -> tuple[str, Object]:
-    """The record with that id (the line number where it has none), or the first, and where it stands."""
+    """Returns the record with this id (or this line number, without ids), or the first record; and its "FILE:LINE"."""
     for place, record in read_records(path):
         if name is None or str(id_of(record, place)) == name:
             return place, record
@@ -26,13 +26,17 @@ def find_record(path: str, name: str | None) -> tuple[str, Object]:
 def with_pieces(record: Object, piece: Callable[[int], str], place: str) -> Object:
     ids = record.get("row_ids")
     if not _is_table(ids):
-        return record  # `tokens` refuses it
+        return record  # `tokens` reports the error
     named = {str(i): piece(i) for row in ids for i in row if type(i) is int}
     return {**record, "pieces": {**named, **_pieces(record, place)}}
 
 
 def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
-    """Token texts and whole text of each row: from `row_tokens`, `pieces` or the row's words, or numbered pieces."""
+    """Returns the token texts and the whole text of each row.
+
+    The token texts come from `row_tokens`, from `pieces`, or from splitting the row into words; without any text they
+    are numbered.
+    """
     ids = record.get("row_ids")
     texts = record.get("rows")
     found = record.get("row_tokens")
@@ -61,7 +65,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
 
 
 def names(record: Object, texts: Sequence[str], config: Config | None) -> list[str | None]:
-    """The names of the rows with these texts, None for a row without one.
+    """Returns the names of the rows with these texts; None for a row without one.
 
     Rows are named by `data.columns` or `grid.row_names` of the config, else by the columns in the record.
     """
@@ -72,13 +76,18 @@ def names(record: Object, texts: Sequence[str], config: Config | None) -> list[s
         named = columns_of(config.data.columns, config.grid.row_names)
     of_text = {text: name for name, text in named.items()}
     found = [of_text[parts[0]] if (parts := split_row(text, of_text, fold)) else None for text in texts]
-    if not any(found) and len(texts) == len(named):  # the tokenizer does not give the names back, so places count
+    # The tokenizer does not reproduce the names, so positions determine them.
+    if not any(found) and len(texts) == len(named):
         return [*named]
     return found
 
 
 def steps(record: Object, rows: list[list[str]], delay: int, place: str) -> int:
-    """The record's steps, once they agree with its rows: with another delay the picture would be wrong."""
+    """Returns the record's steps.
+
+    Raises:
+      UserError: the steps do not agree with the rows; the picture would be wrong with another delay.
+    """
     found, truncated = end_of(record, place)
     if not _agree(rows, delay, found, truncated):
         needed = fill(rows, delay=delay, truncated=truncated).steps
@@ -89,9 +98,12 @@ def steps(record: Object, rows: list[list[str]], delay: int, place: str) -> int:
 
 
 def delays(record: Object, rows: list[list[str]], place: str) -> list[int]:
-    """The delays that agree with the record's rows and steps, from the least: a record does not say its own."""
+    """Returns the delays that agree with the record's rows and steps, in increasing order.
+
+    A record does not contain its delay.
+    """
     found, truncated = end_of(record, place)
-    most = min(found // max(len(rows) - 1, 1), GRID) if rows else 1  # with a longer one the last row would not begin
+    most = min(found // max(len(rows) - 1, 1), GRID) if rows else 1  # with a longer delay the last row would not begin
     return [delay for delay in range(most + 1) if _agree(rows, delay, found, truncated, literal=False)]
 
 
@@ -118,7 +130,10 @@ def end_of(record: Object, place: str) -> tuple[int, str | None]:
 
 
 def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None, *, literal: bool = True) -> bool:
-    """Whether these rows take so many steps; `literal`: also by that stop, which may need no empty row."""
+    """Whether these rows take this many steps.
+
+    With `literal`, also by the literal stopping rule, which needs no empty row.
+    """
     ends, next_start = max((i * delay + len(row) + 1 for i, row in enumerate(rows)), default=1), len(rows) * delay
     if truncated == "time_max":  # a row was open, or all had ended and no other could begin in time
         return steps == ends - 1 or ends <= steps <= next_start
@@ -127,7 +142,11 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
 
 
 def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
-    """The calls that `decode.trace` left in a record, once they agree with its checked rows; None: it left none."""
+    """Returns the calls in a record's trace (`decode.trace`), or None if it has none.
+
+    Raises:
+      UserError: the trace does not agree with the rows.
+    """
     if (trace := record.get("trace")) is None:
         return None
     if not _is_table(trace):
@@ -140,7 +159,8 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
     taken, truncated = end_of(record, place)
     grid = fill([[*map(str, row)] for row in ids], delay=delay, truncated=truncated, steps=taken)
     wanted_of = Counter(cell.row for cell in grid.cells if cell.kind != "bos")
-    known, written_of = -1, Counter[int]()  # the last row asked so far, and what is written
+    # The last row that a call has covered so far, and the number of tokens by row.
+    known, written_of = -1, Counter[int]()
     found = []
     for number, call in enumerate(trace, start=1):
         asked, last = [], -1
@@ -153,7 +173,7 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
                 raise UserError(f"{at}; expected a row from {last + 1} to {known + 1}, in order")
             known, last, before = max(known, row), row, written_of[row]
             written_of[row] += written
-            line = [*ids[row], None] if row < len(ids) else [None]  # None: the eos, whatever its id
+            line = [*ids[row], None] if row < len(ids) else [None]  # None stands for eos, whatever its id
             ends = written_of[row] == len(line)
             if not (
                 written_of[row] <= wanted_of[row]
@@ -167,7 +187,7 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
                 raise UserError(f"{at}; expected accepted drafts that are in row_ids")
             asked.append(RowCall(row, written, accepted, tuple(_piece(i, pieces) for i in drafted)))
         found.append(asked)
-    if truncated == "time_max" and not written_of[len(ids)]:  # all rows that may be were in use
+    if truncated == "time_max" and not written_of[len(ids)]:  # all rows that may exist have begun
         del wanted_of[len(ids)]
     for row, wanted_tokens in wanted_of.items():
         if written_of[row] != wanted_tokens:

@@ -47,7 +47,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draws one record of what `pipejax decode` wrote."""
+    """Draws one record of the output of `pipejax decode`."""
     return draw(make_parser().parse_args(argv))
 
 
@@ -62,7 +62,7 @@ def draw(flags: argparse.Namespace) -> int:
     place, found = record.find_record(flags.inputs[0], flags.id)
     settings, can_draw = None, [*methods.methods_with(Config(), "draw")]
     if flags.checkpoint:
-        from pipejax.data.tokenizer import Tokenizer  # takes a second
+        from pipejax.data.tokenizer import Tokenizer  # the import takes a second
 
         settings = config.load(Path(flags.checkpoint) / "config.json", imports=False)
         if settings.method is not None:
@@ -70,7 +70,8 @@ def draw(flags: argparse.Namespace) -> int:
             can_draw = [*methods.methods_with(Config(method=settings.method), "draw")]
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
-    if (name := found.get("method")) is not None and name not in can_draw:  # former records do not say it
+    # Records of older releases do not contain the method.
+    if (name := found.get("method")) is not None and name not in can_draw:
         raise UserError(f"{place}: method: found {name!r}; expected {' or '.join(can_draw)}, whose rows can be drawn")
     known = settings.grid if settings is not None else None
     rows, texts = record.tokens(found, place)
@@ -101,13 +102,13 @@ def draw(flags: argparse.Namespace) -> int:
 def _delay(
     found: Object, rows: list[list[str]], place: str, *, given: int | None, grid: GridConfig | None
 ) -> tuple[int, list[str]]:
-    """The time-steps between the starts of two rows, and what is to be said of how they are known."""
+    """Returns the time-steps between the starts of two rows, and remarks on how they were determined."""
     if given is not None:
         return given, []
     fit = record.delays(found, rows, place)
     if grid is not None and (grid.delay in fit or grid.stop == "literal"):
         return grid.delay, []
-    likely = [delay for delay in fit if delay] or fit  # with 0 rows have names, which is rare
+    likely = [delay for delay in fit if delay] or fit  # with delay 0 rows have names, which is rare
     said = [f"its steps do not fit the checkpoint's {grid.delay}"] if grid is not None and fit else []
     if len(fit) > 1 and rows:
         others = [str(delay) for delay in fit if delay != likely[0]]
@@ -127,8 +128,8 @@ def _source(path: str, name: str, settings: Config | None) -> tuple[object, list
 def _empty_row(
     found: Object, rows: list[list[str]], calls: list[list[RowCall]] | None, *, is_due: bool, sub_max: int | None
 ) -> tuple[bool, list[str]]:
-    """Whether an empty row began, if there was time for it, and what is to be said where nobody knows."""
-    if calls is not None:  # a record does not say it, but a trace does
+    """Returns whether an empty row began, if there was time for it, and remarks if that is unknown."""
+    if calls is not None:  # a trace shows it, the record itself does not
         return any(one.written and one.row == len(rows) for call in calls for one in call), []
     if found.get("truncated") != "time_max" or not is_due:
         return True, []

@@ -1,4 +1,4 @@
-"""The text of a picture: measured, cut, placed; and a source with the rows found in it marked."""
+"""The texts of a picture: measured, shortened and placed; and a source in which the rows found in it are marked."""
 
 import re
 import unicodedata
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from pipejax.system.markup import escape
 
-INK, QUIET = "#1d2733", "#768290"  # on a coloured cell; on the page, which may be white or dark
+INK, QUIET = "#1d2733", "#768290"  # colours of text on a cell, and on the page, which may be light or dark
 
 
-_WIDTHS = {**dict.fromkeys("iljtfrI.,:;'|!()[] ", 0.34), **dict.fromkeys("mwMW@%—", 0.95)}  # in sizes of the font
+_WIDTHS = {**dict.fromkeys("iljtfrI.,:;'|!()[] ", 0.34), **dict.fromkeys("mwMW@%—", 0.95)}  # in units of the font size
 
 
 def text_width(text: str) -> float:
-    """About a text's width in units of its font size: no font is at hand, and pages differ in theirs."""
+    """Returns the approximate width of a text in units of its font size, because the page's font is unknown."""
     widths = (
         1.0 if unicodedata.east_asian_width(c) in "WF" else _WIDTHS.get(c, 0.7 if c.isupper() else 0.62)
         for c in text
@@ -41,13 +41,16 @@ def label(
 
 
 def dotted(left: float, y: float, right: float) -> str:
-    """A line of dots in an SVG, where a row waits for its start."""
+    """Returns a dotted line as SVG, for a row that waits for its start."""
     line = f'<path d="M{left} {y:g}H{right}" stroke="{QUIET}" stroke-opacity=".4" stroke-dasharray="1 5"'
     return f'{line} stroke-linecap="round"/>'
 
 
 def mark(source: str, texts: Sequence[str], finished: Sequence[int]) -> str:
-    """The source with the rows found in it marked: in order, each after the one before where possible."""
+    """Returns the source with the rows found in it marked.
+
+    Rows are searched in order, each after the previous one if possible.
+    """
     found: list[tuple[int, int, int]] = []  # start, end, row
     position = 0
     for row, text in enumerate(texts):

@@ -1,1 +1,1 @@
-"""A meter of dependence: how much the rows of a target need one another, and how much of that a Δt leaves."""
+"""Measures how much the rows of a target depend on each other, and how much of that a Δt leaves visible."""

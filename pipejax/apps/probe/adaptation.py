@@ -1,7 +1,8 @@
-"""A short training in which rows above are seen whole, in part, or not at all, so that `pipejax probe` may hide them.
+"""A short training with earlier rows visible completely, in part, or not at all, so that `pipejax probe` may hide them.
 
-A model that has always seen all of a text is at a loss where a part is hidden, whether it needs that part or not. A few
-hundred updates with the masks of the measurement teach it to do without: what it then still loses, it needs.
+A model that has always seen the complete text performs badly when a part is hidden, whether it needs the part or not. A
+few hundred updates with the masks of the measurement make it robust to hidden parts; the remaining loss then shows what
+it needs.
 """
 
 import dataclasses
@@ -30,15 +31,26 @@ with extra("train", "training"):
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
-BATCH = 16  # targets of an update
-WARMUP = 10  # one update in so many, before the rate falls in a line
-SAVED = 50  # updates; no more than these are lost
+BATCH = 16  # targets per update
+WARMUP = 10  # the warm-up is this fraction of the updates; then the rate decays linearly
+SAVED = 50  # updates between two saves: the most that an interruption loses
 
 
 def adapt(
     config: Config, params: Tree, targets: Sequence[Parted], conditions: Sequence[Condition], updates: int, place: Path
 ) -> Tree:
-    """The parameters after so many updates with the mean likelihood of all tokens under all conditions."""
+    """Returns the parameters after training on the mean negative log-likelihood of all tokens.
+
+    Each update uses targets and conditions drawn at random. An interrupted training continues from its last save.
+
+    Args:
+      config: the checkpoint's config.
+      params: the parameters, which are copied.
+      targets: the training targets.
+      conditions: the conditions of the measurement.
+      updates: the number of updates.
+      place: the directory of the intermediate saves.
+    """
     assert config.model is not None
     train = dataclasses.replace(
         config.train,
@@ -54,7 +66,7 @@ def adapt(
     size = min(BATCH, len(targets))
     shapes = fit_shapes(targets, size, group=1)
 
-    params = jax.tree.map(jnp.array, params)  # copies: an update takes the place of those that it is given
+    params = jax.tree.map(jnp.array, params)  # copies, because updates donate their buffers
     items = {"params": params, "state": optimizer.init(params)}
     store = Store(place, keep=1, writable=True)
     shape_of = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))

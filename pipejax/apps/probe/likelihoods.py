@@ -1,7 +1,8 @@
-"""The likelihood of each target token while the rows above its own are seen whole, in part, or hidden.
+"""The likelihood of each target token with the earlier rows visible completely, in part, or not at all.
 
-A condition is a mask of the teacher-forced pass, laid over that of training: positions, distances and tokens stay as
-the model learned them. Each of its masks is transitive, so no hidden token reaches a query by way of another row.
+A condition is a mask of the teacher-forced pass in addition to the training mask: positions, distances and tokens stay
+as in training. Each of its masks is transitive, so no information of a hidden token reaches a query through another
+row.
 
 Shapes: B batch, L source length, N slots of a target, C conditions, P conditions of a call.
 """
@@ -23,28 +24,29 @@ from pipejax.model.precision import precision
 from pipejax.system import Tree
 
 Array = jax.Array
-SLOTS = 512  # of a call and example, at the most, where a target has fewer: their attention grows with the square
-SHAPES = 4  # padded sizes, at the most: each is compiled
-WHOLE, HIDDEN = GRID, -GRID  # as a Δt: rows above are seen to their ends, or not at all
+SLOTS = 512  # the most slots per call and example, unless one target has more; attention grows with their square
+SHAPES = 4  # the most padded sizes; each is compiled
+WHOLE, HIDDEN = GRID, -GRID  # as a Δt: earlier rows are visible to their ends, or not at all
 NONE = -1  # no row
 
 
 class Condition(NamedTuple):
-    """The part of the rows above that a token sees."""
+    """The part of the earlier rows that is visible to a token."""
 
-    delay: int  # as much as this Δt lets it see; WHOLE; HIDDEN
-    without: int = NONE  # the row, from 0, that no other row sees
+    delay: int  # the visible part is that of this Δt; or WHOLE or HIDDEN
+    without: int = NONE  # a row, from 0, that is hidden from all other rows
 
 
 class Parted(NamedTuple):
-    """A target whose slots are told apart by rows."""
+    """A target with the row of each slot."""
 
     encoded: Encoded
     row: np.ndarray  # i32 [N], from 0
-    place: np.ndarray  # i32 [N], within the row; at 0 its first token is generated
+    place: np.ndarray  # i32 [N], position within the row; at 0 its first token is generated
 
 
 def of_rows(encoded: Encoded, row: np.ndarray) -> Parted:
+    """Returns a target with its slots' rows (i32 [N]) and the positions computed from them."""
     time = encoded.target.time
     first = np.full(int(row.max()) + 1, np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first, row, time)
@@ -52,9 +54,11 @@ def of_rows(encoded: Encoded, row: np.ndarray) -> Parted:
 
 
 def unhidden(row: Array, place: Array, delay: Array, without: Array) -> Array:
-    """Which keys a query may see under a condition, beside the mask of training: bool [..., N, N] of i32 [..., N].
+    """Returns which keys are visible to a query under a condition, in addition to the training mask: bool [..., N, N].
 
-    The beginning of a row is always seen: it tells which row one's own is, as bos does in decoding.
+    The first token of a row is always visible, because it identifies the query's row, as bos does in decoding. `row`
+    and
+    `place` are i32 [..., N].
     """
     query_row, query_place = row[..., None], place[..., None]
     key_row, key_place = row[..., None, :], place[..., None, :]
@@ -63,11 +67,17 @@ def unhidden(row: Array, place: Array, delay: Array, without: Array) -> Array:
 
 
 def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Array, without: Array) -> Array:
-    """Negative log-likelihoods f32 [B, P, N] of the targets, in nats; padding has numbers that mean nothing.
+    """Returns the negative log-likelihoods f32 [B, P, N] of the targets, in nats; values at padding are undefined.
 
-    The copies of a target lie end to end as slots of one pass, so that one encoder pass serves all of them. A batch has
-    source [B, L], source_length [B], slots [B], and of each slot inputs, targets, row, time, part, place [B, N], of
-    which row and time are those of training; delay and without are i32 [P], of the conditions.
+    The P copies of a target are concatenated as slots of one pass, so that they share one pass of the encoder.
+
+    Args:
+      model: the module.
+      params: its parameters.
+      batch: source i32 [B, L], source_length [B], slots [B], and inputs, targets, row, time, part and place [B, N]. Row
+        and time are those of training; part and place are the row and position for the conditions.
+      delay: i32 [P], by condition.
+      without: i32 [P], by condition.
     """
     inputs, row, time = batch["inputs"], batch["row"], batch["time"]
     (size, slots), count = inputs.shape, len(delay)
@@ -91,12 +101,12 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
         chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - chosen
 
-    # One condition's logits at a time: they are the largest arrays.
+    # The logits are the largest arrays, so they are computed for one condition at a time.
     return jax.lax.map(of_condition, hidden.reshape(size, count, slots, -1).swapaxes(0, 1)).swapaxes(0, 1)
 
 
 def fit_shapes(targets: Sequence[Parted], size: int, group: int) -> Shapes:
-    """A few padded sizes for batches of so many targets, of which so many batches are sorted by length."""
+    """Returns a few padded sizes for batches of `size` targets, of which `group` batches are sorted by length."""
     lengths = np.asarray([(len(target.encoded.source), len(target.row)) for target in targets], np.int64)
     source, slots = lengths.max(axis=0).tolist()
     return choose_pairs(lengths, size=size, group=group, pack=1, most=SHAPES, limit=(source, slots))
@@ -116,12 +126,12 @@ class Meter:
         return [order[first : first + self.size] for first in range(0, len(order), self.size)]
 
     def measure(self, targets: Sequence[Parted]) -> list[np.ndarray]:
-        """Negative log-likelihoods f32 [C, N] of each target, of at most B."""
+        """Returns the negative log-likelihoods f32 [C, N] of each target; there are at most B targets."""
         batch = padded([*targets, *[targets[-1]] * (self.size - len(targets))], self.shapes)
         count, found = at_once(batch, self.conditions), list[np.ndarray]()
         for first in range(0, len(self.conditions), count):
             part = [*self.conditions[first : first + count]]
-            given = part + [self.conditions[0]] * (count - len(part))  # one program for all parts
+            given = part + [self.conditions[0]] * (count - len(part))  # filled up, so that all parts use one program
             delay, without = np.asarray(given, np.int32).T
             with precision(self.model.dtype):
                 answer = jax.device_get(self._program(self.params, batch, delay, without))
@@ -135,7 +145,7 @@ def at_once(batch: dict[str, np.ndarray], conditions: Sequence[Condition]) -> in
 
 
 def padded(targets: Sequence[Parted], shapes: Shapes) -> dict[str, np.ndarray]:
-    """The arrays of a batch, as `likelihoods` describes them; and weights f32 [B, N]."""
+    """Returns the arrays of a batch for `likelihoods`, and weights f32 [B, N]."""
     sources = [target.encoded.source for target in targets]
     length, slots = shapes.fit((max(map(len, sources)), max(len(target.row) for target in targets)))
     batch = {"source": pad(sources, length), "source_length": np.asarray([*map(len, sources)], np.int32)}

@@ -1,4 +1,4 @@
-"""From a checkpoint and labelled examples to the likelihoods of their tokens, a line an example, as they come."""
+"""Computes the likelihoods of labelled examples' tokens from a checkpoint; writes one line per example as it goes."""
 
 import dataclasses
 import hashlib
@@ -32,9 +32,9 @@ from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-FREE = ("data", "method", "decode.dtype", "train.dtype", "train.learning_rate")  # what `--set` may change
-WINDOW = 16  # batches that are sorted by length, and written together
-DECIMALS = 5  # of nats
+FREE = ("data", "method", "decode.dtype", "train.dtype", "train.learning_rate")  # settings that `--set` may change
+WINDOW = 16  # batches that are sorted by length and written together
+DECIMALS = 5  # decimals of nats in the output
 
 
 class Found(Summary):
@@ -48,14 +48,14 @@ class Found(Summary):
 
 @dataclasses.dataclass(frozen=True)
 class ProbeWork:
-    """A checkpoint, the examples that it is asked about, and others that it may learn from first."""
+    """A checkpoint, the examples to measure, and optional examples to adapt to first."""
 
     config: Config
     params: Tree
     step: int
     params_fp: str
     examples: Sequence[Example]
-    targets: Sequence[Parted]  # of the examples
+    targets: Sequence[Parted]  # the targets of the examples
     lessons: Sequence[Parted]
 
 
@@ -69,7 +69,20 @@ def prepare(
     most: int,
     overrides: Sequence[str],
 ) -> ProbeWork:
-    """Opens the checkpoint, reads and encodes the examples, and at `most` so many of `learned`; nothing is written."""
+    """Opens the checkpoint, and reads and encodes the examples; writes nothing.
+
+    Args:
+      checkpoint: the run directory.
+      source: the file of examples to measure.
+      learned: the file of examples to adapt to; None: no adaptation.
+      best: use the step of the best evaluation instead of the newest one.
+      limit: the most examples to measure; None: all.
+      most: the most examples to adapt to.
+      overrides: settings KEY=VALUE.
+
+    Raises:
+      UserError: the checkpoint, a setting or an example cannot be used.
+    """
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
             raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")
@@ -137,7 +150,7 @@ def conditions(targets: Sequence[Parted]) -> list[Condition]:
 
 
 def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summary:
-    """Measures all examples, writes their lines, and gives their summary."""
+    """Measures all examples, writes their lines, and returns the summary."""
     size, output, begin = min(batch_size, len(work.targets)), Path(unfinished.target), unfinished.records
     model, asked = work.config.model, conditions(work.targets)
     assert model is not None
@@ -166,13 +179,13 @@ def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summ
 
 
 def _tokens(targets: Sequence[Parted]) -> list[int]:
-    """All tokens that are measured."""
+    """Returns all tokens that are measured."""
     flat = [target.encoded.target for target in targets]
     return np.concatenate([one.targets[one.weights > 0] for one in flat]).tolist()
 
 
 def probe_settings(work: ProbeWork) -> Settings:
-    """All that the lines depend on, but for how long the weights learned."""
+    """Returns the settings that the lines depend on, except the number of updates."""
     return {
         "input": _digest_of(work.targets, [example.id for example in work.examples]),
         "--adapt": _digest_of(work.lessons),
@@ -192,7 +205,10 @@ def _digest_of(targets: Sequence[Parted], ids: Sequence[str] = ()) -> str:
 
 
 def _line(example: Example, target: Parted, found: np.ndarray) -> bytes:
-    """The likelihoods f32 [C, N] of an example as JSON: by condition, row and token, and the costs without each row."""
+    """Returns the JSON line of an example, from its likelihoods f32 [C, N].
+
+    It has the likelihoods by condition, row and token, and the cost of hiding each row.
+    """
     counts = target.encoded.target.weights > 0
     rows = [np.flatnonzero(counts & (target.row == row)) for row in range(int(target.row.max()) + 1)]
     nll = {name: [_rounded(found[c, row]) for row in rows] for c, name in enumerate(NAMES)}

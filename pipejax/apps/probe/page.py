@@ -1,4 +1,4 @@
-"""The page of a summary: its sentence, the costs as bars, the graph of rows, and tables. It loads nothing.
+"""The page of a summary: its sentence, the costs as bars, the graph of rows, and tables. It is self-contained.
 
 page.html, a `string.Template`, has the layout and the colours.
 """
@@ -12,9 +12,10 @@ from pipejax.apps.probe.summary import Cost, is_told
 from pipejax.system.markup import FONT, count, escape
 
 TITLE = "How much rows depend on one another"
-# Pixels: between rows of the graph; of a node; of bars and what stands beside them. All fit a page of 500.
+# Pixels: distance of rows in the graph; radius of a node; and the sizes of bars and their labels. All fit a page of
+# 500.
 PITCH, RADIUS, BAR, LABEL, ROOM, VALUE = 58, 15, 26, 64, 226, 178
-LABELLED = 8  # arcs, at the most, that have their cost beside them; each has it as a tip
+LABELLED = 8  # the most arcs with a visible label; every arc has its cost as a tooltip
 
 
 def html(found: Found) -> str:
@@ -56,7 +57,7 @@ def number(cost: float) -> str:
 
 
 def bars(conditions: Mapping[str, Cost]) -> str:
-    """A bar for each condition, with twice its error to each side, as SVG."""
+    """Returns a bar for each condition as SVG, with twice its error to each side."""
     most = max(max(part["cost"] + 2 * part["error"] for part in conditions.values()), 1e-9)
     width, height = LABEL + ROOM + VALUE, BAR * len(conditions) + 6
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" font-size="13">']
@@ -74,7 +75,7 @@ def bars(conditions: Mapping[str, Cost]) -> str:
 
 
 def arcs(graph: Sequence[Sequence[Cost]]) -> str:
-    """The rows in a line, and an arc from each to those that need it, as SVG."""
+    """Returns the rows in a line as SVG, with an arc from each row to the rows that depend on it."""
     told = [(part["cost"], k, i) for i, above in enumerate(graph) for k, part in enumerate(above) if is_told(part)]
     told.sort(reverse=True)
     said = "; ".join(f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in told) or "no row needs another"
@@ -84,7 +85,7 @@ def arcs(graph: Sequence[Sequence[Cost]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{base + RADIUS + 6}" role="img" '
         f'font-size="11" text-anchor="middle"><title>{escape(said)}</title>'
     ]
-    labels = []  # above all arcs
+    labels = []  # drawn after, and thus above, all arcs
     for cost, k, i in told:
         left, right = PITCH * k + PITCH // 2 + 6, PITCH * i + PITCH // 2 - 6
         radius, top = (right - left) / 2, base - RADIUS
@@ -103,7 +104,7 @@ def arcs(graph: Sequence[Sequence[Cost]]) -> str:
 
 
 def table(head: Sequence[str], lines: Mapping[str, Sequence[Cost | None]]) -> str:
-    """A table of costs: the greater one is, the stronger its colour; one that is not told from nothing has none."""
+    """Returns a table of costs. A greater cost has a stronger colour; a cost that is not significant has none."""
     most = max((part["cost"] for line in lines.values() for part in line if part), default=0.0) or 1.0
 
     def cell(part: Cost | None) -> str:

@@ -1,11 +1,12 @@
-"""Measures how much the rows of labelled answers depend on one another, before anything is trained to write rows.
+"""Measures how much the rows of labelled answers depend on each other, before a model is trained to write rows.
 
     pipejax probe --checkpoint RUN --input DEV.jsonl --adapt TRAIN.jsonl --output DIR [--resume] [--set ...]
 
-Each token of the answers is scored while the rows above its own are seen whole, as far as Δt = 4, 2, 1 and 0 let them
-be seen, and hidden. Before that, a copy of the weights learns from other examples, for a few hundred updates, to do
-without hidden rows. DIR/index.html is the page to look at, DIR/probe.json has its numbers, DIR/examples.jsonl those of
-each token. The checkpoint is a sequential one: one that writes rows was never shown more than its own Δt.
+Each token of the answers is scored with the earlier rows visible completely, as far as Δt = 4, 2, 1 and 0 allow, and
+hidden. Before that, a copy of the weights is trained on other examples for a few hundred updates to cope with hidden
+rows. DIR/index.html is the page with the results, DIR/probe.json has its numbers, and DIR/examples.jsonl the numbers of
+each token. The checkpoint must be a sequential one: a model that writes rows has only ever seen as much as its Δt
+allows.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from pipejax.system.files import look, make_directories, sweep
 logger = logging.getLogger(__name__)
 
 EXAMPLES, NUMBERS, PAGE = "examples.jsonl", "probe.json", "index.html"
-ADAPTED = "adapted-"  # weights that are there while the work is not done
+ADAPTED = "adapted-"  # weights that are kept until the work is complete
 UPDATES = 500
 
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         if given:
             records.check_input(given, f"--{flag}")
 
-    from pipejax.apps.probe import measuring, page  # starts JAX: after flags and places are known to be good
+    from pipejax.apps.probe import measuring, page  # imports JAX, so it follows the checks of the flags and paths
     from pipejax.apps.probe.adaptation import BATCH, adapt
     from pipejax.offline.resume import Unfinished
 
@@ -100,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_directory(output: Path) -> None:
-    """Raises a UserError unless the directory is new, empty, or one that this command wrote."""
+    """Raises a UserError unless the directory is absent, empty, or written by this command."""
     kind = look(output, "--output")
     if kind == "file":
         raise UserError(f"--output {output}: found a file; expected a directory")

@@ -1,6 +1,6 @@
-"""The likelihoods of many examples in a few numbers: costs by condition, row and place, the graph of rows, a sentence.
+"""Summarises the likelihoods of many examples: costs by condition, row and position, the graph of rows, a sentence.
 
-A cost is the mean negative log-likelihood of a token under a condition, less that with the rows above seen whole, in
+A cost is the mean negative log-likelihood of a token under a condition, minus that with all earlier rows visible, in
 nats. Its error is the standard error over examples.
 """
 
@@ -10,49 +10,55 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
 DELAYS = (4, 2, 1, 0)
-NAMES = ("whole", *(f"delay_{delay}" for delay in DELAYS), "hidden")  # of conditions; the most that is seen comes first
-ROWS = 8  # that have a line of their own, and a place in the graph; later ones share a line
-PLACES = ("first", "second", "third", "later", "last")  # of a token in its row
-LEAST = 0.005  # nats a token: less is not told from nothing
-MOST = 0.7  # the share of a cost that "mostly" means
+# Of conditions, in the order of decreasing visibility.
+NAMES = ("whole", *(f"delay_{delay}" for delay in DELAYS), "hidden")
+ROWS = 8  # rows that have a line of a table and a node of the graph; later rows share a line
+PLACES = ("first", "second", "third", "later", "last")  # positions of a token in its row
+LEAST = 0.005  # nats per token; a smaller cost is not significant
+MOST = 0.7  # the share of a cost that the word "mostly" requires
 
 
 class Measured(TypedDict):
+    """The measurement of one example."""
+
     id: str
     nll: dict[str, list[list[float]]]  # nats by condition, row and token
-    without: list[list[float]]  # costs in nats, by row and by the row above that is hidden
+    without: list[list[float]]  # costs in nats, by row and by the earlier row that is hidden
 
 
 class Cost(TypedDict):
+    """A mean cost in nats per token, with its error and the number of tokens."""
+
     cost: float
     error: float
     tokens: int
 
 
 class Parts(Cost):
-    """The costs of a condition: of all, of each row, of each place, and of the places of each row (cells), by name."""
+    """The costs of a condition, by name: in total, by row, by position, and by both (cells)."""
 
     rows: dict[str, Cost]
     places: dict[str, Cost]
     cells: dict[str, dict[str, Cost]]
-    says: str  # where most of them are
+    says: str  # a phrase about where most of the cost is
 
 
 class Summary(TypedDict):
     examples: int
     tokens: int
-    nll: dict[str, float]  # nats a token by condition
-    chance: float | None  # nats per token of guessing without the source, see `chance_of`; None: not known
-    conditions: dict[str, Parts]  # for each but the first
-    graph: list[list[Cost]]  # for each row its cost without each row above
-    says: str  # the sentence
+    nll: dict[str, float]  # nats per token, by condition
+    chance: float | None  # nats per token of guessing without the source, see `chance_of`; None: unknown
+    conditions: dict[str, Parts]  # for each condition but the first
+    graph: list[list[Cost]]  # for each row, its cost without each earlier row
+    says: str  # the sentence about the result
 
 
 def mean(examples: Sequence[tuple[float, int]]) -> Cost:
-    """The mean cost of a token, from the nats and tokens of each example."""
+    """Returns the mean cost of a token, from the nats and the number of tokens of each example."""
     count, total = len(examples), sum(tokens for _, tokens in examples)
     cost = math.fsum(nats for nats, _ in examples) / max(total, 1)
-    squares = math.fsum((nats - cost * tokens) ** 2 for nats, tokens in examples)  # of a ratio of two sums
+    # The squared errors of a ratio of two sums.
+    squares = math.fsum((nats - cost * tokens) ** 2 for nats, tokens in examples)
     error = math.sqrt(squares * count / max(count - 1, 1)) / max(total, 1)
     return {"cost": round(cost, 6), "error": round(error, 6), "tokens": total}
 
@@ -66,14 +72,14 @@ def row_of(number: int) -> str:
 
 
 def chance_of(tokens: Sequence[int], vocabulary: int) -> float:
-    """Nats per token of guessing by token frequencies, or of guessing uniformly if that is less.
+    """Returns the nats per token of guessing by token frequencies, or of guessing uniformly if that is less.
 
     The probability of a token follows from the frequencies of all other tokens, smoothed for unseen ones (Witten and
     Bell 1991).
     """
     counts, nats = Counter(tokens), 0.0
     for times in counts.values():
-        kinds = len(counts) - (times == 1)  # among the others
+        kinds = len(counts) - (times == 1)  # distinct tokens among the others
         seen = (times - 1) / (len(tokens) - 1 + kinds) if times > 1 else 0.0
         new = kinds / (len(tokens) - 1 + kinds) / max(vocabulary - kinds, 1) if kinds else 1 / vocabulary
         nats -= times * math.log(seen or new)
@@ -81,7 +87,10 @@ def chance_of(tokens: Sequence[int], vocabulary: int) -> float:
 
 
 def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
-    """`chance`: nats per token of guessing; a model that is no better gets no advice."""
+    """Returns the summary of the measured examples.
+
+    `chance` is the nats per token of guessing; for a model that is no better, the sentence gives no advice.
+    """
     means = defaultdict[tuple[str, str, str], list[tuple[float, int]]](list)
     graph = defaultdict[tuple[int, int], list[tuple[float, int]]](list)
     nats, count, tokens = dict.fromkeys(NAMES, 0.0), 0, 0
@@ -132,7 +141,7 @@ def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
 
 
 def ignorance(nats: float, chance: float) -> str:
-    """The sentence about a model that is no better than guessing."""
+    """Returns the sentence about a model that is no better than guessing."""
     return (
         f"The model does not know these answers: {nats:.2f} nats a token with full view of the rows above, and "
         f"guessing by token frequencies has {chance:.2f}. So its costs say nothing about the rows. Train it first."
@@ -140,12 +149,12 @@ def ignorance(nats: float, chance: float) -> str:
 
 
 def is_told(found: Cost) -> bool:
-    """Whether a cost is told from nothing: by its size, and by two standard errors."""
+    """Whether a cost is significant: by its size, and by two standard errors."""
     return found["cost"] >= max(LEAST, 2 * found["error"])
 
 
 def said(name: str, found: Parts) -> str:
-    """The cost of a condition in words, and where most of it is."""
+    """Describes the cost of a condition in words, and where most of it is."""
     what = "hiding the rows above" if name == "hidden" else f"Δt = {name.removeprefix('delay_')}"
     if not is_told(found):
         return f"{what} costs nothing"
@@ -177,7 +186,7 @@ def _rows(nats: Mapping[str, float], total: float) -> str:
 
 
 def sentence(conditions: Mapping[str, Parts]) -> str:
-    """The cost of Δt = 1 and its place, and the least Δt that costs nothing."""
+    """Describes the cost of Δt = 1 and where it is, and the least Δt without a significant cost."""
     begun, hidden = conditions["delay_1"]["says"], conditions["hidden"]
     if is_told(conditions["delay_1"]):
         enough = [delay for delay in sorted(DELAYS) if delay > 1 and not is_told(conditions[f"delay_{delay}"])]

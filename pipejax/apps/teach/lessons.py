@@ -1,4 +1,4 @@
-"""Rows for sources that nobody has labelled: a sequential checkpoint answers them, and its weights learn its rows."""
+"""Teaches rows from unlabelled sources: a sequential checkpoint answers them, and its weights learn its rows."""
 
 import dataclasses
 import hashlib
@@ -38,35 +38,38 @@ from pipejax.training.step import check_batch
 
 logger = logging.getLogger(__name__)
 
-FULL = 2000  # updates of a full fine-tuning where the checkpoint was never trained here, as in configs/jsonl.py
-PART = 4  # teaching takes one update for so many of them, of so many times the examples
-COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")  # in updates: all are divided
-# What overrides may change: sections and keys. All else is as the checkpoint has it.
+FULL = 2000  # updates of a full fine-tuning as in configs/jsonl.py, assumed for a checkpoint that was not trained here
+PART = 4  # teaching takes 1 / PART of the updates, with PART times as many examples per update
+# Settings in updates, which are all divided by PART.
+COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")
+# The sections and keys that overrides may change. All other settings are the checkpoint's.
 FREE = (
     *("name", "grid", "decode", "train", "mesh"),
     *("data.max_source", "data.max_target", "data.separator", "data.csv_delimiter", "data.csv_quotes", "data.metric"),
 )
-# Labels are not drawn, whatever the checkpoint does.
+# Labels are decoded greedily, regardless of the checkpoint's settings.
 GREEDILY = ("decode.beams=1", "decode.temperature=0", "decode.top_k=0", "decode.top_p=1", "decode.samples=1")
 SET_HERE = ("train.objective", "train.init_from", "train.init_best")
-STRATEGY = "sequential"  # by which the checkpoint answers
-ANSWERS = "answers.jsonl"  # records as `pipejax decode` writes them
-SETTINGS = "settings.json"  # the settings that the answers depend on, and the share that is held out
-# Of what a record depends on: the grid is the student's business, and answers are parted anew at every start.
+STRATEGY = "sequential"  # the strategy with which the checkpoint answers
+ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
+SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
+# Settings of records that may change later: the grid is only used in training, and answers are split into rows at each
+# start.
 LATER = ("grid", "data.separator")
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The examples to learn from, and those that the result is compared with."""
+    """The examples for training, and the held-out ones for the comparison with the result."""
 
     train: list[Example]
     held_out: list[Example]
-    steps: list[int]  # of the decoder, for each answer that is held out
-    counts: dict[str, int]  # of sources and answers
+    steps: list[int]  # decoder steps of each held-out answer
+    counts: dict[str, int]  # numbers of sources and answers
 
     def lines(self) -> list[str]:
+        """Returns the counts as lines for the log."""
         c = self.counts
         return [
             f"{c['sources']} answers: {c['train']} to learn from, with {c['rows']} rows; {c['held_out']} held out",
@@ -84,9 +87,22 @@ def teach(
     held_out: int | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Labels, trains and measures, from wherever the run in `workdir` stands; returns what `loop.fit` does.
+    """Labels the sources, trains on them and measures the agreement; continues an interrupted run in `workdir`.
 
-    `held_out`: sources that are only measured on; None: as `choose_held_out` says.
+    Args:
+      checkpoint: the directory of the sequential run.
+      source: the file of sources.
+      workdir: the directory of the new run.
+      best: use the step of the best evaluation instead of the newest one.
+      held_out: the number of sources that are not trained on, for evaluations and the measurement; None: see
+        `choose_held_out`.
+      overrides: settings KEY=VALUE.
+
+    Returns:
+      The exit code of `loop.fit`.
+
+    Raises:
+      UserError: a setting, the sources or the checkpoint cannot be used.
     """
     with RunDirectory(workdir) as directory:
         place = directory.path / "labels"
@@ -94,7 +110,7 @@ def teach(
             raise UserError(
                 f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
             )
-        ours = {*DECODING_KEYS, "model"} - {"method"}  # which `lesson` refuses
+        ours = {*DECODING_KEYS, "model"} - {"method"}  # keys that `lesson` refuses
         own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & ours]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
@@ -108,7 +124,7 @@ def teach(
         note_settings(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
         records = answer(place, generator, source, sources)
         made = part(sources, records, chosen, config)
-        del generator  # training needs the room
+        del generator  # frees memory for training
     for line in made.lines():
         logger.info(line)
     if code := fit(config, workdir, given={"train": made.train, "dev": made.held_out}):
@@ -126,10 +142,14 @@ def teach(
 
 
 def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bool = False) -> Config:
-    """The config of the run: the checkpoint's own, with the pipelined objective and a quarter of the updates.
+    """Returns the config of the run: the checkpoint's, with the pipelined objective and a quarter of the updates.
 
-    Each has four times the examples, computed in as many parts, each as large and packed as before. The rate of AdamW
-    is doubled: it grows with the square root of the batch (Malladi et al. 2022, arXiv 2205.10287).
+    Each update has four times as many examples, computed in four times as many parts of the same size and packing. The
+    rate of AdamW is doubled, because it grows with the square root of the batch size (Malladi et al. 2022, arXiv
+    2205.10287).
+
+    Raises:
+      UserError: an override is not allowed, or the config cannot be trained.
     """
     full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
     if not methods.trained(saved).parts_text:
@@ -159,8 +179,9 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     chosen = config.train
     if all(getattr(chosen, key) == getattr(train, key) for key in ("batch_size", "accumulate", "pack")):
         chosen = dataclasses.replace(chosen, pack=pack_size(full))
-    config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))  # rows: none
-    # What would end the work later ends it here.
+    # Beams are not supported for rows.
+    config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))
+    # Errors that would end the work later are raised here.
     check_batch(config, sharding.make_mesh(**vars(config.mesh)))
     methods.check_training(config)
     metrics.require(config.data.metric or make_task(config.data).metric)
@@ -170,12 +191,12 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
 
 
 def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
-    """The agreement of the run's newest step with the checkpoint on the sources that were held out.
+    """Measures the agreement of the run's newest step with the checkpoint on the held-out sources.
 
     Returns:
-      what is also written to agreement.json: exact scores, with the checkpoint's rows as gold; "equal_answers", the
-      percentage that has the same rows, in whatever order, as the scores ignore it, too; the mean "steps", and
-      "checkpoint_steps" of the checkpoint; "steps_saved" in percent; "labels", the counts.
+      The content of agreement.json: exact scores, with the checkpoint's rows as gold; "equal_answers", the percentage
+      of answers with the same rows in any order, which the scores ignore as well; the means "steps" and
+      "checkpoint_steps"; "steps_saved" in percent; and "labels", the counts.
     """
     generator, examples = load(run), made.held_out
     progress = Progress("comparing with the checkpoint", len(examples), unit="example")
@@ -198,11 +219,11 @@ def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
     return found
 
 
-# Labels: answers of the checkpoint, parted into rows.
+# Labels: the checkpoint's answers, split into rows.
 
 
 def read_unlabelled(generator: Generator, path: str) -> list[Source]:
-    """The sources of a file, in the form that `pipejax decode` reads."""
+    """Reads the sources of a file in the format of `pipejax decode`."""
     sources = []
     for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
         if "source_ids" in value:
@@ -214,7 +235,10 @@ def read_unlabelled(generator: Generator, path: str) -> list[Source]:
 
 
 def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> frozenset[int]:
-    """The indices of the sources held out: `count` texts (None: a tenth, 512 at the most), with all that read alike."""
+    """Returns the indices of the held-out sources.
+
+    They are `count` distinct texts (None: a tenth, at most 512), with all sources that have the same text.
+    """
     texts = [normalized(str(source.content)) for source in sources]
     lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in texts}
     count = count or max(min(len(lot) // 10, 512), 1)
@@ -225,7 +249,11 @@ def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> 
 
 
 def note_settings(directory: Path, generator: Generator, sources: Sequence[Source], *, held_out: int) -> None:
-    """Notes what the answers will depend on, or compares it with the note of a run that is continued."""
+    """Writes the settings that the answers depend on, or compares them with the note of an earlier run.
+
+    Raises:
+      UserError: a setting has changed.
+    """
     known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
     settings = flattened({key: value for key, value in known.items() if key not in LATER})
     path = directory / SETTINGS
@@ -249,7 +277,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
 
 
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Record]:
-    """The checkpoint's greedy answers to all sources of the file at `path`; those that are there are kept."""
+    """Returns the checkpoint's greedy answers to all sources of the file at `path`; existing answers are kept."""
     target = directory / ANSWERS
     if not target.is_file() or Unfinished(str(target), {}).path.exists():
         decode_file(
@@ -274,10 +302,10 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
 
 
 def part(sources: Sequence[Source], records: Sequence[Record], held_out: frozenset[int], config: Config) -> Labels:
-    """Parts the answers into rows: at `data.separator`, or into sentences if it is blank.
+    """Splits the answers into rows: at `data.separator`, or into sentences if it is blank.
 
-    A truncated answer is left out, as its last row has no end. Of equal rows the first is kept: a decoder that repeats
-    itself would teach that, too. An answer without rows is kept: that there is nothing to say is an answer.
+    Truncated answers are left out, because their last row is incomplete. Of equal rows only the first is kept, so that
+    repetitions are not learned. An answer without rows is kept, because it is a valid answer.
     """
     separator, most = config.data.separator, config.decode.max_length
     labels = Labels([], [], [], {"sources": len(sources), "truncated": 0, "repeated": 0, "empty": 0, "single": 0})

@@ -2,9 +2,9 @@
 
     pipejax teach --checkpoint SEQUENTIAL --input SOURCES.jsonl --workdir DIR [--set ...]
 
-The checkpoint answers the sources, its answers are parted at data.separator, and the same weights are trained to write
-those rows with the pipelined decoder. DIR/agreement.json says how well the two agree on sources that were held out. DIR
-is a run as pipejax train makes them. The same command again goes on where it stopped.
+The checkpoint answers the sources, its answers are split at data.separator, and the same weights are trained to write
+these rows with the pipelined decoder. DIR/agreement.json reports how well both agree on held-out sources. DIR is a run
+directory as written by pipejax train. The same command again continues where it stopped.
 """
 
 from collections.abc import Sequence
