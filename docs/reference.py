@@ -58,16 +58,21 @@ def section(name: str) -> type:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment beside each field of a dataclass, which says what it is; "" where there is none."""
+    """Returns the comment of each field of a dataclass, on its line or on the lines above it; "" without one."""
     lines, _ = inspect.getsourcelines(cls)
     names = {field.name for field in dataclasses.fields(cls)}
-    found, current = dict.fromkeys(names, ""), ""
+    found, current, above = dict.fromkeys(names, ""), "", ""
     for token in tokenize.generate_tokens(iter(lines).__next__):
-        first = token.line.strip().partition(":")[0]
-        if first in names:
-            current = first
-        if token.type == tokenize.COMMENT and current:
-            found[current] = f"{found[current]} {token.string.lstrip('# ')}".strip()
+        line = token.line.strip()
+        first = line.partition(":")[0]
+        if first in names and first != current:
+            current, found[first], above = first, above, ""
+        if token.type == tokenize.COMMENT:
+            words = token.string.lstrip("# ")
+            if line.startswith("#"):
+                above = f"{above} {words}".strip()
+            elif current:
+                found[current] = f"{found[current]} {words}".strip()
     return found
 
 
