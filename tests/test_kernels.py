@@ -45,13 +45,18 @@ LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
 # With VNNI activations become one int8 digit. A number between two steps may fall to another one than in NumPy, and all
 # that comes after it in its column feels that: so many columns may be off, and by so much.
 FALLEN, OFF = 0.1, 0.02
-KEYS = 2**-7, 0.02  # keys and values of narrow weights are bfloat16; with one digit a number may fall
+# Keys and values of narrow weights have at least the precision of int8: half a step of 127, and keys less their mean may
+# be twice as large as the largest; to this the rounding of activations is added. With one digit a number may fall.
+KEYS = 1 / 127 + LOGITS["int8"], 0.02
 
 
 def rounding(weights, level):
-    """NumPy's activations at a level."""
-    one = in_one_digit(weights, level)
-    return quantised.activations(quantised.one_digit) if one else contextlib.nullcontext()
+    """NumPy's activations at a level: one int8 digit with VNNI, two digits with AMX, float32 elsewhere."""
+    if in_one_digit(weights, level):
+        return quantised.activations(quantised.one_digit)
+    if weights == "int8" and "amx_int8" in level.needs:
+        return quantised.activations(lambda x: quantised.narrow(x, -1, quantised.TWO_DIGITS))
+    return contextlib.nullcontext()
 
 
 class Asked:
