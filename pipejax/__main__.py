@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"pipejax {__version__}")
         return 0
     if name not in COMMANDS:
-        raise UserError(f"pipejax: found {name!r}; expected one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
+        raise UserError(
+            "pipejax", found=f"{name!r}", expected=f"one of {', '.join(COMMANDS)}", hint=did_you_mean(name, COMMANDS)
+        )
     code: int = importlib.import_module(COMMANDS[name][1]).main(argv[1:])
     return code
 

@@ -91,7 +91,7 @@ def test_nobody_is_advised_to_train_for_nothing() -> None:
     ],
 )
 def test_the_nearest_word(found: object, known: tuple[str, ...], hint: str) -> None:
-    assert did_you_mean(found, known) == (f" (did you mean {hint}?)" if hint else "")
+    assert did_you_mean(found, known) == (f"did you mean {hint}?" if hint else "")
 
 
 # What is absent.

@@ -757,29 +757,29 @@ def test_keyphrases_in_order_of_appearance():
             "id,text,targets\n1,a,b\n",
             "a.csv",
             {"rows": "delimiter"},
-            'a.csv:2: found no "source"; expected one (keys: id, text, targets); data.source_template makes the source '
-            'of other fields, such as "{text}"',
+            'a.csv:2: found no "source"; expected one (keys: id, text, targets; data.source_template makes the source '
+            'of other fields, such as "{text}")',
         ),
         (
             '{"doc no": "a", "body": "x", "targets": []}\n',
             "a.jsonl",
             {},
-            'a.jsonl:1: found no "source"; expected one (keys: doc no, body, targets); data.source_template makes the '
-            'source of other fields, such as "{body}"',
+            'a.jsonl:1: found no "source"; expected one (keys: doc no, body, targets; data.source_template makes the '
+            'source of other fields, such as "{body}")',
         ),
         (
             '{"source": "x", "vendor": "a", "tags, all": "b"}\n',
             "a.jsonl",
             {},
-            'a.jsonl:1: found no "targets"; expected a list of texts (keys: source, vendor, tags, all); data.targets '
-            'names another field, or several columns, such as "tags, all"',
+            'a.jsonl:1: found no "targets"; expected a list of texts (keys: source, vendor, tags, all; data.targets '
+            'names another field, or several columns, such as "tags, all")',
         ),
         (
             "source,answer\na,b\n",
             "a.csv",
             {"rows": "delimiter"},
-            'a.csv: found no "targets" in any record; expected it in some (keys: source, answer); data.targets names '
-            "another field, or several columns, such as answer",
+            'a.csv: found no "targets" in any record; expected it in some (keys: source, answer; data.targets names '
+            "another field, or several columns, such as answer)",
         ),
         ('{"id": 1}\n', "a.jsonl", {}, 'a.jsonl:1: found no "source"; expected one (keys: id)'),
         (

@@ -178,7 +178,7 @@ def decode_flags(**changes):
         (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "pipejax convert from-hf"]),
         (["--best", *decode_flags()], ["{checkpoints}/good: found no best/"]),
         (["--ouput", "x", *decode_flags()[:4]], ["--ouput: no such option (did you mean --output?)"]),
-        (["--no-such=x", *decode_flags()], ["--no-such: no such option; a setting is given as --set SECTION.KEY="]),
+        (["--no-such=x", *decode_flags()], ["--no-such: no such option (a setting is given as --set SECTION.KEY="]),
         (["--set", "decode.beams", "4", *decode_flags()], ["--set decode.beams: found no '='; expected key=value"]),
         (decode_flags(checkpoint="{checkpoints}/bare"), ["in.jsonl:1: found text", "no tokenizer", "source_ids"]),
     ],

@@ -95,15 +95,17 @@ def main(argv: Sequence[str]) -> int:
     rows_of_grid = whole_numbers("--sub-max", flags.sub_max)
     times = whole_numbers("--time-max", flags.time_max) * (1 if "," in flags.time_max else len(rows_of_grid))
     if len(times) != len(rows_of_grid):
-        raise UserError(f"--time-max: found {flags.time_max}; expected one, or as many as --sub-max has")
+        raise UserError("--time-max", found=f"{flags.time_max}", expected="one, or as many as --sub-max has")
     grids = list(zip(rows_of_grid, times, strict=True))
     compile_cache.use_cache()
     for text, rows in patterns.items():
         for most, time_max in grids:
             if len(rows) >= most or len(rows) + max(rows) > time_max:
-                raise UserError(f"--patterns {text}: found more than a grid of {most} x {time_max} can hold")
+                raise UserError(f"--patterns {text}", found=f"more than a grid of {most} x {time_max} can hold")
         if sum(rows) + len(rows) > flags.max_length:
-            raise UserError(f"--patterns {text}: found {sum(rows) + len(rows)} tokens; expected {flags.max_length}")
+            raise UserError(
+                f"--patterns {text}", found=f"{sum(rows) + len(rows)} tokens", expected=f"{flags.max_length}"
+            )
 
     config = backbone(flags.model)
     params = random_params(config)
@@ -169,7 +171,7 @@ def rows_of(text: str) -> list[int]:
     """Lengths of the rows that a pattern stands for: "8x14" is [14] * 8, "8x14u" [13, 13, 13, 13, 21, 13, 13, 13]."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(u?)", text)
     if not found:
-        raise UserError(f"--patterns: found {text!r}; expected such as 8x14 or 8x14u")
+        raise UserError("--patterns", found=f"{text!r}", expected="such as 8x14 or 8x14u")
     count, length = int(found[1]), int(found[2])
     if not found[3] or count == 1:
         return [length] * count
@@ -182,7 +184,7 @@ def rows_of(text: str) -> list[int]:
 def whole_numbers(flag: str, text: str) -> list[int]:
     """Of a list with commas."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise UserError(f"{flag}: found {text!r}; expected whole numbers with commas")
+        raise UserError(flag, found=f"{text!r}", expected="whole numbers with commas")
     return [int(x) for x in text.split(",")]
 
 

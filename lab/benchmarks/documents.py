@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     weights, peers = names_of("--weights", flags.weights, SUFFIXES), names_of("--peers", flags.peers, PEERS)
     if flags.batch > 1 and any(name.startswith("ct2") for name in peers):
         raise UserError(
-            "--peers: found CTranslate2 with batches, whose answers must have one length; expected --batch 1"
+            "--peers", found="CTranslate2 with batches, whose answers must have one length", expected="--batch 1"
         )
     use_threads(flags.threads)
     compile_cache.use_cache()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         for text, targets in itertools.islice(answers(flags.file), flags.limit or None)
     ]
     if not documents:
-        raise UserError(f"{flags.file}: found no lines; expected at least one document")
+        raise UserError(flags.file, found="no lines", expected="at least one document")
     documents.sort(key=lambda d: len(d[0]))
     batches = [documents[i : i + flags.batch] for i in range(0, len(documents), flags.batch)]
     most_rows = max(len(rows) for _, rows in documents) + 1
@@ -143,7 +143,7 @@ def answers(file: str) -> Iterator[tuple[str, list[str]]]:
         for place, value in read_objects(lines, file):
             targets = value.get("targets")
             if not isinstance(targets, list):
-                raise UserError(f"{place}: found no list of targets; expected one")
+                raise UserError(place, found="no list of targets", expected="one")
             yield text_of(value, "source", place), targets
 
 

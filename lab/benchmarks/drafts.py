@@ -267,7 +267,7 @@ def read(file: str, tokenizer: Tokenizer, *, count: int, most: int) -> list[Docu
         if rows and len(rows) < GRID.sub_max and ends < GRID.time_max and len(line) < WIDTH:
             fitting.append(Document(np.asarray(source, np.int32), rows, line))
     if not fitting:
-        raise UserError(f"{file}: found no answer that fits; expected at least one")
+        raise UserError(file, found="no answer that fits", expected="at least one")
     return fitting[:: max(len(fitting) // count, 1)][:count]
 
 
@@ -315,7 +315,9 @@ def main(argv: Sequence[str]) -> int:
     config = SIZES[flags.model]
     documents = read(flags.file, Tokenizer.load(Path(flags.tokenizer)), count=flags.documents, most=flags.max_source)
     if (most := max(max(d.source.max(), *d.line) for d in documents)) >= config.vocab_size:
-        raise UserError(f"--tokenizer: found the id {most}; expected ids below {config.vocab_size}, those of the model")
+        raise UserError(
+            "--tokenizer", found=f"the id {most}", expected=f"ids below {config.vocab_size}, those of the model"
+        )
     if flags.answers != "gold":
         rng = np.random.default_rng(0)
         known = flags.answers == "shuffled"

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if all("score" in result for each in found for result in each["results"]):
         draw_quality([result for each in found for result in each["results"]], flags.output)
     elif len(found) > 1:
-        raise UserError(f"{flags.results[1]}: found a second file; expected one of lab.benchmarks.decode alone")
+        raise UserError(flags.results[1], found="a second file", expected="one of lab.benchmarks.decode alone")
     else:
         draw(chosen(found[0]["results"], flags.patterns, flags.batch), title(found[0]), flags.output)
     return 0
@@ -78,9 +78,9 @@ def read(path: str) -> dict[str, Any]:
         if not isinstance(found, dict) or not all(isinstance(result, dict) for result in found["results"]):
             raise TypeError
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not what lab.benchmarks.decode or lab.experiments.rounding writes") from error
+        raise UserError(path, "not what lab.benchmarks.decode or lab.experiments.rounding writes") from error
     return found
 
 
@@ -103,7 +103,7 @@ def chosen(results: list[dict[str, Any]], patterns: str, batch: int) -> list[dic
     wanted = [text for text in patterns.split(",") if text] or list(dict.fromkeys(r["pattern"] for r in results))
     found = [r for text in wanted for r in results if r["pattern"] == text and batch in (0, r.get("batch", 1))]
     if not found:
-        raise UserError(f"--patterns {patterns} --batch {batch}: found no such results; expected some")
+        raise UserError(f"--patterns {patterns} --batch {batch}", found="no such results", expected="some")
     return found
 
 
@@ -203,7 +203,7 @@ def opened() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError("matplotlib: found none; expected it (make venv-bench)") from error
+        raise UserError("matplotlib", found="none", expected="it", hint="make venv-bench") from error
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "pipejax"
     from matplotlib import pyplot

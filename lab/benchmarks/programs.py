@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     cli.check_output_file("--json", flags.json)
     batches = [int(b) for b in flags.batches.split(",") if b.isdigit()]
     if len(batches) != len(flags.batches.split(",")):
-        raise UserError(f"--batches: found {flags.batches!r}; expected whole numbers with commas")
+        raise UserError("--batches", found=f"{flags.batches!r}", expected="whole numbers with commas")
     kinds = {name: targets.find_target(name, "--targets") for name in flags.targets.split(",")}
     if flags.dump:
         Path(flags.dump).mkdir(parents=True, exist_ok=True)

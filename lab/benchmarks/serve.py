@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     peers = names_of("--peers", flags.peers, apps.PEERS)
     if len(rows) >= flags.sub_max or len(rows) + max(rows) > flags.time_max:
         bounds = f"{flags.sub_max} x {flags.time_max}"
-        raise UserError(f"--answer {flags.answer}: found more than a grid of {bounds} can hold")
+        raise UserError(f"--answer {flags.answer}", found=f"more than a grid of {bounds} can hold")
     grid = GridConfig(delay=1, time_max=flags.time_max, sub_max=flags.sub_max)
     use_threads(flags.threads)
     config = SIZES[flags.model]
@@ -151,7 +151,7 @@ def server(command: Sequence[str], log: Path) -> Iterator[Server]:
         while not (found := re.search(r"serving .* at http://127\.0\.0\.1:(\d+)$", log.read_text(), re.MULTILINE)):
             if process.poll() is not None or time.monotonic() > ends:
                 last = (log.read_text().splitlines() or ["nothing was said"])[-1]
-                raise UserError(f"{' '.join(command[:2])}: the server did not start ({last})")
+                raise UserError(" ".join(command[:2]), f"the server did not start ({last})")
             time.sleep(0.05)
         yield Server(process, int(found[1]))
     finally:

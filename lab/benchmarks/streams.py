@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     use_threads(flags.threads)
     given = [x for _, x in itertools.islice(read_records(flags.input), flags.documents)]
     if not given:
-        raise UserError(f"--input {flags.input}: found no lines; expected sources")
+        raise UserError(f"--input {flags.input}", found="no lines", expected="sources")
     results = []
     for held in weights:
         generator = load(flags.checkpoint, best=flags.best, overrides=[f"decode.weights={held}"])

@@ -83,9 +83,9 @@ def names_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
     """The names of a list with commas, each once; raises a UserError for one that is not known."""
     names = dict.fromkeys(name for name in text.split(",") if name)
     if unknown := names.keys() - {*known}:
-        raise UserError(f"{flag}: found {', '.join(sorted(unknown))}; expected {', '.join(known)}")
+        raise UserError(flag, found=", ".join(sorted(unknown)), expected=", ".join(known))
     if not names and flag != "--peers":
-        raise UserError(f"{flag}: found nothing; expected {', '.join(known)}")
+        raise UserError(flag, found="nothing", expected=", ".join(known))
     return [*names]
 
 

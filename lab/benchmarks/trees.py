@@ -83,7 +83,7 @@ def lengths_of(text: str) -> list[int]:
 
     found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)|[1-9]\d*(?:\+[1-9]\d*)+", text)
     if not found:
-        raise UserError(f"--sources: found {text!r}; expected such as 512, 8x512 or 90+331+700")
+        raise UserError("--sources", found=f"{text!r}", expected="such as 512, 8x512 or 90+331+700")
     return [int(found[2])] * int(found[1] or 1) if found[2] else [int(x) for x in text.split("+")]
 
 

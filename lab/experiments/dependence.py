@@ -64,7 +64,9 @@ def read_gaps(path: str) -> dict[str, dict[str, list[float]]]:
             lost = [[sum(whole) / len(whole) - right for right in of_seeds] for of_seeds in with_delay]
             found[kind.name] = {"lost": [sum(one) / len(one) for one in lost], "least_lost": [min(one) for one in lost]}
     except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"--trained {path}: found {error!r}; expected what lab.experiments.probes writes") from error
+        raise UserError(
+            f"--trained {path}", found=f"{error!r}", expected="what lab.experiments.probes writes"
+        ) from error
     return found
 
 

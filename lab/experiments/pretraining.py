@@ -58,17 +58,17 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     output, config = Path(flags.output), config_lib.load(flags.config)
     if not isinstance(config.model, T5Config):
-        raise UserError(f"{flags.config}: found no model; expected `model=T5Config(...)`")
+        raise UserError(flags.config, found="no model", expected="`model=T5Config(...)`")
     require_free(output / "start")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
     documents = [text.plain_text(document) for path in flags.files for document in read(path)]
     if not documents:
-        raise UserError(f"{flags.files[0]}: found no lines; expected texts")
+        raise UserError(flags.files[0], found="no lines", expected="texts")
     if not any(character.isalpha() for document in documents for character in document):
-        raise UserError(f"{flags.files[0]}: found no words; expected texts")
+        raise UserError(flags.files[0], found="no words", expected="texts")
     parts: dict[str, list[str]] = {"words": [], "train": [], "dev": []}
     counts = document_frequencies(documents)
     for number, drawn in enumerate(random_words(counts)):
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         for split, lines in parts.items():
             write_text(output / f"{split}.jsonl", "\n".join(lines) + "\n")
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
     with tempfile.TemporaryDirectory() as scratch:  # last: once they are there, the command is done
         learn_tokenizer(documents, config.model.vocab_size).save(Path(scratch) / "tokenizer")
         untrained = dataclasses.replace(config, train=dataclasses.replace(config.train, objective="none"))
@@ -101,7 +101,7 @@ def read(path: str) -> Iterator[str]:
             for place, value in read_objects(file, path):
                 yield text_of(value, "source", place)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise UserError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def weights(model: T5Config) -> Any:

@@ -12,7 +12,7 @@ try:
     from matplotlib.patches import Patch
 except ImportError as error:
     raise UserError(
-        "matplotlib is not installed; expected what `pip install -r requirements/lab.txt` brings"
+        problem="matplotlib is not installed", expected="what `pip install -r requirements/lab.txt` brings"
     ) from error
 
 SEQUENTIAL, PIPELINED = "#8b95a1", ("#b9d5f1", "#74a9dc", "#2f6fb0", "#123f6d")
@@ -58,4 +58,4 @@ def draw(bars: Mapping[tuple[Kind, int], Sequence[float]], path: Path) -> None:
     try:
         figure.savefig(path, dpi=160)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be written ({error})") from error
+        raise UserError(path, f"cannot be written ({error})") from error

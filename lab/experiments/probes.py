@@ -96,12 +96,12 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     kinds, delays = _kinds(flags.kinds), _delays(flags.delays)
     if flags.seeds < 1:
-        raise UserError(f"--seeds: found {flags.seeds}; expected at least 1")
+        raise UserError("--seeds", found=f"{flags.seeds}", expected="at least 1")
     cli.check_output_file("--json", flags.json)
     cli.check_output_file("--png", flags.png)
     if flags.png:
         if Path(flags.png).suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(f"--png: found {flags.png}; expected a name that ends in .png, .svg or .pdf")
+            raise UserError("--png", found=f"{flags.png}", expected="a name that ends in .png, .svg or .pdf")
         from lab.experiments import probe_figure  # says at once if matplotlib is absent
     base = config_lib.override(CONFIG, flags.overrides)
     cells = [Cell(kind, delay, seed) for seed in range(flags.seeds) for kind in kinds for delay in (0, *delays)]
@@ -240,13 +240,14 @@ def _read_result(path: Path, config: Config, digest: str) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         before = {"data": result["data"], **result["config"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no result of this command ({error}); remove it to train anew") from error
+        raise UserError(path, f"no result of this command ({error}); remove it to train anew") from error
     now = {"data": digest, **_settings(config)}
     for key in now:
         if before.get(key) != now[key]:
             raise UserError(
-                f"{path}: {key}: {before.get(key)!r} -> {now[key]!r}; expected no change where results are finished; "
-                "take another --workdir for other settings"
+                f"{path}: {key}",
+                f"{before.get(key)!r} -> {now[key]!r}",
+                expected="no change where results are finished; take another --workdir for other settings",
             )
     return result
 
@@ -256,14 +257,14 @@ def _kinds(text: str) -> list[Kind]:
     wanted = text.split(",")
     for name in wanted:
         if name not in known:
-            raise UserError(f"--kinds: found {name!r}; expected some of {', '.join(known)}")
+            raise UserError("--kinds", found=f"{name!r}", expected=f"some of {', '.join(known)}")
     return [kind for kind in KINDS if kind.name in wanted]
 
 
 def _delays(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_DELAY for word in words):
-        raise UserError(f"--delays: found {text!r}; expected whole numbers from 1 to {MOST_DELAY}, as in 1,2,4")
+        raise UserError("--delays", found=f"{text!r}", expected=f"whole numbers from 1 to {MOST_DELAY}, as in 1,2,4")
     return sorted({int(word) for word in words})
 
 

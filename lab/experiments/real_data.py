@@ -11,5 +11,5 @@ def directory() -> Path:
     named = os.environ.get("PIPEJAX_DATA", "")
     found = Path(named or "absent")
     if not found.is_dir():
-        raise UserError(f"PIPEJAX_DATA: found {named!r}; expected the directory of the data sets")
+        raise UserError("PIPEJAX_DATA", found=f"{named!r}", expected="the directory of the data sets")
     return found

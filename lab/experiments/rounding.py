@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             or make_task(generator.config.data, generator.config.grid.row_names).examples("test")[: flags.limit]
         )
         if not len(examples):
-            raise UserError("--test: found no documents in it; expected some")
+            raise UserError("--test", found="no documents in it", expected="some")
         found, records = measured(generator, examples, kind, scores=True)
         rows = [record["row_ids"] for record in records]
         plain = plain or rows
@@ -88,7 +88,7 @@ def opened(flags: Any, kind: str) -> Generator:
         own = [f"data.task={task}", f"data.test={flags.test}", f"data.metric={metric}"]
         generator.config = config_lib.override(generator.config, own)
     elif data.task in (*OWN_FILES, "none") and not data.test:
-        raise UserError("--test: found none; expected a file, as the checkpoint names no test split")
+        raise UserError("--test", found="none", expected="a file, as the checkpoint names no test split")
     return generator
 
 

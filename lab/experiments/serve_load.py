@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             begun = time.monotonic()
             while get(started.port, "/readyz")[0] != 200:
                 if time.monotonic() > begun + PATIENCE:
-                    raise UserError(f"/readyz: found no 200 after {PATIENCE:g} s")
+                    raise UserError("/readyz", found=f"no 200 after {PATIENCE:g} s")
                 time.sleep(0.1)
             cli.note(f"ready after {time.monotonic() - begun:.1f} s")
             report = {"ready_s": time.monotonic() - begun} | load(flags, started.port, started.process.pid)

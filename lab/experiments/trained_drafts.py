@@ -131,10 +131,10 @@ def main(argv: Sequence[str]) -> int:
     drafts, peers = names_of("--drafts", flags.drafts, DRAFTS), names_of("--peers", flags.peers, PEERS)
     weights = names_of("--weights", flags.weights, ("float32", "int8"))
     if "none" not in drafts:
-        raise UserError("--drafts: found no none; expected it, as the others are compared with it")
+        raise UserError("--drafts", found="no none", expected="it, as the others are compared with it")
     drafts.sort(key=lambda name: name != "none")
     if ("model" in drafts or "hf+assistant" in peers) and not flags.small:
-        raise UserError("--small: found none; expected the checkpoint of the T5 that drafts")
+        raise UserError("--small", found="none", expected="the checkpoint of the T5 that drafts")
     use_threads(flags.threads)
     systems: list[System] = []
     for held, draft in itertools.product(weights, drafts):
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         systems.append(Ours(generator, traced))
     if peers:
         if generator.default_strategy != "sequential":
-            raise UserError(f"--peers: found {generator.default_strategy} weights; expected sequential ones")
+            raise UserError("--peers", found=f"{generator.default_strategy} weights", expected="sequential ones")
         systems += of_transformers(flags, peers, systems[0].name, generator.config.decode.max_length)
     sources = [
         list(generator.ids_of(generator.source(value, place, place)))

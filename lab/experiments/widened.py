@@ -55,7 +55,9 @@ def sizes_of(small: T5Config, sizes: dict[str, int]) -> T5Config:
     """
     for name, size in sizes.items():
         if size < getattr(small, name):
-            raise UserError(f"--model: found {name} {size}; expected at least the checkpoint's {getattr(small, name)}")
+            raise UserError(
+                "--model", found=f"{name} {size}", expected=f"at least the checkpoint's {getattr(small, name)}"
+            )
     # The mean square is smaller by as much as there are more channels, and so is what is added to it.
     epsilon = small.layer_norm_epsilon * small.d_model / sizes.get("d_model", small.d_model)
     changed: dict[str, Any] = {"layer_norm_epsilon": epsilon, **sizes}

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     chosen = flags.only.split(",")
     if unknown := set(chosen) - PARTS.keys():
-        raise UserError(f"--only: found {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
+        raise UserError("--only", found=", ".join(sorted(unknown)), expected=f"some of {', '.join(PARTS)}")
     jax.config.update("jax_platforms", "cpu")
     cli.check_output_file("--json", flags.json)
     cli.check_output_file("--table", flags.table)

@@ -550,7 +550,7 @@ class T5GemmaConfig(Backbone):
             s: GemmaStack = getattr(self, side)
             if s.num_attention_heads % s.num_key_value_heads or s.head_dim % 2:
                 found = f"{s.num_attention_heads} heads of {s.head_dim} in {s.num_key_value_heads} groups"
-                raise UserError(f"{where}: model.{side}: found {found}; expected equal groups, and an even head_dim")
+                raise UserError(f"{where}: model.{side}", found=found, expected="equal groups, and an even head_dim")
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
@@ -559,7 +559,7 @@ class T5GemmaConfig(Backbone):
         for key in ("vocab_size", "rms_norm_eps"):
             if encoder[key] != decoder[key]:
                 raise UserError(
-                    f"encoder.{key}: found {encoder[key]!r:.60}; expected the decoder's, {decoder[key]!r:.60}"
+                    f"encoder.{key}", found=f"{encoder[key]!r:.60}", expected=f"the decoder's, {decoder[key]!r:.60}"
                 )
         ids = {key: decoder[key] if given[key] is None else given[key] for key in SIDE if key.endswith("_token_id")}
         start = given["decoder_start_token_id"]
@@ -592,7 +592,7 @@ class T5GemmaConfig(Backbone):
         """
         for key, expected in (("hidden_activation", "gelu_pytorch_tanh"), ("attention_bias", False)):
             if given[key] != expected:
-                raise UserError(f"{side}.{key}: found {given[key]!r}; expected {expected!r}")
+                raise UserError(f"{side}.{key}", found=f"{given[key]!r}", expected=f"{expected!r}")
         fields, depth = {field.name for field in dataclasses.fields(GemmaStack)}, given["num_hidden_layers"]
         types = given["layer_types"]
         if types is None:
@@ -603,7 +603,9 @@ class T5GemmaConfig(Backbone):
         stack = GemmaStack(**values | cls.read_rotations(given, side))
         if types is not None and types != stack.layer_types(depth):
             raise UserError(
-                f"{side}.layer_types: found {types!r:.80}; expected {depth}, of which each n-th is {LAYER_TYPES[1]}"
+                f"{side}.layer_types",
+                found=f"{types!r:.80}",
+                expected=f"{depth}, of which each n-th is {LAYER_TYPES[1]}",
             )
         return stack
 
@@ -618,7 +620,7 @@ class T5GemmaConfig(Backbone):
         place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
         kind, theta, _ = read_rope(found, given["rope_theta"], place)
         if kind != "default" or found.keys() & set(LAYER_TYPES):
-            raise UserError(f"{place}: found {found!r:.80}; expected one object, of rope_type default")
+            raise UserError(place, found=f"{found!r:.80}", expected="one object, of rope_type default")
         return {"rope_theta": theta, "full_rope_theta": theta}
 
     def earlier_doubts(self) -> str:
@@ -679,11 +681,11 @@ def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tupl
     kind: str = found["rope_type"] or found["type"] or "default"
     theta, factor = found["rope_theta"] or theta, found["factor"]
     if theta is None:
-        raise UserError(f"{where}.rope_theta: found null; expected a number")
+        raise UserError(f"{where}.rope_theta", found="null", expected="a number")
     if kind == "default":
         return kind, theta, 1.0
     if factor is None or found["partial_rotary_factor"] not in (None, 1):
-        raise UserError(f"{where}: found {given!r:.80}; expected a factor, and no partial_rotary_factor")
+        raise UserError(where, found=f"{given!r:.80}", expected="a factor, and no partial_rotary_factor")
     return kind, theta, factor
 
 

@@ -160,7 +160,9 @@ class T5Gemma2Config(T5GemmaConfig):
         super().check(where)
         if self.encoder.hidden_size != self.decoder.hidden_size:
             found, expected = self.encoder.hidden_size, self.decoder.hidden_size
-            raise UserError(f"{where}: model.encoder.hidden_size: found {found}; expected the decoder's, {expected}")
+            raise UserError(
+                f"{where}: model.encoder.hidden_size", found=f"{found}", expected=f"the decoder's, {expected}"
+            )
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
@@ -179,7 +181,7 @@ class T5Gemma2Config(T5GemmaConfig):
     def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
         every: int | None = given["sliding_window_pattern"]
         if every is None or every < 1:
-            raise UserError(f"{side}.sliding_window_pattern: found {every}; expected at least 1")
+            raise UserError(f"{side}.sliding_window_pattern", found=f"{every}", expected="at least 1")
         return every
 
     @classmethod
@@ -191,11 +193,11 @@ class T5Gemma2Config(T5GemmaConfig):
         place, found, more = f"{side}.rope_parameters", given["rope_parameters"], given["rope_scaling"] or {}
         sliding, full = ({"rope_type": "default"} if found is None else found.get(kind) or {} for kind in LAYER_TYPES)
         if not (isinstance(sliding, dict) and isinstance(full, dict) and (full or not more)):
-            raise UserError(f"{place}: found {found!r:.80}; expected an object for {' and for '.join(LAYER_TYPES)}")
+            raise UserError(place, found=f"{found!r:.80}", expected=f"an object for {' and for '.join(LAYER_TYPES)}")
         kind, theta, _ = read_rope(sliding, given["rope_local_base_freq"], f"{place}.{LAYER_TYPES[0]}")
         full_kind, full_theta, factor = read_rope({**full, **more}, given["rope_theta"], f"{place}.{LAYER_TYPES[1]}")
         if kind != "default" or full_kind not in ("default", "linear"):
-            raise UserError(f"{place}: found {found!r:.80}; expected rope_type default, or full ones linear")
+            raise UserError(place, found=f"{found!r:.80}", expected="rope_type default, or full ones linear")
         return {"rope_theta": theta, "full_rope_theta": full_theta, "full_rope_factor": factor}
 
     def earlier_doubts(self) -> str:
@@ -236,7 +238,7 @@ class T5Gemma2Config(T5GemmaConfig):
             table, copy = (tensors.get(f"{name}{end}") for name in copies)
             if table and copy:
                 if not np.array_equal(table.read(), copy.read()):
-                    raise UserError(f"{copy.file}: {copy.name}: differs from {table.name}; expected one table")
+                    raise UserError(f"{copy.file}: {copy.name}", f"differs from {table.name}", expected="one table")
                 del tensors[copy.name]
         return super().fitted(tensors, weights)
 

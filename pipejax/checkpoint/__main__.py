@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     config.backbone(flags.overrides)
     directory = Path(flags.directory)
     if not (directory / "checkpoints").is_dir():
-        found = "found no checkpoints/" if directory.is_dir() else "no such directory"
-        raise UserError(f"{directory}: {found}; expected a run directory or a converted checkpoint")
+        problem = "found no checkpoints/" if directory.is_dir() else "no such directory"
+        raise UserError(directory, problem, expected="a run directory or a converted checkpoint")
     reports = []
     for kind in ("checkpoints", "best"):
         for report in verify(directory / kind):

@@ -45,16 +45,22 @@ def check_place(path: Path) -> None:
         place.encode()
     except UnicodeEncodeError:
         if is_misread(place):
-            said = f"{os.fsencode(place).decode()}: found a path in UTF-8, which Python reads otherwise here"
-            raise UserError(f"{said}; expected {UTF_8}") from None
+            raise UserError(
+                os.fsencode(place).decode(), found="a path in UTF-8, which Python reads otherwise here", expected=UTF_8
+            ) from None
         raise UserError(
-            f"{os.fsencode(place)!r}: found a path that is not UTF-8; expected one that is (a symbolic link to it "
-            "will do)"
+            f"{os.fsencode(place)!r}",
+            found="a path that is not UTF-8",
+            expected="one that is",
+            hint="a symbolic link to it will do",
         ) from None
     if found := _MISREAD.search(place):
         raise UserError(
-            f"{path}: found {found[0]!r} in the path; expected one without \\ [ ] * ?, without names that end in a "
-            "colon and not below /gs, /s3, /az or /hf, which Orbax misreads (a symbolic link to it will do)"
+            path,
+            found=f"{found[0]!r} in the path",
+            expected="one without \\ [ ] * ?, without names that end in a colon and not below /gs, /s3, "
+            "/az or /hf, which Orbax misreads",
+            hint="a symbolic link to it will do",
         )
 
 

@@ -111,10 +111,10 @@ def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
         raise Damaged("manifest does not match its seal")
     where = f"{place} (manifest)"
     if manifest.get("format") != FORMAT or not _is_whole_number(manifest["format"]):
-        raise UserError(f"{where}: format: found {_brief(manifest.get('format'))}; expected the number {FORMAT}")
+        raise UserError(f"{where}: format", found=f"{_brief(manifest.get('format'))}", expected=f"the number {FORMAT}")
     for key, (fits, expected) in _FORM.items():
         if not fits(manifest.get(key)):
-            raise UserError(f"{where}: {key}: found {_brief(manifest.get(key))}; expected {expected}")
+            raise UserError(f"{where}: {key}", found=f"{_brief(manifest.get(key))}", expected=expected)
     found = cast(Manifest, manifest)
     if found["step"] != step:
         raise Damaged(f"manifest is of step {found['step']}")
@@ -135,14 +135,14 @@ def config_of(manifest: Manifest, place: Path) -> Config:
 
 def _check_arrays(where: str, arrays: object) -> None:
     if not isinstance(arrays, dict):
-        raise UserError(f"{where}: found {_brief(arrays)}; expected an object")
+        raise UserError(where, found=f"{_brief(arrays)}", expected="an object")
     for path, entry in arrays.items():
         above = {path[:i] for i, letter in enumerate(path) if letter == "/"}
         if not _PATH.fullmatch(path) or above & arrays.keys():
-            raise UserError(f"{where}: found the path {path!r}; expected names with / between them, each once")
+            raise UserError(where, found=f"the path {path!r}", expected="names with / between them, each once")
         good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
         if not (good and isinstance(entry[1], list) and all(map(_is_whole_number, [*entry[1], *entry[2:]]))):
-            raise UserError(f"{where}.{path}: found {_brief(entry)}; expected dtype, shape and two numbers")
+            raise UserError(f"{where}.{path}", found=f"{_brief(entry)}", expected="dtype, shape and two numbers")
 
 
 def _is_whole_number(value: object) -> bool:
@@ -202,8 +202,10 @@ def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -
         raise Damaged(f"holds no {name}")
     if problem := first_difference(shapes_of(template), {path: entry[:2] for path, entry in expected.items()}):
         raise UserError(
-            f"{place}: {name}: {problem}; expected what this program would save "
-            f"(it was saved with {', '.join(f'{k} {v}' for k, v in manifest['versions'].items())})"
+            f"{place}: {name}",
+            problem,
+            expected="what this program would save",
+            hint=f"it was saved with {', '.join((f'{k} {v}' for k, v in manifest['versions'].items()))}",
         )
 
 

@@ -44,28 +44,28 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
     if (found := look(directory)) == "file":
-        raise UserError(f"{directory}: found a file; expected the directory of a checkpoint or a run")
+        raise UserError(directory, found="a file", expected="the directory of a checkpoint or a run")
     if found != "directory":
-        hub = "" if directory.parent.is_dir() else "; pipejax convert from-hf fetches a model of the hub"
-        raise UserError(f"{directory}: no such checkpoint directory{hub}")
+        hint = "" if directory.parent.is_dir() else "pipejax convert from-hf fetches a model of the hub"
+        raise UserError(directory, "no such checkpoint directory", hint=hint)
     if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
-            raise UserError(f"{directory}: found no best/; expected a run that was evaluated at least once")
+            raise UserError(directory, found="no best/", expected="a run that was evaluated at least once")
         hint = (
-            "; convert it first: pipejax convert from-hf"
+            "convert it first: pipejax convert from-hf"
             if any(map(look, (directory / "config.json", directory / "adapter_config.json")))
             else ""
         )
         for above in absolute(directory).parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
-                hint = f"; it is a part of {above}: give that directory, and --best for its best step"
-        raise UserError(f"{directory}: found no {kind}/; expected a checkpoint or run directory{hint}")
+                hint = f"it is a part of {above}: give that directory, and --best for its best step"
+        raise UserError(directory, found=f"no {kind}/", expected="a checkpoint or run directory", hint=hint)
     restored = Store(directory / kind).newest(None)
     if restored is None:
-        hint = "; --best takes the best one" if not best and (directory / "best").is_dir() else ""
-        raise UserError(f"{directory / kind}: found no good step; expected at least one{hint}")
+        hint = "--best takes the best one" if not best and (directory / "best").is_dir() else ""
+        raise UserError(directory / kind, found="no good step", expected="at least one", hint=hint)
     if restored.config.model is None:
-        raise UserError(f"{restored.path}: found no model in its config; expected the architecture")
+        raise UserError(restored.path, found="no model in its config", expected="the architecture")
     report_conversion(restored)
     params = restored.items["params"] if packed else quantization.whole(restored.items["params"])
     return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params)})
@@ -145,17 +145,17 @@ def save_params(
             )
             store.close()
             if not saved:
-                raise UserError(f"{directory}: cannot be written ({store.why_not})")
+                raise UserError(directory, f"cannot be written ({store.why_not})")
             write_text(partial / "config.json", config_lib.to_json(config))
     except OSError as error:
         reason = error.strerror or str(error)
         # it lists source, target and reason of each file; the source may be a temporary copy
         if isinstance(error, shutil.Error):
             reason = str(error.args[0][0][2]).partition(": ")[0]
-        raise UserError(f"{directory}: cannot be written ({reason})") from error
+        raise UserError(directory, f"cannot be written ({reason})") from error
 
 
 def require_free(directory: Path) -> None:
     """Raises a UserError unless the path is absent or an empty directory, so that nothing is overwritten."""
     if look(directory) and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory}: found something there; expected a new or an empty directory")
+        raise UserError(directory, found="something there", expected="a new or an empty directory")

@@ -304,7 +304,7 @@ class Store:
                 return self._first_good(read, set_aside=set_aside)
             except Replaced:  # a training run has committed a newer step meanwhile
                 continue
-        raise UserError(f"{self.directory}: found each step replaced while it was read; expected fewer saves a minute")
+        raise UserError(self.directory, found="each step replaced while it was read", expected="fewer saves a minute")
 
     def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
         """Returns the newest step for which `read` does not raise Damaged; logs each damaged step."""
@@ -330,7 +330,7 @@ class Store:
                 if distributed.first():
                     name = self._steps.set_aside(step)
             except OSError as error:
-                raise UserError(f"{self.place(step)}: damaged, and cannot be renamed ({error.strerror})") from error
+                raise UserError(self.place(step), f"damaged, and cannot be renamed ({error.strerror})") from error
         return f"kept aside as {name}"
 
     def _manifest(self, step: int) -> Manifest:
@@ -370,8 +370,9 @@ class Store:
                         arrays_lib.check_item(place, manifest_lib.template(arrays), _files(manifest, name))
                 except Damaged as damage:
                     raise UserError(
-                        f"{self.directory / str(step)}: was saved, but cannot be read back ({damage}); expected a "
-                        "file system that returns what was written"
+                        self.directory / str(step),
+                        f"was saved, but cannot be read back ({damage})",
+                        expected="a file system that returns what was written",
                     ) from damage
 
     def _log_failure(self, step: int, error: Exception) -> None:

@@ -75,7 +75,7 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
     path = Path(path)
     if (found := look(path)) != "file":
         says = "found a directory" if found else "no such file"
-        raise UserError(f"{path}: {says}; expected a config file")
+        raise UserError(path, says, expected="a config file")
     try:
         if path.suffix != ".json":
             config = runpy.run_path(str(path)).get("config")
@@ -89,10 +89,10 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         keyword = re.search(r"unexpected keyword argument '(\w+)'$", message)
         hint = _suggestion(keyword[1]) if keyword else ""
         if isinstance(error, SyntaxError) and path.suffix not in (".py", ".json"):
-            hint = "; expected a Python file, or the config.json of a run"
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{hint}") from error
+            hint = "expected a Python file, or the config.json of a run"
+        raise UserError(_place(error, path), f"{type(error).__name__}: {message}", hint=hint) from error
     if not isinstance(config, Config):
-        raise UserError(f"{path}: found no `config = Config(...)`; expected one")
+        raise UserError(path, found="no `config = Config(...)`", expected="one")
     if imports and isinstance(method := config.method, str | dict):  # a class name, or the JSON form of a method
         name = method if isinstance(method, str) else method.get("class")
         made_of = {"class": name} if isinstance(method, str) else method
@@ -133,19 +133,21 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
     if isinstance(overrides, typing.Mapping):
         return list(_values(overrides, "", where))
     if isinstance(overrides, str | bytes) or not isinstance(overrides, typing.Sequence):
-        raise UserError(f'{where}: found {shown_value(overrides)}; expected a dict of values, or a list of "key=value"')
+        raise UserError(where, found=shown_value(overrides), expected='a dict of values, or a list of "key=value"')
     found = []
     for assignment in overrides:
         if not isinstance(assignment, str):
-            raise UserError(f'{where}: found {shown_value(assignment)} in the list; expected a text "key=value"')
+            raise UserError(where, found=f"{shown_value(assignment)} in the list", expected='a text "key=value"')
         key, equals, text = assignment.partition("=")
         key = key.strip()
         if key not in SPACED:
             text = text.strip()
         elif key.endswith("delimiter") and text in (r"\n", r"\t"):
-            raise UserError(f"{where} {assignment}: found two characters; expected one: $'\\t' is a tab in bash")
+            raise UserError(f"{where} {assignment}", found="two characters", expected="one: $'\\t' is a tab in bash")
         if not (key and equals):
-            raise UserError(f"{where} {assignment}: found no {'key' if equals else repr('=')}; expected key=value")
+            raise UserError(
+                f"{where} {assignment}", found=f"no {('key' if equals else repr('='))}", expected="key=value"
+            )
         found.append(Assignment(key, text, written=True))
     return found
 
@@ -153,7 +155,7 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
 def _values(values: typing.Mapping[str, object], prefix: str, where: str) -> typing.Iterator[Assignment]:
     for name, value in values.items():
         if not isinstance(name, str):
-            raise UserError(f'{where}: found the key {shown_value(name)}; expected a text such as "grid.delay"')
+            raise UserError(where, found=f"the key {shown_value(name)}", expected='a text such as "grid.delay"')
         if isinstance(value, typing.Mapping):
             yield from _values(value, f"{prefix}{name}.", where)
         else:
@@ -187,15 +189,14 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
     kind = type(value)
     if kind.__module__ in ("__main__", "<run_path>"):
         raise UserError(
-            f"{key}: found {kind.__qualname__}, a class of the file that is run; expected one of a module, from which "
-            "the run can be opened again"
+            key,
+            found=f"{kind.__qualname__}, a class of the file that is run",
+            expected="one of a module, from which the run can be opened again",
         )
     try:
         found: dict[str, Any] = strict_json.loads(json.dumps(dataclasses.asdict(value)))
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{key}: found {shown_value(value)}; expected settings of JSON ({first_line(error)})"
-        ) from error
+        raise UserError(key, found=shown_value(value), expected="settings of JSON", hint=first_line(error)) from error
     return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
 
 
@@ -212,8 +213,9 @@ def made(section: dict[str, Any], key: str = "method") -> Any:
     if (name := section["class"]) not in BACKBONES.values() and name.partition(":")[0] not in sys.modules:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
         raise UserError(
-            f"{key}: found {name}, by which this model was trained; expected its module imported: by --set "
-            f"{key}={name}, or in Python by {python}"
+            key,
+            found=f"{name}, by which this model was trained",
+            expected=f"its module imported: by --set {key}={name}, or in Python by {python}",
         )
     return _of_class(name, section, key)
 
@@ -245,11 +247,12 @@ def find_class(name: str, key: str = "method") -> Any:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{key}: found {name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)}); expected "
-            "MODULE:CLASS"
+            key,
+            found=f"{name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)})",
+            expected="MODULE:CLASS",
         ) from error
     if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, OWN[key][0])):
-        raise UserError(f"{key}: found {name!r}, which is none; expected MODULE:CLASS of a subclass of {OWN[key][1]}")
+        raise UserError(key, found=f"{name!r}, which is none", expected=f"MODULE:CLASS of a subclass of {OWN[key][1]}")
     return found
 
 
@@ -269,7 +272,7 @@ def backbone(overrides: Overrides) -> type[Backbone] | None:
     found: type[Backbone] | None = None
     for key, value, _ in assignments(overrides, "--set"):
         if not brings_backbone(key, value):
-            raise UserError(f"--set {key}: cannot change here; expected model=MODULE:CLASS, a backbone of your own")
+            raise UserError(f"--set {key}", "cannot change here", expected="model=MODULE:CLASS, a backbone of your own")
         found = find_class(str(value), key)
     return found
 
@@ -285,14 +288,14 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     try:
         values = strict_json.loads(text)
     except strict_json.DuplicateKey as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(where, found=error.found, expected=error.expected) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({first_line(error)})") from error
+        raise UserError(where, f"not valid JSON ({first_line(error)})") from error
     method = values.pop("method", None) if isinstance(values, dict) else None
     config: Config = _build(Config, values, "", where)
     if method is not None:
         if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
-            raise UserError(f'{where}: method: found {shown_value(method)}; expected an object with "class"')
+            raise UserError(f"{where}: method", found=shown_value(method), expected='an object with "class"')
         with contextlib.suppress(UserError):  # whoever opens the run may pass the class later
             method = made(method)
     config = dataclasses.replace(config, method=method)
@@ -360,26 +363,26 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
     """
     names = [field.name for field in dataclasses.fields(node)]
     if keys[0] not in names:
-        raise UserError(f"{full}: unknown key{_suggestion(full)}")
+        raise UserError(full, "unknown key", hint=_suggestion(full))
     old = getattr(node, keys[0])
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
         old = made(old) if isinstance(old, dict) else old
         if old is None:
-            raise UserError(f"{full}: found no {keys[0]} in this config; expected it there to set one of its keys")
+            raise UserError(full, found=f"no {keys[0]} in this config", expected="it there to set one of its keys")
         if not dataclasses.is_dataclass(old) or isinstance(old, type):
             parent = full.removesuffix("." + ".".join(keys[1:]))
-            raise UserError(f"{full}: {keys[0]} is no section (did you mean {parent}?)")
+            raise UserError(full, f"{keys[0]} is no section", hint=f"did you mean {parent}?")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, *SEQUENCES):
         names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]
-        raise UserError(f"{full}: found a section; expected one of its keys, such as {full}.{names[0]}")
+        raise UserError(full, found="a section", expected=f"one of its keys, such as {full}.{names[0]}")
     value = parse_value(value, kind, full) if written and isinstance(value, str) else plain_value(value, kind)
     try:
         return dataclasses.replace(node, **{keys[0]: value})
     except Exception as error:  # a method's class may raise any exception
         raise UserError(
-            f"{full}: found {shown_value(value)}; {type(node).__name__} refuses it: {first_line(error)}"
+            full, found=f"{shown_value(value)}; {type(node).__name__} refuses it: {first_line(error)}"
         ) from error
 
 
@@ -396,11 +399,11 @@ def _build(cls: type, values: object, prefix: str, where: str) -> Any:
       UserError: a key is unknown or missing, or the class refuses a value.
     """
     if not isinstance(values, dict):
-        raise UserError(f"{where}: {prefix[:-1] or 'top level'}: found {type(values).__name__}; expected an object")
+        raise UserError(f"{where}: {prefix[:-1] or 'top level'}", found=type(values).__name__, expected="an object")
     kinds, fields = types_of(cls), dataclasses.fields(cls)
     for key in values:
         if key not in [f.name for f in fields]:
-            raise UserError(f"{where}: {prefix}{key}: unknown key{_suggestion(prefix + key)}")
+            raise UserError(f"{where}: {prefix}{key}", "unknown key", hint=_suggestion(prefix + key))
     built = {}
     for key, value in values.items():
         section = next(
@@ -417,9 +420,9 @@ def _build(cls: type, values: object, prefix: str, where: str) -> Any:
     except Exception as error:  # a method's class may raise any exception
         for f in fields:
             if f.name not in built and f.default is f.default_factory is dataclasses.MISSING:
-                raise UserError(f"{where}: {prefix}{f.name}: missing") from error
+                raise UserError(f"{where}: {prefix}{f.name}", "missing") from error
         raise UserError(
-            f"{where}: {prefix[:-1]}: cannot be made ({type(error).__name__}: {first_line(error)})"
+            f"{where}: {prefix[:-1]}", f"cannot be made ({type(error).__name__}: {first_line(error)})"
         ) from error
 
 
@@ -431,11 +434,11 @@ def _suggestion(key: str) -> str:
     close = [name] if name in names else difflib.get_close_matches(name, names, n=1)
     if close:  # if several sections have a key of that name, the section with the most similar name
         candidates = [k for k, known in zip(every, names, strict=True) if known == close[0]]
-        return f" (did you mean {difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]}?)"
+        return f"did you mean {difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]}?"
     siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
     if siblings:
-        return f"; the keys of {section} are {', '.join(siblings)}"
-    return f"; the sections are {', '.join(types_of(Config))}"
+        return f"the keys of {section} are {', '.join(siblings)}"
+    return f"the sections are {', '.join(types_of(Config))}"
 
 
 def _place(error: BaseException, path: Path) -> str:

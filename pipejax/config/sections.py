@@ -206,7 +206,7 @@ def check(config: Config, *, where: str) -> None:
     check_settings(config, "", where)
 
     def refuse(key: str, found: object, expected: str) -> NoReturn:
-        raise UserError(f"{where}: {key}: found {found}; expected {expected}")
+        raise UserError(f"{where}: {key}", found=f"{found}", expected=expected)
 
     model, method, grid, data = config.model, config.method, config.grid, config.data
     if not (method is None or isinstance(method, dict) or dataclasses.is_dataclass(method)) or isinstance(method, type):

@@ -75,9 +75,9 @@ def base_of(directory: Path) -> str:
     facts = read_json(directory / CONFIG)
     name, revision = facts.get(BASE), facts.get("revision")
     if not isinstance(name, str) or not name:
-        raise UserError(f"{directory / CONFIG}: {BASE}: found {name!r:.60}; expected a name, or --base-model")
+        raise UserError(f"{directory / CONFIG}: {BASE}", found=f"{name!r:.60}", expected="a name, or --base-model")
     if revision and not isinstance(revision, str):
-        raise UserError(f"{directory / CONFIG}: revision: found {revision!r:.60}; expected a name")
+        raise UserError(f"{directory / CONFIG}: revision", found=f"{revision!r:.60}", expected="a name")
     return name if not revision or revision == "main" or look(name) else f"{name}@{revision}"
 
 
@@ -109,13 +109,16 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
         for end, kind, shape in ((lora.A, "lora_A", (rank, inputs)), (lora.B, "lora_B", (outputs, rank))):
             tensor = tensors.pop(theirs := f"{PREFIX}{name}.{kind}.weight", None)
             if tensor is None or tensor.shape != shape:
-                found = f"found shape {[*tensor.shape]}" if tensor else "missing"
-                raise UserError(f"{weights}: {theirs}: {found}; expected shape {[*shape]}, {implied}")
+                problem = f"found shape {[*tensor.shape]}" if tensor else "missing"
+                raise UserError(f"{weights}: {theirs}", problem, expected=f"shape {[*shape]}, {implied}")
             factors[f"{path}/{end}"] = np.array(tensor.read().T, np.float32, order="C")
         factors[f"{path}/{lora.B}"] *= np.float32(scale)
     if tensors or not targets:
-        found = f"{min(tensors)}: found a tensor without a place" if tensors else "found no factors"
-        raise UserError(f"{weights}: {found}; expected factors of attention and feed-forward alone, {implied}")
+        raise UserError(
+            f"{weights}: {min(tensors)}" if tensors else weights,
+            found="a tensor without a place" if tensors else "no factors",
+            expected=f"factors of attention and feed-forward alone, {implied}",
+        )
     return factors
 
 
@@ -130,7 +133,7 @@ def to_peft(model: Backbone, params: Tree, base_model: str) -> tuple[dict[str, n
     flat, modules, tensors = flatten_dict(params, sep="/"), _modules(model), dict[str, np.ndarray]()
     ranks = {name: flat[f"{path}/{lora.A}"].shape[1] for name, path in modules.items() if f"{path}/{lora.A}" in flat}
     if not ranks:
-        raise UserError("--adapter: found no factors; expected a run with train.lora_rank, or a converted adapter")
+        raise UserError("--adapter", found="no factors", expected="a run with train.lora_rank, or a converted adapter")
     for name in ranks:
         for end, kind in ((lora.A, "lora_A"), (lora.B, "lora_B")):
             array = np.asarray(flat[path := f"{modules[name]}/{end}"], np.float32)
@@ -176,13 +179,15 @@ def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
     facts = read_json(file)
     for key, value in facts.items():
         if key in EXPECTED and value not in EXPECTED[key]:
-            raise UserError(f"{file}: {key}: found {value!r:.60}; expected {' or '.join(map(str, EXPECTED[key]))}")
+            raise UserError(f"{file}: {key}", found=f"{value!r:.60}", expected=" or ".join(map(str, EXPECTED[key])))
         is_plain = value in (None, "", [], {}) or value is False
         if not is_plain and key not in (*EXPECTED, *FOLLOWED, *NEUTRAL):
-            raise UserError(f"{file}: {key}: found {value!r:.60}; expected none: of PEFT's methods plain LoRA is known")
+            raise UserError(
+                f"{file}: {key}", found=f"{value!r:.60}", expected="none: of PEFT's methods plain LoRA is known"
+            )
     targets, excluded = facts.get("target_modules"), facts.get("exclude_modules") or []
     if not targets:
-        raise UserError(f"{file}: target_modules: found none; expected names of modules, or an expression")
+        raise UserError(f"{file}: target_modules", found="none", expected="names of modules, or an expression")
     everything = isinstance(targets, str) and targets.lower() == "all-linear"
     ranks, alphas = _numbers(facts, "rank_pattern", "r", file), _numbers(facts, "alpha_pattern", "lora_alpha", file)
     given = {"target_modules": names if everything else targets, "exclude_modules": excluded}
@@ -212,23 +217,24 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
         elif isinstance(value, list) and all(isinstance(end, str) for end in value):
             found[key] = {name for name in names if any(f".{name}".endswith(f".{end}") for end in value)}
         else:
-            raise UserError(f"{file}: {key}: found {value!r:.60}; expected a list of names, or an expression")
+            raise UserError(f"{file}: {key}", found=f"{value!r:.60}", expected="a list of names, or an expression")
     if not expressions:
         return found
     if (size := sum(map(len, expressions.values()))) > LONGEST:
-        raise UserError(f"{file}: found expressions of {size:,} characters; expected at most {LONGEST:,}")
+        raise UserError(file, found=f"expressions of {size:,} characters", expected=f"at most {LONGEST:,}")
     told, command = json.dumps([[*expressions.values()], names]), [sys.executable, "-I", "-S", "-c", MATCH]
     try:
         done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=SECONDS, check=True)
     except subprocess.SubprocessError as error:
         key = max(expressions, key=lambda key: len(expressions[key]))
         raise UserError(
-            f"{file}: {key}: found {expressions[key]!r:.60}, or another expression there, which is not matched within "
-            f"{SECONDS} s; expected a simpler one"
+            f"{file}: {key}",
+            found=f"{expressions[key]!r:.60}, or another expression there, which is not matched within {SECONDS} s",
+            expected="a simpler one",
         ) from error
     for (key, value), line in zip(expressions.items(), done.stdout.splitlines(), strict=True):
         if isinstance(own := strict_json.loads(line), str):
-            raise UserError(f"{file}: {key}: found {value!r:.60} ({own}); expected a regular expression")
+            raise UserError(f"{file}: {key}", found=f"{value!r:.60} ({own})", expected="a regular expression")
         found[key] = set(own)
     return found
 
@@ -236,11 +242,11 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
 def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) -> tuple[str, dict[str, float]]:
     own = facts.get(pattern) or {}
     if not isinstance(own, dict):
-        raise UserError(f"{file}: {pattern}: found {own!r:.60}; expected an object")
+        raise UserError(f"{file}: {pattern}", found=f"{own!r:.60}", expected="an object")
     found = {name: value for name, value in own.items() if name} | {"": facts.get(key)}
     for name, value in found.items():
         where = f"{pattern}: {name:.60}" if name else key
         kinds = (int,) if key == "r" else (int, float)
         if not where.isprintable() or type(value) not in kinds or not 0 < value < 2**31:
-            raise UserError(f"{file}: {where}: found {value!r:.60}; expected a number above 0")
+            raise UserError(f"{file}: {where}", found=f"{value!r:.60}", expected="a number above 0")
     return pattern, found

@@ -44,8 +44,9 @@ def find_checkpoint(source: str | Path) -> Path:
     cache = compile_cache.safe_directory()
     if cache is None:
         raise UserError(
-            f"{source}: found a Hugging Face model and no cache to keep its conversion in; expected one "
-            f"({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf"
+            source,
+            found="a Hugging Face model and no cache to keep its conversion in",
+            expected=f"one ({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf",
         )
     target, name = None, absolute(path).name
     if of_hub or adapters.is_adapter(path):
@@ -56,8 +57,9 @@ def find_checkpoint(source: str | Path) -> Path:
     if look(target) != "directory":
         if not compile_cache.is_writable(cache):
             raise UserError(
-                f"{source}: found no conversion of it in {cache}, to which this user may not write; expected another "
-                f"cache ({compile_cache.VARIABLE}=DIR), or a checkpoint: pipejax convert from-hf"
+                source,
+                found=f"no conversion of it in {cache}, to which this user may not write",
+                expected=f"another cache ({compile_cache.VARIABLE}=DIR), or a checkpoint: pipejax convert from-hf",
             )
         note(f"{source}: converting it once, into {target}")
         with new_directory(target) as staging:

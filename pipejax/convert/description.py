@@ -205,8 +205,10 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
     values = read_json(file)
     if values.get("format") != FORMAT:
         raise UserError(
-            f"{file}: format: found {values.get('format')!r:.40}; expected {FORMAT}: another version of pipejax wrote "
-            "it (without this file the weights alone are converted)"
+            f"{file}: format",
+            found=f"{values.get('format')!r:.40}",
+            expected=f"{FORMAT}: another version of pipejax wrote it",
+            hint="without this file the weights alone are converted",
         )
     saved = config_lib.from_saved(values.get("config"), where=f"{file}: config")
     config = dataclasses.replace(kept(saved), model=model)

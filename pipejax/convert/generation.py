@@ -185,7 +185,7 @@ def only(value: object, where: str) -> object:
     """
     found = value if isinstance(value, list) else [value]
     if len(found) != 1:
-        raise UserError(f"{where}: found {value!s:.60}; expected a single id")
+        raise UserError(where, found=f"{value!s:.60}", expected="a single id")
     return found[0]
 
 
@@ -196,6 +196,6 @@ def several(value: object, where: str) -> list[object]:
       UserError: the value is neither.
     """
     if isinstance(value, list) and not value:
-        raise UserError(f"{where}: found an empty list; expected one id or more")
+        raise UserError(where, found="an empty list", expected="one id or more")
     found = value if isinstance(value, list) else [value]
     return [x for i, x in enumerate(found) if (type(x), x) not in ((type(y), y) for y in found[:i])]

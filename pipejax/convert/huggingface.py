@@ -73,7 +73,7 @@ def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
     except UserError as error:
         if quantization:
             advice = "load it in transformers, dequantize() it there, and save_pretrained that"
-            raise UserError(f"{error}; {quantization}: quantised weights are not read ({advice})") from error
+            raise UserError(problem=f"{error}; {quantization}: quantised weights are not read", hint=advice) from error
         raise
     if quantization:
         note(f"{directory}: {quantization}: not followed, as the weights there are not quantised")
@@ -132,8 +132,9 @@ def _config_facts(model: Backbone) -> dict[str, object]:
     is_own = kind is T5Config or any("model_types" in vars(x) for x in kind.__mro__ if not issubclass(T5Config, x))
     if not is_own or name not in kind.model_types:
         raise UserError(
-            f"model: {kind.__name__}.model_types: found {kind.model_types}, and {name!r} for config.json; expected a "
-            "name of its own, first of them: of another's, transformers would compute that one"
+            f"model: {kind.__name__}.model_types",
+            found=f"{kind.model_types}, and {name!r} for config.json",
+            expected="a name of its own, first of them: of another's, transformers would compute that one",
         )
     return facts
 
@@ -165,7 +166,7 @@ def _write_directory(
         if "use_cache" in files.get(generation.FILE, {}):
             note(f"{out.name}/{generation.FILE}: without a cache: transformers' would be too small for this decoder")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
+        raise UserError(out, f"cannot be written ({first_line(error)})") from error
 
 
 def from_hf(
@@ -194,7 +195,7 @@ def from_hf(
         note(f"{given}: a LoRA adapter, put beside the weights of {base_model}")
         directory = locate(base_model)
     elif base_model:
-        raise UserError(f"{given}: found no {adapters.CONFIG}; expected an adapter beside --base-model")
+        raise UserError(given, found=f"no {adapters.CONFIG}", expected="an adapter beside --base-model")
     model, files = _read_architecture(directory, backbone)
     with tempfile.TemporaryDirectory() as scratch:
         own = given if _copy_tokenizer(given, Path(scratch) / "tokenizer") else directory
@@ -211,7 +212,7 @@ def from_hf(
         try:
             save_params(out, config, params, tokenizer_source=tokenizer)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, also for a full disk
-            raise UserError(f"{out}: cannot be written ({first_line(error)})") from error
+            raise UserError(out, f"cannot be written ({first_line(error)})") from error
     return _size_in_words(params)
 
 
@@ -237,7 +238,7 @@ def to_hf(
     """
     require_free(Path(out))
     if adapter and not base_model:
-        raise UserError("--adapter: found no --base-model; expected the name or the directory of the adapted model")
+        raise UserError("--adapter", found="no --base-model", expected="the name or the directory of the adapted model")
     restored = open_run(checkpoint, best=best, apart=adapter)
     origin = description.ModelOrigin(base_model, _scores_of(restored, Path(scores)) if scores else None, license)
     assert restored.config.model is not None  # `open_run` checks it
@@ -266,15 +267,18 @@ def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: typ
         return
     for path, array in flatten_dict(read_hf(base_model, backbone)[1], sep="/").items():
         if not np.array_equal(array, params.get(path, ())):
-            raise UserError(f"{base_model}: {path}: found other numbers than in the run; expected the adapted model")
+            raise UserError(
+                f"{base_model}: {path}", found="other numbers than in the run", expected="the adapted model"
+            )
 
 
 def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
     found, own = read_json(file.resolve()), digest(restored.arrays["params"])
     if found.get("params_fp") != own:
         raise UserError(
-            f"{file}: params_fp: found {found.get('params_fp')!r}; expected {own!r}, that of {restored.path}: what "
-            "`pipejax evaluate --json` wrote of these weights"
+            f"{file}: params_fp",
+            found=f"{found.get('params_fp')!r}",
+            expected=f"{own!r}, that of {restored.path}: what `pipejax evaluate --json` wrote of these weights",
         )
     return found
 
@@ -346,7 +350,7 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
     size, most = tokenizer.size, model.vocab_size
     if size > most:
         raise UserError(
-            f"{directory}: found a tokenizer of {size} ids; expected at most {most}, config.json's vocab_size"
+            directory, found=f"a tokenizer of {size} ids", expected=f"at most {most}, config.json's vocab_size"
         )
     name = f"the tokenizer of {directory}"
     check_special_ids(tokenizer, model, f"{files['eos_token_id']}: eos_token_id", name)
@@ -361,21 +365,21 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
     """Reads config.json and generation_config.json into a backbone, with the files that set the special ids."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
-        raise UserError(f"{directory}: found a checkpoint of pipejax; expected one of Hugging Face")
+        raise UserError(directory, found="a checkpoint of pipejax", expected="one of Hugging Face")
     if not look(file):
         below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
         found = "a LoRA adapter, which has no weights of its own" if adapters.is_adapter(directory) else found
-        raise UserError(f"{directory}: found {found}; expected a directory as transformers saves a T5")
+        raise UserError(directory, found=found, expected="a directory as transformers saves a T5")
     facts = read_json(file)
     kind = facts.get("model_type")
     if kind is not None and kind not in (known := backbone.model_types if backbone else (*BACKBONES,)):
-        raise UserError(f"{file}: model_type: found {kind!r}; expected {' or '.join(known)}")
+        raise UserError(f"{file}: model_type", found=f"{kind!r}", expected=" or ".join(known))
     backbone = backbone or find_class(BACKBONES.get(str(kind), BACKBONES["t5"]), "model")
     try:
         values = backbone.read_facts(facts)
     except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+        raise error.within(file) from error
     ids, lines = generation.special_ids(generation.read_generation(directory, facts), facts | values)
     for line in lines:
         note(line)
@@ -390,8 +394,9 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
         eos, *others = generation.several(values["eos_token_id"], where)
         if others and "other_eos_token_ids" not in getattr(backbone, "__dataclass_fields__", {}):
             raise UserError(
-                f"{where}: found {[eos, *others]}; expected a single id, since {backbone.__name__} has no field "
-                "other_eos_token_ids: tuple[int, ...]"
+                where,
+                found=f"{[eos, *others]}",
+                expected=f"a single id, since {backbone.__name__} has no field other_eos_token_ids: tuple[int, ...]",
             )
         values |= {"eos_token_id": eos} | ({"other_eos_token_ids": (*others,)} if others else {})
     if "decoder_start_token_id" not in values:
@@ -414,7 +419,7 @@ def _to_tensors(model: Backbone, flat: Mapping[str, np.ndarray]) -> dict[str, np
     table = model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):
         problem = "missing" if path in table else "found one too many"
-        raise UserError(f"parameters: {path}: {problem}; expected the {len(table)} that the config implies")
+        raise UserError(f"parameters: {path}", problem, expected=f"the {len(table)} that the config implies")
     tensors = {}
     for path, (name, axes) in table.items():
         array = np.asarray(flat[path], dtype=np.float32)
@@ -435,7 +440,7 @@ def locate(source: str, *, at_once: bool = False) -> Path:
     if (found := look(source)) == "directory":
         return Path(source)
     if found:
-        raise UserError(f"{source}: found a file; expected a directory with config.json and weights")
+        raise UserError(source, found="a file", expected="a directory with config.json and weights")
     reason = "no such path"
     if of_hub := hub.parted(source):
         name, at = of_hub
@@ -450,7 +455,7 @@ def locate(source: str, *, at_once: bool = False) -> Path:
             return directory
         except Exception as error:  # the hub client and its HTTP libraries raise many kinds of exceptions
             reason = hub.reason(error)
-    raise UserError(f"{source}: found neither a directory nor a reachable hub id ({reason}); expected either")
+    raise UserError(source, found=f"neither a directory nor a reachable hub id ({reason})", expected="either")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> Path | None:
@@ -462,7 +467,7 @@ def _copy_tokenizer(source: Path, target: Path) -> Path | None:
         try:
             (target / file.name).write_bytes(read_small(file, VOCABULARY))
         except OSError as error:
-            raise UserError(f"{file}: cannot be copied ({first_line(error)})") from error
+            raise UserError(file, f"cannot be copied ({first_line(error)})") from error
     return target if files else None
 
 

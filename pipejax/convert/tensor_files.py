@@ -87,16 +87,16 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
             tensors = opener(file)
             for name, stored in tensors.items():
                 if not name.isprintable() or len(name) > LONGEST:
-                    raise UserError(f"{stored.file}: found the name {name!r:.60}; expected printable ones")
+                    raise UserError(stored.file, found=f"the name {name!r:.60}", expected="printable ones")
                 if stored.dtype not in DTYPES:
                     raise UserError(
-                        f"{stored.file}: {name}: found dtype {stored.dtype}; expected one of {', '.join(DTYPES)}"
+                        f"{stored.file}: {name}", found=f"dtype {stored.dtype}", expected=f"one of {', '.join(DTYPES)}"
                     )
             return file, tensors
     others = [(file.name, advice) for pattern, advice in OTHERS.items() for file in sorted(directory.glob(pattern))]
     weights = (pair for pair in others if not any(fnmatch.fnmatchcase(pair[0], other) for other in NO_WEIGHTS))
     found = next((f"only {name} ({advice})" for name, advice in weights), "no weights")
-    raise UserError(f"{directory}: found {found}; expected one of {', '.join(openers)}")
+    raise UserError(directory, found=found, expected=f"one of {', '.join(openers)}")
 
 
 def weight_files(directory: Path, openers: "Openers") -> list[Path]:
@@ -118,26 +118,26 @@ def read_json(file: Path) -> dict[str, object]:
             require_own(file)
         values = strict_json.loads(read_small(file).decode("utf-8-sig"))
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); expected a JSON object") from error
+        raise UserError(file, f"cannot be read ({error.strerror})", expected="a JSON object") from error
     except strict_json.DuplicateKey as error:
-        raise UserError(f"{file}: {error}") from error
+        raise UserError(file, found=error.found, expected=error.expected) from error
     except (ValueError, RecursionError) as error:
         if found := stand_in(file):
-            raise UserError(f"{file}: found {found}; expected a JSON object") from error
-        raise UserError(f"{file}: found no JSON ({first_line(error)}); expected a JSON object") from error
+            raise UserError(file, found=found, expected="a JSON object") from error
+        raise UserError(file, found=f"no JSON ({first_line(error)})", expected="a JSON object") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file}: found {reprlib.repr(values):.40}; expected a JSON object")
+        raise UserError(file, found=f"{reprlib.repr(values):.40}", expected="a JSON object")
     return values
 
 
 def check_finite(where: str, array: np.ndarray) -> None:
     if wrong := array.size - np.count_nonzero(np.isfinite(array)):
-        raise UserError(f"{where}: found {wrong} values that are NaN or infinite; expected finite numbers")
+        raise UserError(where, found=f"{wrong} values that are NaN or infinite", expected="finite numbers")
 
 
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
     found = stand_in(file) or f"a damaged file ({first_line(error)})"
-    return UserError(f"{file}: found {found}; expected {expected}")
+    return UserError(file, found=found, expected=expected)
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
@@ -145,9 +145,9 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
         with file.open("rb") as content:  # safetensors would report every file that cannot be opened as missing
             header = int.from_bytes(content.read(8), "little")
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); expected safetensors") from error
+        raise UserError(file, f"cannot be read ({error.strerror})", expected="safetensors") from error
     if SMALL < header <= file.stat().st_size:
-        raise UserError(f"{file}: found a header of {header:,} bytes; expected at most {SMALL:,}")
+        raise UserError(file, found=f"a header of {header:,} bytes", expected=f"at most {SMALL:,}")
     try:
         handle: Any = safe_open(file, framework="numpy")
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no dict)
@@ -180,14 +180,16 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
         listed = {name for name, place in places.items() if place == shard}
         if look(file) != "file":
             raise UserError(
-                f"{index}: weight_map: found {shard}, which does not exist; expected it to hold "
-                f"{min(listed)} ({len(listed)} tensors in all)"
+                f"{index}: weight_map",
+                found=f"{shard}, which does not exist",
+                expected=f"it to hold {min(listed)}",
+                hint=f"{len(listed)} tensors in all",
             )
         require_own(file)
         stored = opener(file)
         for name in sorted(stored.keys() ^ listed):
             problem = "found, but not" if name in stored else "missing; expected it, as it is"
-            raise UserError(f"{file}: {name}: {problem} listed for this file in {index.name}")
+            raise UserError(f"{file}: {name}", f"{problem} listed for this file in {index.name}")
         tensors |= stored
     return tensors
 
@@ -196,11 +198,11 @@ def _shards_of(index: Path) -> dict[str, str]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(
-            f"{index}: weight_map: found {reprlib.repr(places):.60}; expected the file name of every tensor"
+            f"{index}: weight_map", found=f"{reprlib.repr(places):.60}", expected="the file name of every tensor"
         )
     for shard in dict.fromkeys(places.values()):
         if shard in ("", ".", "..") or os.path.basename(shard) != shard or not shard.isprintable():
-            raise UserError(f"{index}: weight_map: found {shard!r:.60}; expected a file name, beside the index")
+            raise UserError(f"{index}: weight_map", found=f"{shard!r:.60}", expected="a file name, beside the index")
     return places
 
 
@@ -218,8 +220,9 @@ def _open_msgpack(file: Path) -> dict[str, Stored]:
         stem, _, kind = path.rpartition(".")
         if not isinstance(array, np.ndarray) or kind not in ("kernel", "embedding", "weight"):
             raise UserError(
-                f"{file}: {path:.60}: found {type(array).__name__}; expected an array whose name "
-                "ends in kernel, embedding or weight"
+                f"{file}: {path:.60}",
+                found=type(array).__name__,
+                expected="an array whose name ends in kernel, embedding or weight",
             )
         array = array.T if kind == "kernel" else array
         name, dtype = f"{stem}.weight", codes.get(str(array.dtype), str(array.dtype))

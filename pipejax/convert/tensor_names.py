@@ -23,8 +23,10 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
     factors = [name for name in tensors if re.search(r"\.lora_[AB]\.|\.lora_embedding_[AB]", name)]
     if factors:
         raise UserError(
-            f"{weights}: {min(factors)}: found {len(factors)} factors of LoRA; expected them merged into the matrices "
-            "(merge_and_unload of peft does that)"
+            f"{weights}: {min(factors)}",
+            found=f"{len(factors)} factors of LoRA",
+            expected="them merged into the matrices",
+            hint="merge_and_unload of peft does that",
         )
     names = {name: WRAPPERS.sub("", name) for name in tensors}
     last = names_of_decoder(model)[-1:]
@@ -34,7 +36,7 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
     if len({*names.values()}) < len(names):
         twice = max(names.values(), key=[*names.values()].count)
         raise UserError(
-            f"{weights}: {twice}: found twice, as {' and '.join(n for n, x in names.items() if x == twice)}"
+            f"{weights}: {twice}", found=f"twice, as {' and '.join((n for n, x in names.items() if x == twice))}"
         )
     if changed:
         name = min(changed)
@@ -52,7 +54,9 @@ def names_of_decoder(model: Backbone) -> list[str]:
     for path, (name, _) in model.tensors().items():
         if path != paths.setdefault(name, path):
             raise UserError(
-                f"model: {type(model).__name__}.tensors: found {name} for {paths[name]} and {path}; expected two names"
+                f"model: {type(model).__name__}.tensors",
+                found=f"{name} for {paths[name]} and {path}",
+                expected="two names",
             )
     return [name for name, path in paths.items() if path.startswith("decoder/")]
 
@@ -62,15 +66,17 @@ def check_names(file: Path, model: Backbone, weights: Path, tensors: dict[str, S
     own = names_of_decoder(model)
     if not any(name in own or re.search(r"\bdecoder\b", name) for name in tensors):
         raise UserError(
-            f"{weights}: found {len(tensors)} tensors, none of a decoder (as in T5EncoderModel); "
-            "expected an encoder and a decoder"
+            weights,
+            found=f"{len(tensors)} tensors, none of a decoder (as in T5EncoderModel)",
+            expected="an encoder and a decoder",
         )
     model.check_names(frozenset(tensors), file, weights)
     names = {name for name, _ in model.tensors().values()}
     for name in sorted(names - tensors.keys()):
-        raise UserError(f"{weights}: {name}: missing; expected {len(names)} tensors, found {len(tensors)}")
+        raise UserError(f"{weights}: {name}", "missing", expected=f"{len(names)} tensors, found {len(tensors)}")
     for name in sorted(tensors.keys() - names):
         raise UserError(
-            f"{tensors[name].file}: {name}: found a tensor without a place; expected the "
-            f"{len(names)} that follow from config.json"
+            f"{tensors[name].file}: {name}",
+            found="a tensor without a place",
+            expected=f"the {len(names)} that follow from config.json",
         )

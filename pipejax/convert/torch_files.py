@@ -88,24 +88,25 @@ def open_torch_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.nd
     with file.open("rb") as content:
         if content.read(4).startswith(OLD):
             raise UserError(
-                f"{file}: found a file as torch before 1.6 wrote it; expected a newer one: torch.load it and "
-                "torch.save it again"
+                file,
+                found="a file as torch before 1.6 wrote it",
+                expected="a newer one: torch.load it and torch.save it again",
             )
     archive = zipfile.ZipFile(file)  # stays open, because tensors are read later
     members = {member.filename: member for member in archive.infolist()}
     if packed := [name for name, x in members.items() if x.compress_type != zipfile.ZIP_STORED]:
-        raise UserError(f"{file}: found {packed[0]!r:.60} compressed; expected bytes as they are, as torch.save writes")
+        raise UserError(file, found=f"{packed[0]!r:.60} compressed", expected="bytes as they are, as torch.save writes")
     if sum(member.file_size for member in members.values()) > file.stat().st_size:
         raise ValueError("members that overlap")
     [index] = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
     root = index.removesuffix("data.pkl")
     if (order := members.get(f"{root}byteorder")) and (found := archive.read(order)[:20]) != b"little":
-        raise UserError(f"{file}: found bytes in the order {found!r}; expected little-endian")
+        raise UserError(file, found=f"bytes in the order {found!r}", expected="little-endian")
     if members[index].file_size > MOST:
-        raise UserError(f"{file}: found a pickle of {members[index].file_size:,} bytes; expected at most {MOST:,}")
+        raise UserError(file, found=f"a pickle of {members[index].file_size:,} bytes", expected=f"at most {MOST:,}")
     state = _unpickled(archive.read(index), file, root)
     if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise UserError(f"{file}: found no dict of tensors; expected the state dict of a T5")
+        raise UserError(file, found="no dict of tensors", expected="the state dict of a T5")
     storages: dict[str, Storage] = {}
     for tensor in state.values():
         storage = tensor.storage
@@ -185,8 +186,9 @@ def _named(file: Path, module: object, name: object) -> Name:
         raise ValueError("a name that is no text")
     if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):
         raise UserError(
-            f"{file}: found {f'{module}.{name}'!r:.80} in its pickle, which is no plain tensor and could run code; "
-            "expected plain tensors and nothing else"
+            file,
+            found=f"{f'{module}.{name}'!r:.80} in its pickle, which is no plain tensor and could run code",
+            expected="plain tensors and nothing else",
         )
     return Name(name)
 
@@ -200,8 +202,9 @@ def _called(file: Path, name: object, given: Any) -> object:
             if hooks or any(more):
                 keys = [key for part in (hooks, *more) if isinstance(part, dict) for key in part]
                 raise UserError(
-                    f"{file}: found a tensor with {', '.join(keys)!r:.60} beside its numbers; expected plain ones, as "
-                    "resolve_neg() and resolve_conj() of torch make them"
+                    file,
+                    found=f"a tensor with {', '.join(keys)!r:.60} beside its numbers",
+                    expected="plain ones, as resolve_neg() and resolve_conj() of torch make them",
                 )
             return _rebuild_tensor(storage, offset, shape, strides)
         case "_rebuild_parameter", (Tensor() as tensor, bool(), _):

@@ -23,7 +23,10 @@ def make_task(config: DataConfig, row_names: Sequence[str] = ()) -> Task:
     """
     if config.task not in TASKS:
         raise UserError(
-            f"data.task: found {config.task!r}; expected one of {', '.join(TASKS)}{did_you_mean(config.task, TASKS)}"
+            "data.task",
+            found=f"{config.task!r}",
+            expected=f"one of {', '.join(TASKS)}",
+            hint=did_you_mean(config.task, TASKS),
         )
     task: Task = registry.find(registry.TASKS[config.task])(config, row_names)
     return task

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     known = PAPERS if flags.command == "prepare" else TASKS
     if flags.task not in known:
         hint = did_you_mean(flags.task, known)
-        raise UserError(f"TASK: found {flags.task!r}; expected one of {', '.join(known)}{hint}")
+        raise UserError("TASK", found=f"{flags.task!r}", expected=f"one of {', '.join(known)}", hint=hint)
     if flags.command == "stats":
         return _stats(flags)
     prepare_data_set = registry.find(registry.PREPARE)
@@ -66,7 +66,7 @@ def _stats(flags: argparse.Namespace) -> int:
         wanted = f"split {flags.split!r}" if flags.split else "split"
         files = flags.task in OWN_FILES
         expected = f"a file, as in --set data.{flags.split or 'train'}=FILE" if files else "one"
-        raise UserError(f"data.task: found no {wanted} of {flags.task} with an example in it; expected {expected}")
+        raise UserError("data.task", found=f"no {wanted} of {flags.task} with an example in it", expected=expected)
     tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else task.tokenizer()
     if tokenizer is None:
         cli.note("no --tokenizer: words only")

@@ -188,8 +188,10 @@ class TrainingBatches(Sequence[Batch]):
         if isinstance(examples, Stream):
             if examples.size < self.group * self.size:
                 raise UserError(
-                    f"data.stream: found {examples.size}; expected at least {self.group * self.size}, the examples "
-                    "that are drawn together (train.batch_size x train.length_group)"
+                    "data.stream",
+                    found=f"{examples.size}",
+                    expected=f"at least {self.group * self.size}, the examples that are drawn together",
+                    hint="train.batch_size x train.length_group",
                 )
             shuffled = grain.MapDataset.source(Shuffled(examples, self.seed))
             self._encoded = shuffled.map(lambda example: encode_example(example, tokenizer, config, model))

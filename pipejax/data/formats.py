@@ -65,28 +65,28 @@ def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> 
 @contextlib.contextmanager
 def _parquet(path: str | Path) -> Iterator[Any]:
     if not (remote := is_remote(path)) and not Path(path).exists():
-        raise UserError(f"{path}: no such file; expected {EXPECTED}")
+        raise UserError(path, "no such file", expected=EXPECTED)
     library, arrow = module("pyarrow.parquet", "parquet", path), module("pyarrow", "parquet", path)
     try:
         with library.ParquetFile(open_remote(str(path), EXPECTED) if remote else path) as file:
             _check_columns(file.schema_arrow.names, str(path))
             yield file
     except (OSError, ValueError, arrow.ArrowException) as error:
-        raise UserError(f"{path}: not Parquet, or damaged ({first_line(error)})") from error
+        raise UserError(path, f"not Parquet, or damaged ({first_line(error)})") from error
 
 
 def _check_columns(names: Sequence[object], where: str) -> None:
     """Raises a UserError if two columns have the same name, because a record would keep only the last of them."""
     if twice := [str(name) for i, name in enumerate(names) if name in names[:i]]:
-        raise UserError(f'{where}: found the column "{twice[0]}" twice; expected each name once')
+        raise UserError(where, found=f'the column "{twice[0]}" twice', expected="each name once")
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
     if not is_dataset(path):
-        raise UserError(f"{path}: found a directory; expected {EXPECTED}")
+        raise UserError(path, found="a directory", expected=EXPECTED)
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(found.name for found in path.iterdir() if is_dataset(found)))
-        raise UserError(f"{path}: found the splits {splits or 'none'}; expected one of them, such as {path}/train")
+        raise UserError(path, found=f"the splits {splits or 'none'}", expected=f"one of them, such as {path}/train")
     library, arrow = module("datasets", "datasets", path), module("pyarrow", "datasets", path)
     try:
         # a saved format would return arrays instead of lists
@@ -94,7 +94,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
-        raise UserError(f"{path}: not a data set, or damaged ({first_line(error)})") from error
+        raise UserError(path, f"not a data set, or damaged ({first_line(error)})") from error
 
 
 def rows_in(given: object, name: str) -> Iterator[Any]:
@@ -109,9 +109,7 @@ def rows_in(given: object, name: str) -> Iterator[Any]:
         _check_columns(list(given.columns), name)
         rows = given.to_dict("records")
     elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise UserError(
-            f"{name}: found {shown_value(given)}; expected a list, a data frame or another table of records"
-        )
+        raise UserError(name, found=shown_value(given), expected="a list, a data frame or another table of records")
     else:  # a format set on a data set of `datasets` would return arrays instead of lists
         rows = given.with_format(None) if hasattr(given, "with_format") else given
     return ({str(key): _plain_cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)

@@ -19,7 +19,7 @@ def parted(source: str) -> tuple[str, dict[str, Any]] | None:
 def at(source: str | Path, revision: str) -> str:
     if revision and look(source):
         raise UserError(
-            f"{source}: found a path with the revision {revision}; expected a name of the hub, which has some"
+            source, found=f"a path with the revision {revision}", expected="a name of the hub, which has some"
         )
     return f"{source}@{revision}" if revision else str(source)
 

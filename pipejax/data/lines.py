@@ -64,7 +64,7 @@ class BadLines:
           UserError: no line was kept.
         """
         if self.count and not kept:
-            raise UserError(f"{self.where}: found {self.count} bad lines and no good one; first {self.messages[0]}")
+            raise UserError(self.where, found=f"{self.count} bad lines and no good one; first {self.messages[0]}")
         if self.count:
             lines = "bad line" if self.count == 1 else "bad lines"
             logger.warning(f"{self.where}: {self.count} {lines} skipped, {kept} good ones kept")
@@ -91,13 +91,13 @@ def decoded(line: bytes, where: str, number: int) -> str:
     """
     if number == 1 and line[:2].count(0) == 1:
         guess = "UTF-16BE" if line[0] == 0 else "UTF-16LE"
-        raise UserError(f"{where}:{number}: found byte 0x00; expected UTF-8{seems(guess)}")
+        raise UserError(f"{where}:{number}", found="byte 0x00", expected="UTF-8", hint=seems(guess))
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        found = f"{where}:{number}: found byte {line[error.start]:#04x} at column {error.start + 1}"
+        found = f"byte {line[error.start]:#04x} at column {error.start + 1}"
         guess = "UTF-16" if line[:2] in _MARKS else _single_bytes(line)
-        raise UserError(f"{found}; expected UTF-8{guess and seems(guess)}") from error
+        raise UserError(f"{where}:{number}", found=found, expected="UTF-8", hint=guess and seems(guess)) from error
 
 
 _MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
@@ -105,7 +105,7 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
 
 def seems(encoding: str) -> str:
     """Returns a hint, for a message, that the file is in another encoding."""
-    return f" (it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout)"
+    return f"it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout"
 
 
 def _single_bytes(line: bytes) -> str:
@@ -123,17 +123,17 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
         try:
             value = strict_json.loads(text)
         except strict_json.DuplicateKey as error:
-            bad(UserError(f"{place}: {error}"))
+            bad(UserError(place, found=error.found, expected=error.expected))
             continue
         except (ValueError, RecursionError) as error:
             is_list = text.startswith("[") and isinstance(error, ValueError)
-            found = "found the beginning of a list" if is_list else f"not JSON ({error})"
-            bad(UserError(f"{place}: {found}; expected one object a line"))
+            problem = "found the beginning of a list" if is_list else f"not JSON ({error})"
+            bad(UserError(place, problem, expected="one object a line"))
             continue
         if isinstance(value, dict):
             yield place, value
         else:
-            bad(UserError(f"{place}: found {kind(value)}; expected an object"))
+            bad(UserError(place, found=f"{kind(value)}", expected="an object"))
 
 
 def read_array(data: bytes, where: str) -> Iterator[Placed]:
@@ -144,7 +144,7 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
     text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
     head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
     if head is None:
-        raise UserError(f"{where}:1: found no JSON array; expected an array of objects")
+        raise UserError(f"{where}:1", found="no JSON array", expected="an array of objects")
     at, line, number, counted = head.end(), 1, 0, 0
     while text[at : at + 1] != "]":
         number, line, counted = number + 1, line + text.count("\n", counted, at), at
@@ -152,18 +152,18 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
         try:
             value, at = strict_json.DECODER.raw_decode(text, at)
         except strict_json.DuplicateKey as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(place, found=error.found, expected=error.expected) from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON ({error}); expected an object") from error
+            raise UserError(place, f"not JSON ({error})", expected="an object") from error
         if not isinstance(value, dict):
-            raise UserError(f"{place}: found {kind(value)}; expected an object")
+            raise UserError(place, found=f"{kind(value)}", expected="an object")
         yield place, value
         following = re.compile(r"\s*(,\s*|(?=\]))").match(text, at)
         if following is None:
-            raise UserError(f"{place}: found no comma or ] after it; expected the array to go on or to end")
+            raise UserError(place, found="no comma or ] after it", expected="the array to go on or to end")
         at = following.end()
     if head[1] is None and (rest := text[at + 1 :].strip()):
-        raise UserError(f"{where}: found {rest[:20]!r} after the array; expected nothing")
+        raise UserError(where, found=f"{rest[:20]!r} after the array", expected="nothing")
 
 
 def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
@@ -176,7 +176,7 @@ def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
         lines = cast(Iterator[bytes], iter(functools.partial(lines.readline, LONGEST + 1), b""))
     for number, line in enumerate(lines, start=1):
         if len(line) > LONGEST:
-            raise UserError(f"{where}:{number}: found a line of more than {LONGEST >> 20} MiB; expected records")
+            raise UserError(f"{where}:{number}", found=f"a line of more than {LONGEST >> 20} MiB", expected="records")
         yield line
 
 
@@ -198,7 +198,8 @@ def value_of(value: Object, key: str, place: str, expected: str = "one", *, hint
       UserError: the key is absent. The message ends with the `hint`.
     """
     if key not in value:
-        raise UserError(f'{place}: found no "{key}"; expected {expected} (keys: {listed(value) or "none"}){hint}')
+        keys = f"keys: {listed(value) or 'none'}"
+        raise UserError(place, found=f'no "{key}"', expected=expected, hint=f"{keys}; {hint}" if hint else keys)
     return value[key]
 
 
@@ -210,7 +211,7 @@ def texts_of(value: Object, key: str, place: str, *, blank: bool = False, hint: 
     """
     found = value_of(value, key, place, "a list of texts", hint=hint)
     if not isinstance(found, list | tuple):
-        raise UserError(f'{place}: "{key}": found {kind(found)}; expected a list of texts')
+        raise UserError(f'{place}: "{key}"', found=f"{kind(found)}", expected="a list of texts")
     return [check_text(text, f"{key}[{i}]", place, blank=blank) for i, text in enumerate(found)]
 
 
@@ -221,11 +222,11 @@ def check_text(value: object, key: str, place: str, *, blank: bool = False) -> s
       UserError: it is not text, has a lone surrogate, or is blank without `blank`.
     """
     if not isinstance(value, str):
-        raise UserError(f'{place}: "{key}": found {kind(value)}; expected text')
+        raise UserError(f'{place}: "{key}"', found=f"{kind(value)}", expected="text")
     if blank:
         return value
     if not value.strip():
-        raise UserError(f'{place}: "{key}": found an empty text; expected text that is not blank')
+        raise UserError(f'{place}: "{key}"', found="an empty text", expected="text that is not blank")
     return _check_unicode(value, key, place)
 
 
@@ -240,7 +241,7 @@ def id_of(value: Object, place: str) -> str | int:
         found = int(found)
     # numbers.Integral includes NumPy's integers
     if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):
-        raise UserError(f'{place}: "id": found {kind(found)}; expected text or a whole number')
+        raise UserError(f'{place}: "id"', found=f"{kind(found)}", expected="text or a whole number")
     return _check_unicode(found, "id", place) if isinstance(found, str) else int(found)
 
 
@@ -249,7 +250,7 @@ def _check_unicode(text: str, key: str, place: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f'{place}: "{key}": found half a surrogate pair at character {error.start + 1}; expected valid Unicode'
+            f'{place}: "{key}"', found=f"half a surrogate pair at character {error.start + 1}", expected="valid Unicode"
         ) from error
     return text
 

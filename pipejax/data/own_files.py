@@ -105,7 +105,7 @@ class FilesTask(Task):
         texts = {field: "" if cell is None else check_text(cell, field, place) for field, cell in cells.items()}
         if not any(texts.values()):
             names = ", ".join(f'"{field}"' for field in self.fields)
-            raise UserError(f"{place}: {names}: found an empty text; expected text that is not blank")
+            raise UserError(f"{place}: {names}", found="an empty text", expected="text that is not blank")
         return (template or self._template).fill(texts)
 
     def _read(self, path: str) -> list[Example]:
@@ -113,7 +113,7 @@ class FilesTask(Task):
         examples = self.examples_of(self._records(files, bad), path, bad, several=len(files) > 1)
         bad.end(len(examples))
         if not examples:
-            raise UserError(f"{path}: found no lines; expected at least one example")
+            raise UserError(path, found="no lines", expected="at least one example")
         return examples
 
     def _records(self, files: Iterable[str], bad: BadLines) -> Iterator[Placed]:
@@ -129,9 +129,11 @@ class FilesTask(Task):
         """
         config, path = self.config, self.config.train
         if config.split:
-            raise UserError(f"data.split: found {config.split!r} and data.stream; expected files that are parted")
+            raise UserError("data.split", found=f"{config.split!r} and data.stream", expected="files that are parted")
         if config.empty_targets != "keep":
-            raise UserError(f"data.empty_targets: found {config.empty_targets!r}; expected keep, as data.stream is set")
+            raise UserError(
+                "data.empty_targets", found=f"{config.empty_targets!r}", expected="keep, as data.stream is set"
+            )
         bad, files, size = BadLines(path, skip=config.skip_bad), files_of(path), config.stream
         require_fields((*self.fields, *self._targets), (value for _, value in self._records(files, bad)), path)
 
@@ -176,7 +178,7 @@ class FilesTask(Task):
                     name = place
                 elif whole and name in seen:
                     line = seen[name] if several else f"line {seen[name].rpartition(':')[2]}"
-                    raise UserError(f'{place}: "id": found {name!r} again; it was used in {line}')
+                    raise UserError(f'{place}: "id"', found=f"{name!r} again; it was used in {line}")
             except UserError as error:
                 bad(error)
                 continue
@@ -225,9 +227,13 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
             return
     if keys:
         guess = _misspelt(lacking[0], frozenset(keys))
-        hint = f' (did you mean "{guess}"?)' if guess else "" if learned else _other_key(lacking[0], keys)
+        hint = f'did you mean "{guess}"?' if guess else "" if learned else _other_key(lacking[0], keys)
+        there = f"keys: {listed(keys)}"
         raise UserError(
-            f'{where}: found no "{lacking[0]}" in any record; expected it in some (keys: {listed(keys)}){hint}'
+            where,
+            found=f'no "{lacking[0]}" in any record',
+            expected="it in some",
+            hint=f"{there}; {hint}" if hint else there,
         )
 
 
@@ -235,9 +241,9 @@ def _other_key(field: str, keys: Iterable[str]) -> str:
     """Returns a hint for a message: the setting that selects other fields, with a value that works."""
     given = [key for key in keys if key not in ("id", "source", "targets")]
     if field == "source" and (names := [key for key in given if Template.can_name(key)]):
-        return f'; data.source_template makes the source of other fields, such as "{{{names[0]}}}"'
+        return f'data.source_template makes the source of other fields, such as "{{{names[0]}}}"'
     if field == "targets" and given:
-        return f"; data.targets names another field, or several columns, such as {quoted(given[-1])}"
+        return f"data.targets names another field, or several columns, such as {quoted(given[-1])}"
     return ""
 
 
@@ -252,7 +258,7 @@ def _misspelt(field: str, keys: frozenset[str]) -> str:
 def _found_cell(value: Object, field: str, place: str, known: Collection[str]) -> object:
     """Returns the value of a record's field; None if it is absent, null or blank."""
     if field not in value and (guess := _misspelt(field, frozenset(value.keys() - known))):
-        raise UserError(f'{place}: found no "{field}"; expected one, or null (did you mean "{guess}"?)')
+        raise UserError(place, found=f'no "{field}"', expected="one, or null", hint=f'did you mean "{guess}"?')
     found = value.get(field)
     return None if is_blank(found) else found
 
@@ -266,7 +272,9 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
     key = field_of(str(config.targets))
     if config.rows == "list":
         if config.task == "csv":
-            raise UserError("data.rows: found 'list'; expected delimiter or sentences, as a column of CSV holds text")
+            raise UserError(
+                "data.rows", found="'list'", expected="delimiter or sentences, as a column of CSV holds text"
+            )
         return lambda value, place: texts_of(value, key, place, hint=_other_key(key, map(str, value)))
     part = sentences if config.rows == "sentences" else lambda text: split_rows(text, config.delimiter)
 
@@ -296,7 +304,7 @@ def _text_of_cell(value: object, key: str, place: str) -> str:
         items = [_text_of_cell(item, f"{key}[{i}]", place) for i, item in enumerate(value)]
         if any(not item or "," in item for item in items):
             found = shown_value(list(value))
-            raise UserError(f'{place}: "{key}": found {found}; expected items that are not blank and hold no comma')
+            raise UserError(f'{place}: "{key}"', found=found, expected="items that are not blank and hold no comma")
         return ", ".join(items)
     if isinstance(value, bool):
         return str(value).lower()
@@ -324,12 +332,16 @@ def _shares(config: DataConfig) -> tuple[float, ...]:
     shares += (0.0,) * (len(SPLITS) - len(shares)) if len(shares) > 1 else ()
     if len(shares) != len(SPLITS) or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise UserError(
-            f"data.split: found {config.split!r}; expected the shares of train, dev and test, which make 1: 0.8,0.1,0.1"
+            "data.split",
+            found=f"{config.split!r}",
+            expected="the shares of train, dev and test, which make 1: 0.8,0.1,0.1",
         )
     for name, share in zip(SPLITS, shares, strict=True):
         if name != "train" and share and getattr(config, name):
             raise UserError(
-                f"data.split: found {config.split!r} and a file as data.{name}; expected one of them "
-                "(--set data.split= takes the parts away)"
+                "data.split",
+                found=f"{config.split!r} and a file as data.{name}",
+                expected="one of them",
+                hint="--set data.split= takes the parts away",
             )
     return shares

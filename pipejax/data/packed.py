@@ -40,11 +40,11 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
         return open_remote(str(path), expected)
     path = Path(path)
     if (found := look(path)) != "file":  # `look` also counts pipes as files
-        raise UserError(f"{path}: {'found a directory' if found else 'no such file'}; expected {expected}")
+        raise UserError(path, "found a directory" if found else "no such file", expected=expected)
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected {expected}") from error
+        raise UserError(path, f"cannot be read ({error.strerror})", expected=expected) from error
 
 
 @contextlib.contextmanager
@@ -61,14 +61,14 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
     elif start.startswith(_ZSTD) and (library := _zstd()):
         name, content, damage = "zstd", library.ZstdFile(file), (*_DAMAGE, library.ZstdError)
     elif other := next((said for magic, said in _OTHERS.items() if start.startswith(magic)), None):
-        raise UserError(f"{where}: found {other[0]}; expected text ({other[1]})")
+        raise UserError(where, found=f"{other[0]}", expected="text", hint=f"{other[1]}")
     try:
         yield content
     except damage as error:
         # an error of the disk, not of the data
         if not name or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise UserError(f"{where}: damaged {name} data ({error}); expected a whole file") from error
+        raise UserError(where, f"damaged {name} data ({error})", expected="a whole file") from error
 
 
 def _zstd() -> types.ModuleType | None:

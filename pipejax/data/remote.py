@@ -37,7 +37,7 @@ def files_of(path: str) -> list[str]:
         return [path]
     found = _list(pattern, path) if "://" in pattern else sorted(glob.glob(pattern))
     if not found:
-        raise UserError(f"{path}: found no files; expected some of that name")
+        raise UserError(path, found="no files", expected="some of that name")
     return found
 
 
@@ -50,12 +50,12 @@ def open_remote(url: str, expected: str) -> BinaryIO:
     system, name = _system_of(url)
 
     def broken(error: Exception) -> UserError:
-        return UserError(f"{url}: cannot be read on ({described_error(error)})")
+        return UserError(url, f"cannot be read on ({described_error(error)})")
 
     try:
         return cast(BinaryIO, io.BufferedReader(Guarded(system.open(name, "rb"), broken, system)))
     except Exception as error:  # each protocol has its own exceptions
-        raise UserError(f"{url}: cannot be read ({described_error(error)}); expected {expected}") from error
+        raise UserError(url, f"cannot be read ({described_error(error)})", expected=expected) from error
 
 
 class Guarded(io.RawIOBase):
@@ -96,19 +96,19 @@ def _pattern_of(path: str) -> str:
     """Returns the URL pattern of the Parquet files that the hub makes of every public data set, for one split."""
     named = _DATA_SET.fullmatch(path)
     if named is None:
-        raise UserError(f"{path}: found no data set of the hub; expected hub:OWNER/NAME[SPLIT]")
+        raise UserError(path, found="no data set of the hub", expected="hub:OWNER/NAME[SPLIT]")
     owner, split = named[1], named[3] or ""
     root = f"hf://datasets/{owner}@refs/convert/parquet"
     parts = [found.rpartition("/")[2] for found in _list(f"{root}/*", path)]
     if (part := named[2] or (parts[0] if len(parts) == 1 else "default")) not in parts:
         kinds = ", ".join(parts) or "none"
         raise UserError(
-            f"{path}: found the parts {kinds}; expected one of them, as hub:{owner}/PART[{split or 'SPLIT'}]"
+            path, found=f"the parts {kinds}", expected=f"one of them, as hub:{owner}/PART[{split or 'SPLIT'}]"
         )
     splits = [found.rpartition("/")[2] for found in _list(f"{root}/{part}/*", path)]
     if split not in splits:
         kinds = ", ".join(splits) or "none"
-        raise UserError(f"{path}: found the splits {kinds}; expected one of them, as {path.partition('[')[0]}[SPLIT]")
+        raise UserError(path, found=f"the splits {kinds}", expected=f"one of them, as {path.partition('[')[0]}[SPLIT]")
     return f"{root}/{part}/{split}/*.parquet"
 
 
@@ -120,7 +120,7 @@ def _list(pattern: str, path: str) -> list[str]:
         after = parts[len(caches) + 1 :]
         return ["::".join([*caches, system.unstrip_protocol(file), *after]) for file in found]
     except Exception as error:  # as in `open_remote`
-        raise UserError(f"{path}: cannot be listed ({described_error(error)}); expected files at a URL") from error
+        raise UserError(path, f"cannot be listed ({described_error(error)})", expected="files at a URL") from error
 
 
 def _system_of(url: str) -> tuple[Any, str]:
@@ -128,5 +128,5 @@ def _system_of(url: str) -> tuple[Any, str]:
     try:
         system, name = fsspec.core.url_to_fs(url)
     except Exception as error:  # the protocol is unknown or needs a library, or the archive is not one
-        raise UserError(f"{url}: {described_error(error)}; expected a URL that fsspec can open") from error
+        raise UserError(url, described_error(error), expected="a URL that fsspec can open") from error
     return system, name

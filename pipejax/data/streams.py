@@ -80,11 +80,13 @@ class Shuffled:
         except UserError:
             raise
         except Exception as error:  # a broken connection may raise any exception
-            raise UserError(f"data.train: cannot be read on ({described_error(error)})") from error
+            raise UserError("data.train", f"cannot be read on ({described_error(error)})") from error
         if examples is None:
             found = self._end - self._pass * (self._count or 0)
             if self._count not in (None, found):
-                raise UserError(f"data.train: found {found} examples; expected {self._count}, as in the first pass")
+                raise UserError(
+                    "data.train", found=f"{found} examples", expected=f"{self._count}, as in the first pass"
+                )
             self._count = found
             self._begin(self._pass + 1)
             return

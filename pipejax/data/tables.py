@@ -169,7 +169,7 @@ class TextTable:
             raise cells
         self.names = [name.strip() for name in cells]
         if first and (len({*self.names}) < len(self.names) or not any(self.names)):
-            raise UserError(f"{where}:{number}: found the column names {listed(self.names)}; expected each once")
+            raise UserError(f"{where}:{number}", found=f"the column names {listed(self.names)}", expected="each once")
 
     @property
     def key(self) -> bytes:
@@ -205,17 +205,21 @@ class TextTable:
                 break
             except csv.Error as error:
                 if str(error) == "unexpected end of data":
-                    cells = _Lost(f"{self.where}:{begun}: not CSV (a quote is never closed)")
+                    cells = _Lost(f"{self.where}:{begun}", "not CSV (a quote is never closed)")
                 else:
-                    cells = UserError(f"{self.where}:{begun}: not CSV ({error}){_span(begun, reader.line_num + first)}")
+                    cells = UserError(
+                        f"{self.where}:{begun}", f"not CSV ({error}){_span(begun, reader.line_num + first)}"
+                    )
             count = first + reader.line_num - begun
             lost = None
             if is_judged and not isinstance(cells, _Lost):
                 lost = quoting.lost(own, begun, len(self.names), cells if isinstance(cells, list) else None)
             if lost:
                 cells = LostRows(
-                    f"{self.where}:{lost[0]}: found a quote that encloses what look like rows{_span(*lost)}; expected "
-                    "one that ends in its row (data.csv_quotes: letters reads quotes as text, quote accepts the cell)"
+                    f"{self.where}:{lost[0]}",
+                    found=f"a quote that encloses what look like rows{_span(*lost)}",
+                    expected="one that ends in its row",
+                    hint="data.csv_quotes: letters reads quotes as text, quote accepts the cell",
                 )
             elif broken and not isinstance(cells, _Lost):
                 # after an unclosed quote, the following lines are not rows any more
@@ -254,10 +258,10 @@ class TextTable:
                     del record["id"]  # else all rows without an id would have the same one
                 yield place, record
             elif cells:
-                found = f"found {len(cells)} columns{_span(number, number + count)}"
-                hint = self.letters and any(cell.startswith('"') for cell in cells)
-                more = "; quotes are text here, unless data.csv_quotes = quote" if hint else ""
-                bad(UserError(f"{place}: {found}; expected {len(self.names)} ({listed(self.names)}){more}"))
+                found = f"{len(cells)} columns{_span(number, number + count)}"
+                is_quoted = self.letters and any(cell.startswith('"') for cell in cells)
+                more = "; quotes are text here, unless data.csv_quotes = quote" if is_quoted else ""
+                bad(UserError(place, found=found, expected=f"{len(self.names)} ({listed(self.names)}){more}"))
 
 
 @functools.lru_cache(maxsize=1024)  # the files of a stream are read repeatedly

@@ -70,12 +70,12 @@ class Template:
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise UserError(f"{key}: found {text!r} ({error}); expected fields such as {{title}}") from error
+            raise UserError(key, found=f"{text!r} ({error})", expected="fields such as {title}") from error
         self.text = text
         self.fields = tuple(name for _, name, _, _ in parts if name is not None)
         has_format = any(spec or conversion for _, _, spec, conversion in parts)
         if not self.fields or has_format or not all(map(self.can_name, self.fields)):
-            raise UserError(f"{key}: found {text!r}; expected the names of fields in braces, such as {{title}}")
+            raise UserError(key, found=f"{text!r}", expected="the names of fields in braces, such as {title}")
         self._parts = [(literal, name) for literal, name, _, _ in parts]
 
     @staticmethod

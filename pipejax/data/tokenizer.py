@@ -116,9 +116,9 @@ class Tokenizer:
         if (found := look(path)) == "directory":
             return cls(_read_directory(Path(path), copy_of or Path(path)))
         if found:
-            raise UserError(f"{name}: found a file; expected the directory of a tokenizer")
+            raise UserError(name, found="a file", expected="the directory of a tokenizer")
         if isinstance(path, Path) or not (of_hub := hub.parted(name)):
-            raise UserError(f"{name}: found no such directory; expected the directory of a tokenizer")
+            raise UserError(name, found="no such directory", expected="the directory of a tokenizer")
         return cls(_read_hub(name, *of_hub))
 
     def encode(self, text: str) -> list[int]:
@@ -336,7 +336,7 @@ def _refuse(error: BaseException, work: str) -> None:
     Panics of the library, for example of a regular expression that takes too long, derive only from BaseException.
     """
     if type(error) is Exception or type(error).__name__ == "PanicException":
-        raise UserError(f"tokenizer: cannot {work} ({first_line(error)[:200]})") from error
+        raise UserError("tokenizer", f"cannot {work} ({first_line(error)[:200]})") from error
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
@@ -356,30 +356,34 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 
     def found(end: int) -> str:
         piece = tokenizer.piece(end)
-        return f"{place}: found {end}, " + (f"which is {piece!r} in {name}" if piece else f"no id of {name}")
+        return f"{end}, " + (f"which is {piece!r} in {name}" if piece else f"no id of {name}")
 
     if tokenizer.eos is not None and tokenizer.eos not in ends and not trained:
         own = f"{tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text"
         if len(ends) == 1:
-            raise UserError(f"{found(ends[0])}, where {own}; expected one eos in both")
+            raise UserError(place, found=f"{found(ends[0])}, where {own}", expected="one eos in both")
         raise UserError(
-            f"{place}: found {', '.join(map(str, ends))}; expected {tokenizer.eos} among them, since {own} in {name}"
+            place, found=", ".join(map(str, ends)), expected=f"{tokenizer.eos} among them, since {own} in {name}"
         )
     for end in ends:
         if tokenizer.is_word(end):
-            raise UserError(f"{found(end)}; expected an id that stands for no text, as it ends sources and rows")
+            raise UserError(
+                place, found=found(end), expected="an id that stands for no text, as it ends sources and rows"
+            )
         if not tokenizer.unknown_is(end):
             continue
         if tokenizer.unknown == end:
             raise UserError(
-                f"{found(end)}, and stands for all that it lacks; expected an id that ends a text and means no more"
+                place,
+                found=f"{found(end)}, and stands for all that it lacks",
+                expected="an id that ends a text and means no more",
             )
         unknown = (
             "none" if tokenizer.unknown is None else f"{tokenizer.piece(tokenizer.unknown)!r} = {tokenizer.unknown}"
         )
         logger.warning(
-            f"{found(end)}, and by its vocabulary also stands for unknown characters, although unk_token is {unknown}; "
-            "followed: an unknown character ends a source, and is left out of rows"
+            f"{place}: found {found(end)}, and by its vocabulary also stands for unknown characters, although "
+            f"unk_token is {unknown}; followed: an unknown character ends a source, and is left out of rows"
         )
 
 
@@ -423,7 +427,7 @@ def digests(directory: Path) -> dict[str, str]:
         files = sorted(p for p in directory.iterdir() if _is_read(p.name) and look(p) == "file")
         return {p.name: hashlib.sha256(read_small(p, VOCABULARY)).hexdigest() for p in files}
     except OSError as error:
-        raise UserError(f"{error.filename or directory}: cannot be read ({error.strerror})") from error
+        raise UserError(error.filename or directory, f"cannot be read ({error.strerror})") from error
 
 
 def check_digests(directory: Path, expected: dict[str, str]) -> None:
@@ -437,8 +441,11 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
             problem = "nothing" if name not in found else "other content" if name in expected else "a file"
             wanted = "what was saved with the checkpoint" if name in expected else "none, as none was saved"
             raise UserError(
-                f"{directory / name}: found {problem}; expected {wanted}: ids depend on it (put back what was there, "
-                f"or begin another run with train.init_from={directory.parent} and data.tokenizer)"
+                directory / name,
+                found=problem,
+                expected=f"{wanted}: ids depend on it",
+                hint="put back what was there, or begin another run with "
+                f"train.init_from={directory.parent} and data.tokenizer",
             )
 
 
@@ -459,20 +466,20 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
-        raise UserError(f"{named}: cannot be read ({error.strerror})") from error
+        raise UserError(named, f"cannot be read ({error.strerror})") from error
     there = " and ".join(name for name in names if _is_read(name, _VOCABULARIES))
     if not any(look(directory / name) == "file" for name in FILES):
         found = f"{there}, but nothing that says their class" if there else "no tokenizer"
-        raise UserError(f"{named}: found {found}; expected one of {', '.join(FILES)}")
+        raise UserError(named, found=found, expected=f"one of {', '.join(FILES)}")
     for file in (directory / name for name in names if _is_read(name) and look(directory / name) == "file"):
         require_own(file)
         if (size := file.stat().st_size) > VOCABULARY:
-            raise UserError(f"{file}: found {size:,} bytes; expected at most {VOCABULARY:,}")
+            raise UserError(file, found=f"{size:,} bytes", expected=f"at most {VOCABULARY:,}")
         if file.suffix == ".json" and size <= SETTINGS:  # a larger file is a vocabulary, whose reader reports errors
             try:
                 strict_json.loads(file.read_bytes())
             except strict_json.DuplicateKey as error:
-                raise UserError(f"{file}: {error}") from error
+                raise UserError(file, found=error.found, expected=error.expected) from error
             except (ValueError, RecursionError):
                 pass  # reported below
     try:
@@ -483,7 +490,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
                 f"{named}: transformers is imported to read the tokenizer, which takes seconds, since {unsuited}"
             )
     except strict_json.DuplicateKey as error:
-        raise UserError(f"{named / 'tokenizer.json'}: {error}") from error
+        raise UserError(named / "tokenizer.json", found=error.found, expected=error.expected) from error
     except Exception:  # a damaged file; the error is reported below
         pass
     transformers = import_transformers()
@@ -499,13 +506,13 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     except Exception as error:  # the libraries raise exceptions of many kinds for a bad file
         reason = _damage(directory) or described_error(error).replace(str(directory), str(named))
         raise UserError(
-            f"{named}: found tokenizer files that cannot be read ({reason}); expected those of a transformers tokenizer"
+            named, found=f"tokenizer files that cannot be read ({reason})", expected="those of a transformers tokenizer"
         ) from error
     # Without the vocabulary file, transformers makes a tokenizer with a few pieces and reports no error.
     needed = list(type(inner).vocab_files_names.values())
     if needed and not any(look(directory / name) == "file" for name in needed):
         found = f"{there}, which its {type(inner).__name__} does not read" if there else "no vocabulary"
-        raise UserError(f"{named}: found {found}; expected {' or '.join(needed)}")
+        raise UserError(named, found=found, expected=" or ".join(needed))
     _follow(inner, directory, str(named))
     return inner
 
@@ -609,8 +616,9 @@ def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTo
             inner = transformers.AutoTokenizer.from_pretrained(of_hub, **at)
         except Exception as error:
             raise UserError(
-                f"{name}: found neither a directory nor a reachable hub id ({hub.reason(error)}); "
-                f"expected a directory of tokenizer files or a hub id"
+                name,
+                found=f"neither a directory nor a reachable hub id ({hub.reason(error)})",
+                expected="a directory of tokenizer files or a hub id",
             ) from error
     files = (huggingface_hub.try_to_load_from_cache(of_hub, file, **revision) for file in FILES[:2])
     if file := next((file for file in files if isinstance(file, str)), ""):

@@ -101,8 +101,9 @@ def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
     followed = next(i for i, kind in enumerate(kinds) if "on_grid" in vars(kind))
     if own := [name for kind in kinds[:followed] for name in REPLACED if name in vars(kind)]:
         raise UserError(
-            f"{type(inner).__name__}.{own[0]}: drafts follow {kinds[followed].__name__}.{own[0]} instead; expected no "
-            "drafts, or an `on_grid` of its own with the same answers"
+            f"{type(inner).__name__}.{own[0]}",
+            f"drafts follow {kinds[followed].__name__}.{own[0]} instead",
+            expected="no drafts, or an `on_grid` of its own with the same answers",
         )
     grid = cast(GridStrategy, inner.on_grid)
     return grid.replace(drafts=dataclasses.replace(drafts, names=None if grid is inner else inner))

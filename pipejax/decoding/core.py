@@ -72,7 +72,9 @@ class Sizes:
 
     def full(self) -> UserError:
         """The error for a strategy that fills more slots than its `slots`."""
-        return UserError(f"slots: found a cache of {self.slots[-1]}, full before all examples are done; expected more")
+        return UserError(
+            "slots", found=f"a cache of {self.slots[-1]}, full before all examples are done", expected="more"
+        )
 
 
 @flax.struct.dataclass

@@ -210,15 +210,18 @@ def check_rules(strategy: Stepper, state: Tree, rules: Sequence[Rule], states: S
     """
     name, rows = type(strategy).__name__, strategy.places[0]
     if not rows:
-        raise UserError(f"{name}.places: found no rows; expected a grid of rows, as {_name(rules[0])} changes logits")
+        raise UserError(
+            f"{name}.places", found="no rows", expected=f"a grid of rows, as {_name(rules[0])} changes logits"
+        )
     if strategy.kept(state) is None and strategy.most_queries == rows:
         return
     # The state of a row is kept for the last token that is certain, and not for each of the row's queries.
     for rule, of_rows in zip(rules, states, strict=True):
         if jax.tree.leaves(of_rows):
             raise UserError(
-                f"{_name(rule)}: found a rule with a state and several queries of a row in a step; expected no drafts, "
-                "or a rule that reads `Queries.prefix` instead of a state"
+                _name(rule),
+                found="a rule with a state and several queries of a row in a step",
+                expected="no drafts, or a rule that reads `Queries.prefix` instead of a state",
             )
 
 

@@ -21,7 +21,7 @@ Walked = tuple[Query, np.ndarray, Decoded, np.ndarray]  # a step: query, tokens 
 
 def refuse(owner: object, place: str, found: object, expected: object) -> NoReturn:
     """Raises a UserError about a part of a method, strategy or backbone."""
-    raise UserError(f"{type(owner).__name__}.{place}: found {found}; expected {expected}")
+    raise UserError(f"{type(owner).__name__}.{place}", found=f"{found}", expected=f"{expected}")
 
 
 def expect(owner: object, place: str, x: Any, kind: str, *shapes: tuple[int, ...], of: str = "") -> None:

@@ -18,7 +18,7 @@ def given(source: Source, method: Method) -> RowPrefixes:
     if source.schema is not None:
         if source.prefixes or source.max_rows is not None:
             where = f"source {source.id}"
-            raise UserError(f"{where}: found row_prefixes or max_rows; expected neither, as a schema names the rows")
+            raise UserError(where, found="row_prefixes or max_rows", expected="neither, as a schema names the rows")
         return method.given(source.schema.given)
     return method.given(RowPrefixes(source.prefixes, source.max_rows, f"source {source.id}"))
 
@@ -41,7 +41,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
         if not isinstance(prefix, str):
             return prefix
         if tokenizer is None:  # these are prefixes of the method, as those of sources were checked
-            raise UserError(f"{known.where}: found texts, but the checkpoint has no tokenizer; expected none")
+            raise UserError(known.where, found="texts, but the checkpoint has no tokenizer", expected="none")
         return prefix_ids(tokenizer, prefix, known.where, ends)
 
     return known._replace(prefixes=tuple(map(ids, known.prefixes)))

@@ -37,15 +37,16 @@ def load(config: Config) -> DraftModel | None:
     try:
         restored = checkpoint.open_run(directory, packed=True)
     except UserError as error:
-        raise UserError(f"decode.draft_checkpoint: {error}") from error
+        raise error.within("decode.draft_checkpoint") from error
     assert config.model is not None
     ends = config.model.end_token_ids
     for key in ("vocab_size", "eos_token_id", "decoder_start_token_id"):
         found, expected = getattr(restored.config.model, key), getattr(config.model, key)
         if found != expected and not (key == "eos_token_id" and found in ends):
             raise UserError(
-                f"decode.draft_checkpoint: {directory}: found a T5 with {key} = {found}; expected {expected}, that of "
-                "the T5 for which it drafts"
+                f"decode.draft_checkpoint: {directory}",
+                found=f"a T5 with {key} = {found}",
+                expected=f"{expected}, that of the T5 for which it drafts",
             )
     return DraftModel(directory, restored.config, restored.items["params"])
 
@@ -66,13 +67,13 @@ def check(small: DraftModel | None, made: Strategy, method: Method) -> None:
     if not made.needs_draft_model:
         return
     if small is None:
-        raise UserError("decode.draft: found a drafter that is a T5; expected model and its checkpoint there")
+        raise UserError("decode.draft", found="a drafter that is a T5", expected="model and its checkpoint there")
     trained, where = methods.trained(small.config), f"decode.draft_checkpoint: {small.directory}"
     if small.config.method is None and small.config.train.objective == "none":
         return
     if trained.name != method.name:
-        raise UserError(f"{where}: found a T5 trained for {trained.label}; expected {method.name}")
+        raise UserError(where, found=f"a T5 trained for {trained.label}", expected=f"{method.name}")
     found = trained.learned()
     for key, wanted in method.learned().items():
         if found.get(key) != wanted:
-            raise UserError(f"{where}: found a T5 trained with {key} = {found.get(key)}; expected {wanted}")
+            raise UserError(where, found=f"a T5 trained with {key} = {found.get(key)}", expected=f"{wanted}")

@@ -109,7 +109,7 @@ class Generator:
           UserError: there is no adapter of this name.
         """
         if name not in self.adapters:
-            raise UserError(f"adapter: found {name!r}; expected {' or '.join(self.adapters) or 'none'}")
+            raise UserError("adapter", found=f"{name!r}", expected=f"{' or '.join(self.adapters) or 'none'}")
         return self.adapters[name]
 
     @property
@@ -152,7 +152,7 @@ class Generator:
             vocabulary, text without a tokenizer, a schema that rows cannot follow.
         """
         if isinstance(given, str | bytes | Mapping):
-            raise UserError(f"sources: found {_kind(given)}; expected a list of texts, of token ids or of records")
+            raise UserError("sources", found=f"{_kind(given)}", expected="a list of texts, of token ids or of records")
         own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
         own = own if schema is None else own.under(schema, strategy)
         given = list(rows_in(given, "sources"))
@@ -187,9 +187,9 @@ class Generator:
         config, method = self.config.decode, self.method(strategy)
         method.require("stream")
         if config.limit != "none":
-            raise UserError(f"decode.limit: found {config.limit}; a stream of rows expects none")
+            raise UserError("decode.limit", found=f"{config.limit}; a stream of rows expects none")
         if source.prefixes or source.max_rows is not None:
-            raise UserError(f"source {source.id}: found row_prefixes or max_rows; a stream of rows expects neither")
+            raise UserError(f"source {source.id}", found="row_prefixes or max_rows; a stream of rows expects neither")
         return self._stream(source, method, self.make_strategy(strategy))
 
     def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
@@ -306,9 +306,9 @@ class Generator:
             decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
             if len(source.prefixes) > 1 or source.max_rows is not None:
                 found = "max_rows" if source.max_rows is not None else "several row_prefixes"
-                method.require("rows", f"source {source.id}: found {found}")
+                method.require("rows", f"source {source.id}", found)
             elif source.prefixes:
-                method.require("prefix", f"source {source.id}: found row_prefixes")
+                method.require("prefix", f"source {source.id}", "row_prefixes")
             yield from (source._replace(sample=k) for k in range(self.config.decode.samples))
 
     def stream(
@@ -413,7 +413,7 @@ class Generator:
         try:
             found = encode_source(source.content, self.config.data, self.tokenizer, self.architecture)
         except UserError as error:
-            raise UserError(f"source {source.id}: {error}") from error
+            raise error.within(f"source {source.id}") from error
         if report:
             report.cut_sources += found.left_out > 0
         return found.ids

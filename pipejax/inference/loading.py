@@ -36,7 +36,9 @@ def load(
         is_free = {section, key} & {*DECODING_KEYS} or not hasattr(Config(), section)
         if not is_free and not config_lib.brings_backbone(key, value):
             raise UserError(
-                f"{where}: {key} cannot change when a checkpoint is decoded; expected one of {', '.join(DECODING_KEYS)}"
+                where,
+                f"{key} cannot change when a checkpoint is decoded",
+                expected=f"one of {', '.join(DECODING_KEYS)}",
             )
     compile_cache.use_cache()
     place = Path(path)
@@ -78,5 +80,5 @@ def override(saved: Config, overrides: Overrides, *, where: str) -> Config:
     config = config_lib.override(saved, overrides, where=where)
     if config.model != saved.model:
         found, expected = (config_lib.described(x.model, "model")["class"] for x in (config, saved))
-        raise UserError(f"{where}: model: found {found}; expected {expected}, of which the checkpoint is")
+        raise UserError(f"{where}: model", found=found, expected=f"{expected}, of which the checkpoint is")
     return config

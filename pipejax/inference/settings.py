@@ -24,14 +24,15 @@ def of_call(
     """The config with settings of one call, which are checked as those of --set are."""
     for name, value in settings.items():
         if name not in NAMES:
-            hint = did_you_mean(name, NAMES) or f": {', '.join(NAMES)}"
-            raise UserError(f"{call}(): found the setting {name!r}; expected a key of decode or grid{hint}")
+            hint = did_you_mean(name, NAMES) or f"the keys are {', '.join(NAMES)}"
+            raise UserError(f"{call}()", found=f"the setting {name!r}", expected="a key of decode or grid", hint=hint)
         if name in without:
-            raise UserError(f"{call}(): {name}: found {shown_value(value)}; expected {without[name]}")
+            raise UserError(f"{call}(): {name}", found=shown_value(value), expected=f"{without[name]}")
         if name in LOADED or (name == "draft" and value == "model" and not drafts):
             more = ', "decode.draft_checkpoint": DIRECTORY' if name == "draft" else ""
             raise UserError(
-                f"{call}(): {name}: found {shown_value(value)}, which no call can change; expected "
-                f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown_value(value)}{more}}})'
+                f"{call}(): {name}",
+                found=f"{shown_value(value)}, which no call can change",
+                expected=f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown_value(value)}{more}}})',
             )
     return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")

@@ -33,22 +33,24 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
     """The source of a record, with the template that the model was trained with."""
     value = dict(value)
     if "source" in value and "source_ids" in value:
-        raise UserError(f'{place}: found "source" and "source_ids"; expected one of them')
+        raise UserError(place, found='"source" and "source_ids"', expected="one of them")
     own = value.get("id")
     name = name if own != "" and is_blank(own) else id_of(value, place)
     prefixes, max_rows = value.get("row_prefixes") or (), value.get("max_rows")
     if not isinstance(prefixes, list | tuple) or not all(isinstance(x, str | list) for x in prefixes):
         raise UserError(
-            f'{place}: "row_prefixes": found {kind(prefixes)}; expected a list of texts, or of lists of ids'
+            f'{place}: "row_prefixes"', found=f"{kind(prefixes)}", expected="a list of texts, or of lists of ids"
         )
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
-        raise UserError(f'{place}: "max_rows": found {max_rows!r}; expected a whole number from 1 on')
+        raise UserError(f'{place}: "max_rows"', found=f"{max_rows!r}", expected="a whole number from 1 on")
     if max_rows is not None and len(prefixes) > max_rows:
-        raise UserError(f'{place}: "row_prefixes": found {len(prefixes)}; expected at most "max_rows" = {max_rows}')
+        raise UserError(
+            f'{place}: "row_prefixes"', found=f"{len(prefixes)}", expected=f'at most "max_rows" = {max_rows}'
+        )
     if "source_ids" in value:
         content = value["source_ids"]
         if not isinstance(content, list | np.ndarray):
-            raise UserError(f'{place}: "source_ids": found {kind(content)}; expected a list of whole numbers')
+            raise UserError(f'{place}: "source_ids"', found=f"{kind(content)}", expected="a list of whole numbers")
     elif config.data.task in TASKS:
         content = _task(config.data).source(value, place)
     else:
@@ -91,9 +93,9 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
     for i, prefix in enumerate(source.prefixes):
         where = f'{place}: "row_prefixes"'
         if isinstance(prefix, str) and tokenizer is None:
-            raise UserError(f"{where}: found text, but the checkpoint has no tokenizer; expected ids")
+            raise UserError(where, found="text, but the checkpoint has no tokenizer", expected="ids")
         if not prefix:
-            raise UserError(f"{where}: found an empty one at {i}; expected at least one token")
+            raise UserError(where, found=f"an empty one at {i}", expected="at least one token")
         if isinstance(prefix, str):
             assert tokenizer is not None
             prefix_ids(tokenizer, prefix, where, ends)
@@ -101,18 +103,18 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
         _check_ids(prefix, where, vocabulary)
         if early := [i for i in prefix if i in ends]:
             found = f"{list(prefix)}, in which {early[0]} ends the row"
-            raise UserError(f"{where}: found {found}; expected ids that begin one")
+            raise UserError(where, found=found, expected="ids that begin one")
     content = source.content
     if isinstance(content, str):
         if tokenizer is None:
-            raise UserError(f"{place}: found text, but the checkpoint has no tokenizer; expected source_ids")
+            raise UserError(place, found="text, but the checkpoint has no tokenizer", expected="source_ids")
         if not content.strip():
-            raise UserError(f"{place}: found an empty text; expected some")
+            raise UserError(place, found="an empty text", expected="some")
         return source
     if isinstance(content, bytes) or not isinstance(content, Sequence | np.ndarray):
-        raise UserError(f"{place}: found {type(content).__name__}; expected text, a list of ids or a record")
+        raise UserError(place, found=type(content).__name__, expected="text, a list of ids or a record")
     if not len(content):
-        raise UserError(f"{place}: found no ids; expected at least one")
+        raise UserError(place, found="no ids", expected="at least one")
     _check_ids(content, place, vocabulary)
     return source
 
@@ -120,6 +122,6 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
 def _check_ids(ids: Iterable[Any], place: str, vocabulary: int) -> None:
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer):
-            raise UserError(f"{place}: found {i!r} among the ids; expected whole numbers")
+            raise UserError(place, found=f"{i!r} among the ids", expected="whole numbers")
         if not 0 <= i < vocabulary:
-            raise UserError(f"{place}: found id {i}; expected 0 to {vocabulary - 1}")
+            raise UserError(place, found=f"id {i}", expected=f"0 to {vocabulary - 1}")

@@ -113,10 +113,12 @@ def make(name: str, config: Config) -> Method:
     """
     known = names(config)
     if name not in known:
-        raise UserError(f"strategy: found {name!r}; expected one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise UserError(
+            "strategy", found=f"{name!r}", expected=f"one of {', '.join(known)}", hint=did_you_mean(name, known)
+        )
     beams = config.decode.beams
     if beams > 1 and name != SequentialMethod.name:
-        raise UserError(f"decode.beams: found {beams}; expected 1, since beam search is sequential, not {name}")
+        raise UserError("decode.beams", found=f"{beams}", expected=f"1, since beam search is sequential, not {name}")
     if (own := _own(config)) and name == own.name:
         return own
     if name == PipelinedMethod.name:
@@ -137,8 +139,9 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
     """
     if decode.samples > 1 and decode.temperature == 0:
         raise UserError(
-            f"decode.samples: found {decode.samples} with decode.temperature = 0; expected a temperature above 0, "
-            "since all of them would be the same"
+            "decode.samples",
+            found=f"{decode.samples} with decode.temperature = 0",
+            expected="a temperature above 0, since all of them would be the same",
         )
     for ability, key, plain in (
         ("sample", "temperature", 0.0),
@@ -148,12 +151,12 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         ("draft", "draft", "none"),
     ):
         if (found := getattr(decode, key)) != plain:
-            method.require(ability, f"decode.{key}: found {found}", plain)
+            method.require(ability, f"decode.{key}", f"{found}", plain)
     if drafts:
-        method.require("draft", "drafter: found one")
+        method.require("draft", "drafter", "one")
     elif decode.trace and decode.draft == "none":
         raise UserError(
-            "decode.trace: found True with decode.draft = none; expected a drafter, since a trace shows drafts"
+            "decode.trace", found="True with decode.draft = none", expected="a drafter, since a trace shows drafts"
         )
 
 
@@ -220,7 +223,7 @@ def _own(config: Config) -> Method | None:
     if own is None:
         return None
     if not isinstance(own, Method):
-        raise UserError(f"method: found {own!r}; expected an object of a subclass of pipejax.Method")
+        raise UserError("method", found=f"{own!r}", expected="an object of a subclass of pipejax.Method")
     if own.name in ("", *STRATEGIES):
-        raise UserError(f"method: found {type(own).__name__} with the name {own.name!r}; expected one that is free")
+        raise UserError("method", found=f"{type(own).__name__} with the name {own.name!r}", expected="one that is free")
     return own

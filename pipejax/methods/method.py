@@ -230,15 +230,18 @@ class Method:
         """The settings that training bakes into the weights, by key: decoding with other values gives poor output."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def require(self, ability: str, wish: str = "", expected: object = "none") -> None:
+    def require(self, ability: str, place: str = "", found: str = "", expected: object = "none") -> None:
         """Raises a UserError unless the method has the ability.
 
         Args:
           ability: one of ABILITIES.
-          wish: the setting or request that needs the ability, for the message; "": the choice of this method.
-          expected: the expected value of that setting, for the message.
+          place: the setting or request that needs the ability, for the error; "": the choice of this method.
+          found: what the place holds.
+          expected: what the place may hold with a method that lacks the ability.
         """
         if ability not in self.can:
-            if not wish:
-                raise UserError(f"{self.setting}; expected another, since it does not {ABILITIES[ability]}")
-            raise UserError(f"{wish} with {self.label}, which does not {ABILITIES[ability]}; expected {expected}")
+            lacks = f"not {ABILITIES[ability]}"
+            if not place:
+                place, _, name = self.setting.partition(": found ")
+                raise UserError(place, found=name, expected=f"another, since it does {lacks}")
+            raise UserError(place, found=f"{found} with {self.label}, which does {lacks}", expected=f"{expected}")

@@ -53,12 +53,14 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
 
     for ability in sorted(can - ABILITIES.keys()):
         hint = did_you_mean(ability, ABILITIES)
-        raise UserError(f"{name}.can: found {ability!r}; expected some of {', '.join(ABILITIES)}{hint}")
+        raise UserError(f"{name}.can", found=f"{ability!r}", expected=f"some of {', '.join(ABILITIES)}", hint=hint)
     parts = {part: "" for kind in Strategy.__mro__[:2] for part in vars(kind) if not part.startswith("_")}
     parts |= {part: f", for {each}" for part, abilities in NEEDS.items() for each in abilities if each in can}
     for part in sorted(parts):
         if not hasattr(made, part):
-            raise UserError(f"{type(made).__name__}.{part}: missing; expected it as Strategy describes it{parts[part]}")
+            raise UserError(
+                f"{type(made).__name__}.{part}", "missing", expected=f"it as Strategy describes it{parts[part]}"
+            )
     ordered, grows = (" and ".join(x for x in which if x in can) for which in (ORDERED, NEEDS["stop"]))
     rows, times = made.places
     if ordered and not rows * times:
@@ -94,17 +96,17 @@ def check_target(target: Target, method: Method, *, vocabulary: int, most: int, 
     size, owner = len(target.flat.inputs), f"{where}: {type(method).__name__}.target"
     if not 0 < size <= method.most_slots(most):
         expected = f"1 to {method.most_slots(most)}, as most_slots says of {most} tokens"
-        raise UserError(f"{owner}: found {size} slots; expected {expected}")
+        raise UserError(owner, found=f"{size} slots", expected=expected)
     for part, x in zip(target.flat._fields, target.flat, strict=True):
         shape = (size, method.choices) if method.choices and part in ("targets", "weights") else (size,)
         kind = "float32" if part == "weights" else "int32"
         if getattr(x, "dtype", None) != kind or x.shape != shape:
             found = f"{getattr(x, 'dtype', type(x).__name__)}{[*np.shape(x)]}"
-            raise UserError(f"{owner}: {part}: found {found}; expected {kind}{[*shape]}")
+            raise UserError(f"{owner}: {part}", found=found, expected=f"{kind}{[*shape]}")
         below = vocabulary if part in ("inputs", "targets") else np.inf if part == "weights" else 2**24
         if not (x.min() >= 0 and x.max() < below):
             wrong = x[~((x >= 0) & (x < below))][0]
-            raise UserError(f"{owner}: {part}: found {wrong}; expected 0 or more, below {below}")
+            raise UserError(f"{owner}: {part}", found=f"{wrong}", expected=f"0 or more, below {below}")
 
 
 def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()) -> list[str]:

@@ -115,9 +115,10 @@ class PipelinedMethod(Method):
         fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
             raise UserError(
-                f"{given.where}: found {len(given.prefixes)} rows with prefixes; expected at most {fit}, the rows that "
-                f"begin under grid.sub_max={self.grid.sub_max}, grid.time_max={self.grid.time_max}, "
-                f"grid.delay={self.grid.delay}"
+                given.where,
+                found=f"{len(given.prefixes)} rows with prefixes",
+                expected=f"at most {fit}, the rows that begin under grid.sub_max={self.grid.sub_max}, "
+                f"grid.time_max={self.grid.time_max}, grid.delay={self.grid.delay}",
             )
         return given
 
@@ -134,14 +135,17 @@ class NamedRows(PipelinedMethod):
         delay, names = self.grid.delay, len(self.grid.row_names)
         if delay == 0 and not names:
             raise UserError(
-                "grid.delay: found 0 without grid.row_names; expected the names of the rows, since nothing else tells "
-                "rows apart that start at once"
+                "grid.delay",
+                found="0 without grid.row_names",
+                expected="the names of the rows, since nothing else tells rows apart that start at once",
             )
         fit = grid.count_rows(delay, self.grid.time_max, self.grid.sub_max)
         if names > fit:
             raise UserError(
-                f"grid.row_names: found {names}; expected at most {fit}, the rows that begin under grid.sub_max = "
-                f"{self.grid.sub_max}, grid.time_max = {self.grid.time_max} and grid.delay = {delay}"
+                "grid.row_names",
+                found=f"{names}",
+                expected=f"at most {fit}, the rows that begin under grid.sub_max = {self.grid.sub_max}, "
+                f"grid.time_max = {self.grid.time_max} and grid.delay = {delay}",
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
@@ -153,12 +157,13 @@ class NamedRows(PipelinedMethod):
         found = [row for row in spell(rows, spells, ids.ends) if row]
         names = [prefix_ids(spells, name, "grid.row_names", ids.ends) for name in self.grid.row_names]
         if names and len(found) != len(names):
-            raise UserError(f"{where}: found {len(found)} rows; expected {len(names)}, as grid.row_names has")
+            raise UserError(where, found=f"{len(found)} rows", expected=f"{len(names)}, as grid.row_names has")
         for i, (row, name) in enumerate(zip(found, names, strict=False)):
             if (*row[: len(name)],) != name:  # decoding forces these tokens
                 raise UserError(
-                    f"{where}: found row {i + 1} of {tuple(rows)}; expected it to begin with the tokens of name "
-                    f"{i + 1} in grid.row_names"
+                    where,
+                    found=f"row {i + 1} of {tuple(rows)}",
+                    expected=f"it to begin with the tokens of name {i + 1} in grid.row_names",
                 )
         return self._laid_out(found, ids, most=most, names=[*map(len, names)])
 
@@ -171,8 +176,10 @@ class NamedRows(PipelinedMethod):
         names, says_nothing = self.grid.row_names, not given.prefixes and given.most is None
         if says_nothing and self.grid.delay == 0 and not names:  # the message names the setting, not a source
             raise UserError(
-                "grid.delay: found 0 without grid.row_names; expected the names of the rows, or row_prefixes in each "
-                "source, since nothing else tells rows apart that start at once"
+                "grid.delay",
+                found="0 without grid.row_names",
+                expected="the names of the rows, or row_prefixes in each source, since nothing else "
+                "tells rows apart that start at once",
             )
         if says_nothing and names:
             self.check()
@@ -183,14 +190,17 @@ class NamedRows(PipelinedMethod):
         if not given.prefixes or (given.most or 0) > len(given.prefixes):
             otherwise = "no max_rows, for those of grid.row_names" if names else "grid.row_names"
             raise UserError(
-                f"{given.where}: found grid.delay = 0, {len(given.prefixes)} row_prefixes and "
-                f"{'no' if given.most is None else given.most} max_rows; expected a prefix for each row, or "
-                f"{otherwise}, since nothing else tells rows apart that start at once"
+                given.where,
+                found=f"grid.delay = 0, {len(given.prefixes)} row_prefixes and "
+                f"{'no' if given.most is None else given.most} max_rows",
+                expected=f"a prefix for each row, or {otherwise}, since nothing else tells rows apart "
+                "that start at once",
             )
         if (count := len(given.prefixes)) > self.grid.sub_max:
             raise UserError(
-                f"{given.where}: found {count} row_prefixes with grid.delay = 0; expected at most "
-                f"grid.sub_max = {self.grid.sub_max}, since all rows start at once"
+                given.where,
+                found=f"{count} row_prefixes with grid.delay = 0",
+                expected=f"at most grid.sub_max = {self.grid.sub_max}, since all rows start at once",
             )
         return given._replace(most=count)
 

@@ -66,8 +66,9 @@ class SequentialMethod(Method):
             and len(split_rows(spells.decode(spells.encode(f"the{between}the")), between)) != 2
         ):
             raise UserError(
-                f"data.separator: found {between!r}, which this tokenizer does not give back; expected text that it "
-                "does, or spaces where rows need not be told apart"
+                "data.separator",
+                found=f"{between!r}, which this tokenizer does not give back",
+                expected="text that it does, or spaces where rows need not be told apart",
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:

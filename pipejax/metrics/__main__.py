@@ -56,7 +56,9 @@ def read_documents(path: str, metric: str) -> Documents:
     for place, value in read_file(path):
         name = str(id_of(value, place))
         if name in seen:
-            raise UserError(f'{place}: "id": found {name!r} again; it was used in line {seen[name].rpartition(":")[2]}')
+            raise UserError(
+                f'{place}: "id"', found=f"{name!r} again; it was used in line {seen[name].rpartition(':')[2]}"
+            )
         seen[name] = place
         rows: Callable[[Object, str, str], Rows] = _texts_of
         if metric.startswith("exact"):
@@ -73,7 +75,7 @@ def read_documents(path: str, metric: str) -> Documents:
         found = f"{len(joined)} of {len(seen)} documents have gold rows that contain the separator of the answers"
         logger.warning(f"{path}: {found}, so no answer can equal them; the first is at {joined[0]}")
     if not documents.gold:
-        raise UserError(f"{path}: found no lines; expected at least one document")
+        raise UserError(path, found="no lines", expected="at least one document")
     return documents
 
 

@@ -48,13 +48,13 @@ def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> dict[
         path = where + (given or name)
         value: Any = key.default if given is None else facts[given]
         if value is REQUIRED:
-            raise UserError(f"{path}: missing; expected it, as in every config.json")
+            raise UserError(path, "missing", expected="it, as in every config.json")
         if given is not None and value is None:
             if key.null is REFUSED:
-                raise UserError(f"{path}: found null; expected {noun(key.kind)}")
+                raise UserError(path, found="null", expected=noun(key.kind))
             value = key.null
         if not (key.kind is Any or value is None or _is_of(value, key.kind)):
-            raise UserError(f"{path}: found {shown_value(value)}; expected {noun(key.kind)}")
+            raise UserError(path, found=shown_value(value), expected=noun(key.kind))
         found[name] = read_keys(value, key.keys, f"{path}.") if key.keys else value
     return found
 

@@ -33,7 +33,7 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
         if axes
     }
     for path in sorted(table.keys() - shapes.keys()):
-        raise UserError(f"{where}: {path}: missing; expected {len(table)} parameters, as the config implies")
+        raise UserError(f"{where}: {path}", "missing", expected=f"{len(table)} parameters, as the config implies")
     for path, shape in sorted(shapes.items()):
         kernel = path.rpartition("/")[0] + "/kernel"
         if path in factors and lora.ADAPTED.fullmatch(kernel) and kernel in table:
@@ -42,12 +42,14 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
             expected = [inputs, rank] if path.endswith(lora.A) else [rank, outputs]
             other = path[:-1] + ("b" if path.endswith(lora.A) else "a")
             if list(shape) != expected or rank not in shapes.get(other, ()):
-                raise UserError(f"{where}: {path}: found shape {list(shape)}; expected one of a pair of factors")
+                raise UserError(f"{where}: {path}", found=f"shape {list(shape)}", expected="one of a pair of factors")
         elif path in scales:
             check_shape(f"{where}: {path}", tuple(shape), scales[path], model)
         elif path not in table:
             raise UserError(
-                f"{where}: {path}: found one too many; expected the {len(table)} that the config implies, by `tensors`"
+                f"{where}: {path}",
+                found="one too many",
+                expected=f"the {len(table)} that the config implies, by `tensors`",
             )
         else:
             check_shape(f"{where}: {path}", tuple(shape), table[path][1], model)
@@ -66,7 +68,7 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
     expected = list(sizes.values())
     if list(shape) != expected:
         named = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        raise UserError(f"{where}: found shape {list(shape)}; expected {expected}, as the config has {named}")
+        raise UserError(where, found=f"shape {list(shape)}", expected=f"{expected}, as the config has {named}")
 
 
 def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
@@ -102,7 +104,9 @@ def check_read(where: str, model: Module, params: Tree, kind: str | tuple[str, .
         path = path_of(keys)
         if path.endswith(kind) and not path.endswith(VECTORS) and path not in read:
             raise UserError(
-                f"{where}: {path}: {type(model).__name__} does not read it; expected the layers of pipejax.model.layers"
+                f"{where}: {path}",
+                f"{type(model).__name__} does not read it",
+                expected="the layers of pipejax.model.layers",
             )
 
 

@@ -99,7 +99,7 @@ def check_scales(where: str, dtypes: Mapping[str, str]) -> None:
         has = scale_path(path) in dtypes
         if (dtype == "int8") != has:
             found, expected = ("with", "int8") if has else ("without", "one, or a float dtype")
-            raise UserError(f"{where}: {path}: found {dtype} {found} a scale; expected {expected}")
+            raise UserError(f"{where}: {path}", found=f"{dtype} {found} a scale", expected=expected)
 
 
 def _inputs(path: str) -> int:

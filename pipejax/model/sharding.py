@@ -34,18 +34,22 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
     devices, rest = devices or jax.devices(), fsdp * tensor
     if data == -1:
         if len(devices) % rest:
-            raise UserError(f"mesh: found fsdp x tensor = {rest}; expected a divisor of the {len(devices)} devices")
+            raise UserError(
+                "mesh", found=f"fsdp x tensor = {rest}", expected=f"a divisor of the {len(devices)} devices"
+            )
         data = len(devices) // rest
     if data * rest > len(devices):
         raise UserError(
-            f"mesh: found data x fsdp x tensor = {data * rest}; expected at most the {len(devices)} devices "
-            "of this machine"
+            "mesh",
+            found=f"data x fsdp x tensor = {data * rest}",
+            expected=f"at most the {len(devices)} devices of this machine",
         )
     # Compares with the given devices, as the devices that `pipejax plan` describes have process numbers of their own.
     if {device.process_index for device in devices[: data * rest]} != {device.process_index for device in devices}:
         raise UserError(
-            f"mesh: found data x fsdp x tensor = {data * rest}; expected devices of each of the {jax.process_count()} "
-            f"processes, {len(devices)} in all"
+            "mesh",
+            found=f"data x fsdp x tensor = {data * rest}",
+            expected=f"devices of each of the {jax.process_count()} processes, {len(devices)} in all",
         )
     return jax.make_mesh(
         (data, fsdp, tensor),
@@ -73,7 +77,7 @@ def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -
                     for size, axis in zip(shape, spec + (None,) * len(shape), strict=False)
                 )
             )
-    raise UserError(f"{path}: found no rule; expected one in {type(backbone).__name__}.sharding")
+    raise UserError(path, found="no rule", expected=f"one in {type(backbone).__name__}.sharding")
 
 
 def param_shardings(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:

@@ -168,8 +168,9 @@ class T5Config(Backbone):
         """See `Backbone`."""
         if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
             raise UserError(
-                f"{where}: model.relative_attention_max_distance: found {self.relative_attention_max_distance}; "
-                f"expected more than half of the {self.relative_attention_num_buckets} buckets"
+                f"{where}: model.relative_attention_max_distance",
+                found=f"{self.relative_attention_max_distance}",
+                expected=f"more than half of the {self.relative_attention_num_buckets} buckets",
             )
 
     @classmethod
@@ -232,7 +233,7 @@ class T5Config(Backbone):
         for name in present[1:]:
             alias = tensors.pop(name)
             if not np.array_equal(alias.read(), tensors[present[0]].read()):
-                raise UserError(f"{alias.file}: {name}: differs from {present[0]}; expected one table")
+                raise UserError(f"{alias.file}: {name}", f"differs from {present[0]}", expected="one table")
         if present:
             tensors[SHARED[0]] = tensors.pop(present[0])
         head, _ = dataclasses.replace(self, tied_head=False).tensors().get("lm_head/kernel", (HEAD, ""))
@@ -260,16 +261,18 @@ class T5Config(Backbone):
         if dense and (".wi." in dense) != (self.feed_forward == "relu"):
             expected = "relu" if ".wi." in dense else "gated-gelu"
             raise UserError(
-                f"{where}: feed_forward_proj: found {self.feed_forward}; expected {expected}, as {weights.name} holds "
-                f"{dense}"
+                f"{where}: feed_forward_proj",
+                found=f"{self.feed_forward}",
+                expected=f"{expected}, as {weights.name} holds {dense}",
             )
         own = [name for name, _ in self.tensors().values()]  # a subclass may have other names
         for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
             there, here = ({x.split(".")[2] for x in each if x.startswith(f"{stack}.block.")} for each in (names, own))
             if len(there) != len(here):
                 raise UserError(
-                    f"{where}: {key}: found {getattr(self, key)}; expected {len(there)}, the number of {stack} blocks "
-                    f"in {weights.name}"
+                    f"{where}: {key}",
+                    found=f"{getattr(self, key)}",
+                    expected=f"{len(there)}, the number of {stack} blocks in {weights.name}",
                 )
 
 
@@ -284,7 +287,7 @@ def _feed_forward(given: Mapping[str, Any]) -> str:
         return described
     for key, expected in named.items():
         if name in FEED_FORWARDS and found[key] != expected:
-            raise UserError(f"{key}: found {found[key]!r}; expected {expected!r}, as feed_forward_proj is {name}")
+            raise UserError(key, found=f"{found[key]!r}", expected=f"{expected!r}, as feed_forward_proj is {name}")
     return name
 
 
@@ -327,5 +330,7 @@ def architecture(name: str) -> Backbone:
         known |= importlib.import_module(module).ARCHITECTURES
     if name not in known:
         hint = did_you_mean(name, known)
-        raise UserError(f"model: found {name!r}; expected one of {', '.join(known)} (Flan-T5 has v1_1's sizes){hint}")
+        raise UserError(
+            "model", found=f"{name!r}", expected=f"one of {', '.join(known)} (Flan-T5 has v1_1's sizes)", hint=hint
+        )
     return known[name]

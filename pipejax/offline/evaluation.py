@@ -212,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
 
     generator = load(flags.checkpoint, best=flags.best, overrides=others)
     if generator.tokenizer is None:
-        raise UserError(f"{flags.checkpoint}: found no tokenizer in it; expected one, to read and write text")
+        raise UserError(flags.checkpoint, found="no tokenizer in it", expected="one, to read and write text")
     if flags.task:  # the metric of the given task counts, not the metric of the checkpoint's task
         ours = [f"data.task={flags.task}", "data.metric=", *ours]
     ours += ["data.skip_bad=true"] if flags.skip_bad else []
@@ -220,20 +220,25 @@ def main(argv: Sequence[str]) -> int:
     data = generator.config.data
     if data.task == "none":
         raise UserError(
-            f"{flags.checkpoint}: was not trained here, so it has no task; expected one, as in "
-            f"--task jsonl --set data.{flags.split}=FILE"
+            flags.checkpoint,
+            "was not trained here, so it has no task",
+            expected=f"one, as in --task jsonl --set data.{flags.split}=FILE",
         )
     task = make_task(data, generator.config.grid.row_names)
     if isinstance(task, FilesTask) and not task.has(flags.split):
         raise UserError(
-            f"data.{flags.split}: found no file; expected one, as in --set data.{flags.split}=FILE, or another --split"
+            f"data.{flags.split}",
+            found="no file",
+            expected=f"one, as in --set data.{flags.split}=FILE, or another --split",
         )
     if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
-        raise UserError(f"data.{flags.split}: found a file; expected none, as {data.task} has its own, or --task jsonl")
+        raise UserError(
+            f"data.{flags.split}", found="a file", expected=f"none, as {data.task} has its own, or --task jsonl"
+        )
     metrics.require(data.metric or task.metric)
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):
-        raise UserError(f"--split {flags.split}: found no examples in it; expected some")
+        raise UserError(f"--split {flags.split}", found="no examples in it", expected="some")
     same = data.split and generator.trained and generator.trained.data.train == data.train
     if same and generator.learned and generator.learned != fingerprint(task.examples("train"), None):
         cli.note("warning: data.split: found other training examples than the run had; some of these may be of them")

@@ -59,8 +59,8 @@ def check_input(source: str, flag: str = "--input") -> Path:
     """
     given = Path("/dev/stdin" if source == STANDARD else source)
     if source != STANDARD and (not given.exists() or (given.is_dir() and not is_dataset(given))):
-        found = "found a directory" if given.is_dir() else "no such file"
-        raise UserError(f"{flag} {source}: {found}; expected {EXPECTED}")
+        problem = "found a directory" if given.is_dir() else "no such file"
+        raise UserError(f"{flag} {source}", problem, expected=EXPECTED)
     return given
 
 
@@ -68,23 +68,27 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     """Raises a UserError if the input is absent, or if the output is the input or cannot be written."""
     given, wanted = check_input(source), Path(target)
     if resume and (STANDARD in (source, target) or (wanted.exists() and not wanted.is_file())):
-        raise UserError(f"--resume: found --input {source} --output {target}; expected files, which can be read again")
+        raise UserError(
+            "--resume", found=f"--input {source} --output {target}", expected="files, which can be read again"
+        )
     if target == STANDARD:
         streams.check_standard_output("--output")
         return
     if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):
-        raise UserError(f"--output {target}: found the input itself; expected another file")
+        raise UserError(f"--output {target}", found="the input itself", expected="another file")
     if wanted.suffix.lower() in WORKBOOKS:
-        raise UserError(f"--output {target}: found the name of a workbook; expected .csv, .tsv, .parquet or .jsonl")
+        raise UserError(f"--output {target}", found="the name of a workbook", expected=".csv, .tsv, .parquet or .jsonl")
     if wanted.suffix.lower() in PACKED:
-        raise UserError(f"--output {target}: found the name of a packed file; expected another, as nothing is packed")
+        raise UserError(
+            f"--output {target}", found="the name of a packed file", expected="another, as nothing is packed"
+        )
     cli.check_output_file("--output", target)
     if (lines := lines_for(target)) == target:
         return
     if (found := look(target)) and not wanted.is_file():
-        raise UserError(f"--output {target}: found no regular {found}; expected one, or none, for a table")
+        raise UserError(f"--output {target}", found=f"no regular {found}", expected="one, or none, for a table")
     if resume and found and not look(lines):
-        raise UserError(f"--resume: {target}: is complete; expected {lines}, from a decode that was interrupted")
+        raise UserError(f"--resume: {target}", "is complete", expected=f"{lines}, from a decode that was interrupted")
     if is_parquet(target):
         module("pyarrow", "parquet", f"--output {target}")
 
@@ -164,7 +168,7 @@ def decode_file(
     if total is None:
         bad.end(report.examples // config.decode.samples)
         if not report.examples:
-            raise UserError("standard input: found no lines; expected at least one source")
+            raise UserError("standard input", found="no lines", expected="at least one source")
     if target != table:
         write_table(Path(target), table)
     output.end()
@@ -180,7 +184,7 @@ def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines
     checked = list(read_sources(generator, given, strategy, bad))
     bad.end(sum(s.sample == 0 for s in checked))
     if not checked:
-        raise UserError(f"{source}: found no lines; expected at least one source")
+        raise UserError(source, found="no lines", expected="at least one source")
     twice, times = Counter(str(s.id) for s in checked if s.sample == 0).most_common(1)[0]
     if times > 1:
         logger.warning(f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines")
@@ -208,7 +212,7 @@ def read_sources(
         except UserError as error:  # the message of an unsupported request names the id, not the line
             if str(error).startswith("grid."):  # an error in the settings, not in this line
                 raise
-            bad(error if str(error).startswith(place) else UserError(f"{place}: {error}"))
+            bad(error if error.place.startswith(place) else error.within(place))
             continue
         at_once = False
         yield from found
@@ -255,8 +259,9 @@ def write_table(lines: Path, target: str) -> None:
             (_write_parquet if is_parquet(target) else _write_text)(lines, partial, target)
     except OSError as error:
         raise UserError(
-            f"--output {target}: cannot be written ({error.strerror or error}); {lines} has the records, and --resume "
-            "makes the table of them"
+            f"--output {target}",
+            f"cannot be written ({error.strerror or error}); {lines} has the records, and "
+            "--resume makes the table of them",
         ) from error
     lines.unlink()
 

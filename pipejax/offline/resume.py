@@ -69,12 +69,14 @@ class Unfinished:
             found = strict_json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"--resume: {self.target}: found no {self.path.name} beside it: it is complete, or of other work; "
-                "expected an output that was interrupted (without --resume it is replaced)"
+                f"--resume: {self.target}",
+                found=f"no {self.path.name} beside it: it is complete, or of other work",
+                expected="an output that was interrupted",
+                hint="without --resume it is replaced",
             ) from error
         found = found if isinstance(found, dict) else {}
         if other := first_difference(flattened(self.settings or {}), flattened(found)):
-            raise UserError(f"--resume: {self.target}: found {other}")
+            raise UserError(f"--resume: {self.target}", found=f"{other}")
         with output.open("rb") as lines:
             for number, line in enumerate(lines):
                 if not line.endswith(b"\n"):  # cut off by a kill
@@ -85,8 +87,9 @@ class Unfinished:
                     name = None
                 if number >= len(ids) or name != ids[number]:
                     raise UserError(
-                        f"--resume: {self.target}:{number + 1}: found no record of that line; expected the id "
-                        f"{ids[number] if number < len(ids) else 'of no further line'!r}"
+                        f"--resume: {self.target}:{number + 1}",
+                        found="no record of that line",
+                        expected=f"the id {(ids[number] if number < len(ids) else 'of no further line')!r}",
                     )
                 self.records, self.size = self.records + 1, self.size + len(line)
         self.has_note = self.records > 0
@@ -114,7 +117,7 @@ class Unfinished:
         except BrokenPipeError as error:  # also for a named pipe
             raise streams.ReaderGone(*error.args) from error
         except OSError as error:
-            raise UserError(f"{self.place}: cannot be written ({error.strerror})") from error
+            raise UserError(self.place, f"cannot be written ({error.strerror})") from error
 
     def _note(self, settings: Settings) -> bool:
         """Writes the note; returns False and warns if that fails, because the output itself is more important."""

@@ -85,10 +85,11 @@ class Parser(argparse.ArgumentParser):
             is_command = isinstance(action, argparse._SubParsersAction)
             name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
             told = [str(choice) for choice in action.choices]
-            self.error(f"{name}: found {str(value)!r}; expected one of {', '.join(told)}{did_you_mean(value, told)}")
+            hint = did_you_mean(value, told)
+            self.error(UserError(name, found=f"{str(value)!r}", expected=f"one of {', '.join(told)}", hint=hint))
 
-    def error(self, message: str) -> NoReturn:
-        """Raises a UserError; argparse calls this for anything that it cannot parse."""
+    def error(self, message: str | UserError) -> NoReturn:
+        """Raises a UserError; argparse calls this with a message for anything that it cannot parse."""
         known = dict(self._option_string_actions)
         for action in self._actions:  # a subcommand has its own flags
             if isinstance(action, argparse._SubParsersAction):
@@ -98,9 +99,9 @@ class Parser(argparse.ArgumentParser):
         for flag in (word.partition("=")[0] for word in self._given):
             if re.match(r"--?[A-Za-z]", flag) and flag not in known:
                 guess = difflib.get_close_matches("--" + flag.lstrip("-").casefold(), known, n=1, cutoff=0.8)
-                setting = "; a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""
-                raise UserError(f"{flag}: no such option" + (f" (did you mean {guess[0]}?)" if guess else setting))
-        raise UserError(message)
+                hint = "a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""
+                raise UserError(flag, "no such option", hint=f"did you mean {guess[0]}?" if guess else hint)
+        raise message if isinstance(message, UserError) else UserError(message)
 
 
 def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
@@ -122,7 +123,7 @@ def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
 def _assignment(text: str) -> str:
     """The argparse type of KEY=VALUE. In "--set KEY VALUE", VALUE would be reported as an unexpected argument."""
     if "=" not in text:
-        raise UserError(f"--set {text}: found no '='; expected key=value")
+        raise UserError(f"--set {text}", found="no '='", expected="key=value")
     return text
 
 
@@ -197,16 +198,16 @@ def check_output_file(flag: str, target: str | None) -> None:
     wanted = Path(target)
     found = look(wanted, flag)
     if found == "directory":
-        raise UserError(f"{flag} {target}: found a directory; expected a file")
+        raise UserError(f"{flag} {target}", found="a directory", expected="a file")
     directory = Path(os.path.realpath(wanted)).parent  # a link's target counts
     # The system resolves the part before a "..", which is not in the real path.
     for place in (wanted.parent, directory):
         if look(place, flag) != "directory":
-            raise UserError(f"{flag} {target}: found no directory {place}; expected one that exists")
+            raise UserError(f"{flag} {target}", found=f"no directory {place}", expected="one that exists")
     place = wanted if found else directory
     if not os.access(place, os.W_OK):
         number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
-        raise UserError(f"{flag} {target}: cannot be written ({os.strerror(number)})")
+        raise UserError(f"{flag} {target}", f"cannot be written ({os.strerror(number)})")
 
 
 def write_output(flag: str, target: str, text: str) -> None:
@@ -220,7 +221,7 @@ def write_output(flag: str, target: str, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             print(text, end="", flush=True)
-        raise UserError(f"{flag} {target}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{flag} {target}", f"cannot be written ({error.strerror})") from error
 
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
@@ -304,8 +305,9 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, ModuleNotFoundError) and (library := absent(error)):
         file = requirements_of(library)
         error = UserError(
-            f"found no {library} for {sys.executable}; expected what {file} installs (activate the environment that "
-            f"has it, or pip install -r {file})"
+            found=f"no {library} for {sys.executable}",
+            expected=f"what {file} installs",
+            hint=f"activate the environment that has it, or pip install -r {file}",
         )
     exhausted = out_of_memory(error)
     refused = isinstance(error, OSError) and error.errno in REFUSALS
@@ -321,5 +323,6 @@ def explain(error: BaseException, *, debug: bool) -> int:
         assert isinstance(error, OSError)
         note(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}")
     else:
-        note("error: " + " ".join(str(error).splitlines()))
+        fields = error.fields() if isinstance(error, UserError) else {}
+        note("error: " + " ".join(str(error).splitlines()), "error", **fields)
     return EXIT_BAD_INPUT

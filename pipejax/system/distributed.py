@@ -83,28 +83,30 @@ def join_processes(
     if processes is None:
         processes = told[0] if told else None
     elif not 1 <= processes < 2**20:
-        raise UserError(f"--processes: found {processes}; expected at least 1")
+        raise UserError("--processes", found=f"{processes}", expected="at least 1")
     process_id = _whole_number("process_id", process_id, environment)
     if process_id is None and told:
         process_id = told[1]
     if coordinator is None and not (told or _detected_by_jax(environment)):
         if processes is None and process_id is None:
             return False
-        raise UserError("--coordinator: found none; expected HOST:PORT of process 0, as for every process of the run")
+        raise UserError(
+            "--coordinator", found="none", expected="HOST:PORT of process 0, as for every process of the run"
+        )
     if coordinator is not None:
         if not re.fullmatch(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}", coordinator):
-            raise UserError(f"--coordinator: found {coordinator!r}; expected HOST:PORT, such as node0:8476")
+            raise UserError("--coordinator", found=f"{coordinator!r}", expected="HOST:PORT, such as node0:8476")
         if not 1 <= int(coordinator.rpartition(":")[2]) <= 65535:
-            raise UserError(f"--coordinator: found {coordinator!r}; expected a port from 1 to 65535")
+            raise UserError("--coordinator", found=f"{coordinator!r}", expected="a port from 1 to 65535")
         if processes is None or process_id is None:
             missing = "--processes" if processes is None else "--process-id"
-            raise UserError(f"{missing}: found none; expected it with --coordinator (no launcher says it)")
+            raise UserError(missing, found="none", expected="it with --coordinator", hint="no launcher says it")
         if not 0 <= process_id < processes:
-            raise UserError(f"--process-id: found {process_id}; expected 0 to {processes - 1}")
+            raise UserError("--process-id", found=f"{process_id}", expected=f"0 to {processes - 1}")
     if processes == 1:
         return False
     if not 1 <= heartbeat <= 86400:
-        raise UserError(f"--heartbeat: found {heartbeat}; expected 1 second to a day of them")
+        raise UserError("--heartbeat", found=f"{heartbeat}", expected="1 second to a day of them")
     if coordinator is not None and process_id != 0:
         _await(coordinator, patience)
     own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
@@ -115,8 +117,9 @@ def join_processes(
     except (RuntimeError, ValueError, OSError) as error:
         said = " ".join(str(error).split())[:200]
         raise UserError(
-            f"--coordinator {coordinator or '(found by JAX)'}: process {process_id} of {processes} could not join "
-            f"({said}); expected process 0 to listen there and every process to be started"
+            f"--coordinator {coordinator or '(found by JAX)'}",
+            f"process {process_id} of {processes} could not join ({said})",
+            expected="process 0 to listen there and every process to be started",
         ) from error
     return True
 
@@ -136,8 +139,9 @@ def _await(coordinator: str, patience: float) -> None:
         except (OSError, OverflowError) as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"--coordinator {coordinator}: no answer in {patience:.0f} s ({error}); expected process 0 to "
-                    "listen there"
+                    f"--coordinator {coordinator}",
+                    f"no answer in {patience:.0f} s ({error})",
+                    expected="process 0 to listen there",
                 ) from error
         time.sleep(0.2)
 
@@ -148,7 +152,7 @@ def _whole_number(name: str, value: int | None, environment: Mapping[str, str]) 
     if value is not None or not text:
         return value
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise UserError(f"PIPEJAX_{name.upper()}: found {text!r}; expected a whole number")
+        raise UserError(f"PIPEJAX_{name.upper()}", found=f"{text!r}", expected="a whole number")
     return int(text)
 
 
@@ -173,8 +177,9 @@ def _detected_by_jax(environment: Mapping[str, str]) -> bool:
         # Exceptions of `requests`, or of parsing the answer.
         said = " ".join(str(error).split())[:200]
         raise UserError(
-            f"the metadata of this Cloud TPU machine: found no answer of use ({said}); expected the processes of its "
-            "run; --alone trains without others"
+            "the metadata of this Cloud TPU machine",
+            found=f"no answer of use ({said})",
+            expected="the processes of its run; --alone trains without others",
         ) from error
 
 
@@ -214,7 +219,7 @@ def check_same(text: str, what: str) -> None:
     words = gather_texts(hashlib.sha256(text.encode()).hexdigest())
     for index, word in enumerate(words):
         if word != words[0]:
-            error = UserError(f"{what}: process {index} found something else than process 0; expected the same for all")
+            error = UserError(what, f"process {index} found something else than process 0", expected="the same for all")
             setattr(error, _SHARED, True)
             raise error
 
@@ -236,10 +241,16 @@ def fail_together(*kinds: type[Exception]) -> Iterator[None]:
     if not several():
         return
     number = next((i for i, kind in enumerate(kinds) if isinstance(problem, kind)), 0)
-    for index, text in enumerate(gather_texts(f"{number} {problem}" if problem else "")):
+    fields = problem.fields() if isinstance(problem, UserError) else {}
+    for index, text in enumerate(gather_texts(json.dumps([number, fields, str(problem)]) if problem else "")):
         if text and problem is None:
-            which, _, message = text.partition(" ")
-            problem = kinds[int(which)](f"{message} (process {index})")
+            which, fields, message = strict_json.loads(text)
+            where = f"process {index}"
+            if fields:
+                hint = f"{fields['hint']}; {where}" if "hint" in fields else where
+                problem = UserError(**(fields | {"hint": hint}))
+            else:
+                problem = kinds[which](f"{message} ({where})")
     if problem:
         setattr(problem, _SHARED, True)
         raise problem

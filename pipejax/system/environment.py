@@ -60,13 +60,13 @@ def check_platform() -> None:
     if lacking := [name for name in ("fcntl", "resource") if importlib.util.find_spec(name) is None]:
         found = "native Windows" if sys.platform == "win32" else f"the system {sys.platform!r}"
         wsl = "; wsl --install sets up WSL2" if sys.platform == "win32" else ""
-        raise UserError(f"found {found}, whose Python lacks {' and '.join(lacking)}; {expected}{wsl}")
+        raise UserError(found=f"{found}, whose Python lacks {' and '.join(lacking)}; {expected}{wsl}")
     if importlib.util.find_spec("jax") is not None and importlib.util.find_spec("jaxlib") is not None:
         return  # JAX is installed, even if built by the user
     if sys.platform == "darwin" and platform.machine() == "x86_64":  # also under Rosetta
-        raise UserError(f"found Python for a Mac with an Intel processor, for which JAX has no package; {expected}")
+        raise UserError(found=f"Python for a Mac with an Intel processor, for which JAX has no package; {expected}")
     if sys.maxsize < 2**32:
-        raise UserError(f"found Python of 32 bits, for which JAX has no package; {expected}, with Python of 64 bits")
+        raise UserError(found=f"Python of 32 bits, for which JAX has no package; {expected}, with Python of 64 bits")
 
 
 def allow_files() -> None:
@@ -84,7 +84,7 @@ def allow_files() -> None:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
             return
-    raise UserError(f"ulimit -n: found {allowed} files that may be open at once; expected at least {FILES}")
+    raise UserError("ulimit -n", found=f"{allowed} files that may be open at once", expected=f"at least {FILES}")
 
 
 def check_memory() -> None:
@@ -94,8 +94,9 @@ def check_memory() -> None:
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     if allowed != resource.RLIM_INFINITY and allowed < MEMORY:
         raise UserError(
-            f"ulimit -v: found {allowed >> 10} KiB of address space; expected unlimited, or at least {MEMORY >> 10} "
-            "and what the model takes"
+            "ulimit -v",
+            found=f"{allowed >> 10} KiB of address space",
+            expected=f"unlimited, or at least {MEMORY >> 10} and what the model takes",
         )
 
 
@@ -104,8 +105,9 @@ def check_environment() -> None:
     for name, value in settings().items():
         if name in PINNED and value != PINNED[name]:
             raise UserError(
-                f"{name}: found {value!r}, from jax.config or from {name.upper()} before pipejax was imported; "
-                f"expected {PINNED[name]!r}, as what is computed depends on it"
+                name,
+                found=f"{value!r}, from jax.config or from {name.upper()} before pipejax was imported",
+                expected=f"{PINNED[name]!r}, as what is computed depends on it",
             )
     check_flags()
     if "jax" in sys.modules:
@@ -115,7 +117,7 @@ def check_environment() -> None:
             wanted = os.environ.get("JAX_PLATFORMS", "")
             reason = str(error).partition("\n")[0] or "JAX has no plugin for it, or there is no such device"
             raise UserError(
-                f"JAX_PLATFORMS: found {wanted!r} ({reason}); expected a platform of this machine"
+                "JAX_PLATFORMS", found=f"{wanted!r} ({reason})", expected="a platform of this machine"
             ) from error
 
 
@@ -143,4 +145,4 @@ def _try_flags(flags: str) -> None:
     said = ended.stderr.decode(errors="replace").splitlines()
     reason = next((line.partition("] ")[2] for line in said if ".cc:" in line), "")
     if ended.returncode and reason:
-        raise UserError(f"{_FLAGS}: found {flags!r} ({reason}); expected flags that this XLA knows")
+        raise UserError(_FLAGS, found=f"{flags!r} ({reason})", expected="flags that this XLA knows")

@@ -8,7 +8,53 @@ _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|bad_alloc|failed 
 
 
 class UserError(Exception):
-    """Raised for bad input. The message is one line for the user: the place (file, line or key) and the problem."""
+    """Bad input. The text is one line for a person; the attributes give its parts to a program.
+
+    The text is "PLACE: found FOUND; expected EXPECTED (HINT)", without the parts that are absent. An error that is not
+    about a value has a PROBLEM instead of "found FOUND", as in "PLACE: missing; expected EXPECTED".
+
+    Attributes:
+      place: the file, line, key or flag, such as "train.jsonl:3" or "grid.delay"; "" if the error has no place.
+      problem: what is wrong, if that is not "found ..."; None if `found` says it.
+      found: what was found at the place, or None.
+      expected: what is accepted at the place, or None.
+      hint: how to correct the input, or the word that was probably meant; None without one.
+    """
+
+    def __init__(
+        self,
+        place: object = "",
+        problem: str | None = None,
+        *,
+        found: str | None = None,
+        expected: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        """Joins the parts; `place` may be a path, and an empty hint counts as none.
+
+        A single argument is a complete text, as in `UserError("grid.delay: too large")`. It is kept as it is, and split
+        at its first ": " into `place` and `problem`; without a ": " it has no place.
+        """
+        head = str(place)
+        if problem is None and found is None and expected is None:
+            before, colon, after = head.partition(": ")
+            head, problem = (before, after) if colon else ("", head)
+        self.place, self.problem, self.found, self.expected, self.hint = head, problem, found, expected, hint or None
+        parts = {"": problem, "found ": found, "expected ": expected}
+        text = "; ".join(word + part for word, part in parts.items() if part is not None)
+        super().__init__((f"{head}: " if head else "") + text + in_parentheses(hint or ""))
+
+    def fields(self) -> dict[str, str]:
+        """The attributes that the error has, by name, as JSON lines and the server's errors give them."""
+        return {name: text for name in FIELDS if (text := getattr(self, name))}
+
+    def within(self, place: object) -> "UserError":
+        """The same error at a place inside another one, as a key inside a file: its text begins with "PLACE: "."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return UserError(**(fields | {"place": f"{place}: {self.place}" if self.place else str(place)}))
+
+
+FIELDS = ("place", "problem", "found", "expected", "hint")
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -22,11 +68,16 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def did_you_mean(found: object, known: Iterable[str]) -> str:
-    """Returns the hint " (did you mean X?)" with the known word most similar to `found`; "" if none is similar."""
+    """Returns the hint "did you mean X?" with the known word most similar to `found`; "" if none is similar."""
     word, folded = str(found).casefold(), {name.casefold(): name for name in known if name}
     begun = [name for name in folded if word and name.startswith(word)]
     close = begun if len(begun) == 1 else difflib.get_close_matches(word, folded, n=1)
-    return f" (did you mean {folded[close[0]]}?)" if close else ""
+    return f"did you mean {folded[close[0]]}?" if close else ""
+
+
+def in_parentheses(hint: str) -> str:
+    """Returns the hint as the end of a message, " (HINT)"; "" without a hint."""
+    return f" ({hint})" if hint else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ def extra(name: str, place: object) -> Iterator[None]:
     except ImportError as error:
         missing = (error.name or str(error)).partition(".")[0]
         raise UserError(
-            f"{place}: found no {missing}; expected what the extra pipejax[{name}] installs ({command(name)})"
+            place, found=f"no {missing}", expected=f"what the extra pipejax[{name}] installs", hint=f"{command(name)}"
         ) from error
 
 

@@ -78,17 +78,20 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
             fits = isinstance(value, tuple) and all(type(one) is of for one in value)
         # Too large for a float and, if longer still, for conversion to text.
         if type(value) is int and abs(value) > 10**30:
-            raise UserError(f"{where}: {key}: found a number of more than 30 digits; expected {noun(kind)}")
+            raise UserError(f"{where}: {key}", found="a number of more than 30 digits", expected=noun(kind))
         if not fits or (kind is float and not math.isfinite(value)):
-            raise UserError(f"{where}: {key}: found {shown_value(value)}; expected {noun(kind)}")
+            raise UserError(f"{where}: {key}", found=shown_value(value), expected=noun(kind))
         if any("\ud800" <= character <= "\udfff" for text in texts if isinstance(text, str) for character in text):
             misread = any(map(is_misread, texts))
-            raise UserError(f"{where}: {key}: found {value!r}; expected {UTF_8 if misread else 'valid Unicode'}")
+            raise UserError(f"{where}: {key}", found=f"{value!r}", expected=f"{UTF_8 if misread else 'valid Unicode'}")
         rule = field.metadata
         if rule.get("choices") and value not in rule["choices"]:
             told = [choice for choice in rule["choices"] if choice and choice not in rule["untold"]]
             raise UserError(
-                f"{where}: {key}: found {value!r}; expected one of {', '.join(told)}{did_you_mean(value, told)}"
+                f"{where}: {key}",
+                found=f"{value!r}",
+                expected=f"one of {', '.join(told)}",
+                hint=did_you_mean(value, told),
             )
         for name, words, broken in (
             ("least", "at least", operator.lt),
@@ -100,7 +103,7 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
             if name == "most" and bound is None and kind is int:
                 bound = WHOLE
             if bound is not None and broken(value, bound):
-                raise UserError(f"{where}: {key}: found {value}; expected {words} {bound}")
+                raise UserError(f"{where}: {key}", found=f"{value}", expected=f"{words} {bound}")
 
 
 def shown_value(value: object) -> str:
@@ -201,5 +204,5 @@ def parse_value(text: str, kind: Kind, key: str) -> object:
             return kind(text)
     if kind == TEXTS:
         listed = json.dumps([part.strip() for part in text.split(",")], ensure_ascii=False)
-        raise UserError(f"{key}: found {text!r}; expected a list of texts, as in --set '{key}={listed}'")
-    raise UserError(f"{key}: found {text!r}; expected {noun(kind)}")
+        raise UserError(key, found=f"{text!r}", expected=f"a list of texts, as in --set '{key}={listed}'")
+    raise UserError(key, found=f"{text!r}", expected=noun(kind))

@@ -31,9 +31,11 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ""
-        raise UserError(f"{where}{' ' if where else ''}{path}: cannot be looked at ({error.strerror})") from error
+        raise UserError(f"{where}{' ' if where else ''}{path}", f"cannot be looked at ({error.strerror})") from error
     except ValueError as error:  # a NUL, or characters that a file name cannot contain
-        raise UserError(f"{where}{' ' if where else ''}{str(path)!r}: found no path ({error}); expected one") from error
+        raise UserError(
+            f"{where}{' ' if where else ''}{str(path)!r}", found=f"no path ({error})", expected="one"
+        ) from error
     return "directory" if stat.S_ISDIR(mode) else "file"
 
 
@@ -49,7 +51,7 @@ def writing(place: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{place}: cannot be written ({error.strerror or error})") from error
+        raise UserError(place, f"cannot be written ({error.strerror or error})") from error
 
 
 def is_misread(text: str) -> bool:
@@ -76,9 +78,9 @@ def read_small(path: str | Path, most: int = SMALL) -> bytes:
     with open(handle, "rb") as file:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path}: found a pipe or a device; expected a file")
+            raise UserError(path, found="a pipe or a device", expected="a file")
         if found.st_size > most:
-            raise UserError(f"{path}: found {found.st_size:,} bytes; expected at most {most:,}")
+            raise UserError(path, found=f"{found.st_size:,} bytes", expected=f"at most {most:,}")
         return file.read(most)
 
 
@@ -93,15 +95,15 @@ def require_own(file: Path) -> None:
     """
     real, home = os.path.realpath(file), os.path.realpath(file.parent)
     if not real.startswith(os.path.join(home, "")) and not _HUB_BLOB.fullmatch(real):
-        raise UserError(f"{file}: found a link to {real}; expected a file in {file.parent}, or in the hub's cache")
+        raise UserError(file, found=f"a link to {real}", expected=f"a file in {file.parent}, or in the hub's cache")
     if not os.path.isfile(file):
-        raise UserError(f"{file}: found a directory, a pipe or a device; expected a file")
+        raise UserError(file, found="a directory, a pipe or a device", expected="a file")
     try:
         written, size = _written(file), os.path.getsize(file)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); expected a file") from error
+        raise UserError(file, f"cannot be read ({error.strerror})", expected="a file") from error
     if written < size // 2 and size > SMALL:
-        raise UserError(f"{file}: found {written:,} bytes, and holes up to {size:,}; expected a whole file")
+        raise UserError(file, found=f"{written:,} bytes, and holes up to {size:,}", expected="a whole file")
 
 
 def _written(file: Path) -> int:
@@ -181,7 +183,7 @@ def _sync_name(path: Path) -> None:
     try:
         sync(path.parent)
     except OSError as error:
-        raise UserError(f"{path}: is written, but a loss of power may undo that ({error.strerror})") from error
+        raise UserError(path, f"is written, but a loss of power may undo that ({error.strerror})") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -47,7 +47,7 @@ class _Stream(io.RawIOBase):
                 if isinstance(error, BrokenPipeError) and self._name:
                     raise ReaderGone(*error.args) from error
                 if self._name:
-                    raise UserError(f"{self._name}: cannot be written ({error.strerror})") from error
+                    raise UserError(self._name, f"cannot be written ({error.strerror})") from error
         return len(data)
 
 
@@ -77,4 +77,4 @@ _closed: list[str] = []  # contains "stdout" if it was closed at the start
 def check_standard_output(flag: str) -> None:
     """Raises a UserError if standard output was closed at the start and `flag` sends the result to it."""
     if _closed:
-        raise UserError(f"{flag} -: found standard output closed; expected it open")
+        raise UserError(f"{flag} -", found="standard output closed", expected="it open")

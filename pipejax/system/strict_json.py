@@ -12,7 +12,8 @@ class DuplicateKey(ValueError):
     def __init__(self, key: str) -> None:
         """Describes the first repeated key."""
         shown = f'"{key}"' if key.isprintable() and len(key) <= 60 else reprlib.repr(key)
-        super().__init__(f"found the key {shown} twice in one object; expected it once")
+        self.found, self.expected = f"the key {shown} twice in one object", "it once"
+        super().__init__(f"found {self.found}; expected {self.expected}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

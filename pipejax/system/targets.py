@@ -80,7 +80,7 @@ class TpuTarget:
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else it would ask a metadata server for the machine's type
         found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
         if len(found) < count:
-            raise UserError(f"{self.topology}: found {count} devices wanted; expected at most {len(found)}")
+            raise UserError(self.topology, found=f"{count} devices wanted", expected=f"at most {len(found)}")
         return list(found)[:count]
 
 
@@ -108,7 +108,9 @@ def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
     if re.fullmatch(r"v\d[a-z]?:\d+(x\d+)+", name):
         return TpuTarget(name)
     hint = did_you_mean(name, TARGETS)
-    raise UserError(f"{flag}: found {name!r}; expected {', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4{hint}")
+    raise UserError(
+        flag, found=f"{name!r}", expected=f"{', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4", hint=hint
+    )
 
 
 def named(device: jax.Device) -> contextlib.AbstractContextManager[object]:
@@ -139,7 +141,7 @@ def _add_compiler(module: str) -> None:
             plugin, version = "jax-cuda12-plugin", jax.__version__
             wanted = f"{plugin}=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
         command = f"{sys.executable} -m pip install --no-deps --target {place} {wanted}"
-        raise UserError(f"found no compiler for that device here; expected it after: {command}") from error
+        raise UserError(found="no compiler for that device here", expected=f"it after: {command}") from error
     finally:
         sys.path.remove(place)
     if module != "libtpu":

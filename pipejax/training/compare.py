@@ -26,9 +26,9 @@ def log_of(run: str) -> list[Line]:
     try:
         lines = [values for _, values in run_log.read_log(path)]
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected the log of a run") from error
+        raise UserError(path, f"cannot be read ({error.strerror})", expected="the log of a run") from error
     if not lines:
-        raise UserError(f"{path}: found no line of a log; expected some")
+        raise UserError(path, found="no line of a log", expected="some")
     return lines
 
 

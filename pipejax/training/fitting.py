@@ -42,7 +42,7 @@ def train_run(
         config = config_lib.load(Path(config))
     elif not isinstance(config, Config):
         raise UserError(
-            f"config: found {shown_value(config)}; expected a Config, the path of one, or a dict of settings"
+            "config", found=shown_value(config), expected="a Config, the path of one, or a dict of settings"
         )
     if method is not None:
         config = dataclasses.replace(config, method=method)
@@ -52,7 +52,7 @@ def train_run(
     for split, source in (("train", train), ("dev", dev)):
         if isinstance(source, str | os.PathLike):
             if config.data.task not in OWN_FILES:
-                raise UserError(f"{split}: found a file with data.task = {config.data.task}; expected jsonl or csv")
+                raise UserError(split, found=f"a file with data.task = {config.data.task}", expected="jsonl or csv")
             config = config_lib.override(config, {f"data.{split}": source}, where=split)
         elif source is not None:
             given[split] = examples_of(source, split, config.data, config.grid.row_names)
@@ -71,7 +71,7 @@ def train_run(
     if code >= 128:
         raise SystemExit(code)
     if code:
-        raise UserError(f"{workdir}: the last or the best step is not on disk, as a line says; the same call goes on")
+        raise UserError(workdir, "the last or the best step is not on disk, as a line says; the same call goes on")
     return Path(workdir)
 
 
@@ -81,19 +81,21 @@ def examples_of(source: object, split: str, data: DataConfig, row_names: Sequenc
     A record without an id gets its number, counted from 1, as a line of a file does.
     """
     if data.task not in OWN_FILES:
-        raise UserError(f"{split}: found records in memory with data.task = {data.task}; expected jsonl")
+        raise UserError(split, found=f"records in memory with data.task = {data.task}", expected="jsonl")
     if data.split:
-        raise UserError(f"data.split: found {data.split!r} with records in memory; expected none: give train and dev")
+        raise UserError(
+            "data.split", found=f"{data.split!r} with records in memory", expected="none: give train and dev"
+        )
     if split == "train" and data.stream:
-        raise UserError(f"data.stream: found {data.stream} with records in memory; expected 0: they need no stream")
+        raise UserError("data.stream", found=f"{data.stream} with records in memory", expected="0: they need no stream")
     rows = list(rows_in(source, split))
     if not rows:
-        raise UserError(f"{split}: found no records; expected at least one")
+        raise UserError(split, found="no records", expected="at least one")
     if all(isinstance(row, Example) for row in rows):
         return rows
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise UserError(f"{split}:{number}: found {shown_value(row)}; expected a record, such as a dict")
+            raise UserError(f"{split}:{number}", found=shown_value(row), expected="a record, such as a dict")
     bad, placed = BadLines(split, skip=data.skip_bad), ((f"{split}:{i}", row) for i, row in enumerate(rows, start=1))
     examples = FilesTask(dataclasses.replace(data, task="jsonl"), row_names).examples_of(placed, split, bad)
     bad.end(len(examples))

@@ -105,7 +105,7 @@ def fit(
 def check_objective(config: Config) -> None:
     """Raises a UserError if the config has no objective to train."""
     if config.method is None and config.train.objective == "none":
-        raise UserError("train.objective: found 'none'; expected pipelined or sequential")
+        raise UserError("train.objective", found="'none'", expected="pipelined or sequential")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +135,16 @@ class Examples:
                 if split == "dev" or not config.data.stream:
                     return task.examples(split)
                 if not isinstance(task, FilesTask):
-                    raise UserError(f"data.stream: found it with data.task = {config.data.task}; expected jsonl or csv")
+                    raise UserError(
+                        "data.stream", found=f"it with data.task = {config.data.task}", expected="jsonl or csv"
+                    )
                 return task.stream() if task.has(split) else []
 
             train, dev = examples_of("train"), examples_of("dev")
             if len(dev):
                 require(config.data.metric or task.metric)
             if not len(train):
-                raise UserError("data.train: found nothing; expected the examples to train on")
+                raise UserError("data.train", found="nothing", expected="the examples to train on")
             most = config.train.evaluate_examples
             names = train.names if isinstance(train, Stream) else ()
             prints = {"data": fingerprint(train, names=names), "dev": fingerprint(dev[:most] if most else dev)}

@@ -153,9 +153,12 @@ class Window:
         self.progress.line(f"step {step}: {found}; the update was left out (examples {few(batch.ids)})")
         if self.bad >= self.train.max_bad_steps:
             raise UserError(
-                f"step {step}: found {found}, and none better in {self.bad} steps in a row (the last examples: "
-                f"{', '.join(batch.ids)}); expected finite numbers at least once in train.max_bad_steps = "
-                f"{self.train.max_bad_steps}; try a lower train.learning_rate, or look at the data"
+                f"step {step}",
+                found=f"{found}, and none better in {self.bad} steps in a row (the last examples: "
+                f"{', '.join(batch.ids)})",
+                expected="finite numbers at least once in train.max_bad_steps = "
+                f"{self.train.max_bad_steps}; try a lower train.learning_rate, or look at the "
+                "data",
             )
 
 

@@ -84,10 +84,10 @@ class RunDirectory:
     def _check(self, path: str | Path) -> None:
         check_place(self.path)
         if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{path}: found a file; expected a directory to work in")
+            raise UserError(path, found="a file", expected="a directory to work in")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.is_run:
             raise UserError(
-                f"{path}: found a directory with other things in it; expected a new, an empty or a run directory"
+                path, found="a directory with other things in it", expected="a new, an empty or a run directory"
             )
 
     @property
@@ -112,7 +112,7 @@ class RunDirectory:
             self._lock = (self.path / ".lock").open("a")
         if not lock(self._lock.fileno()):
             self._lock.close()
-            raise UserError(f"{self.path}: another trainer is at work here; expected a directory of one's own")
+            raise UserError(self.path, "another trainer is at work here", expected="a directory of one's own")
         self._made = made if new else None
         with writing(self.path):  # remove temporary files of killed processes
             for name in ("config.json", "metrics.jsonl"):
@@ -186,7 +186,7 @@ class RunDirectory:
                 tokenizer.save(partial)
             except Exception as error:
                 # the tokenizers library raises other exceptions than OSError when the disk is full
-                raise UserError(f"{target}: cannot be written ({error})") from error
+                raise UserError(target, f"cannot be written ({error})") from error
 
     def _cut_metrics(self, step: int) -> None:
         """Removes from the log the lines after step `step`, the lines of earlier ends, and a line torn by a crash."""
@@ -275,8 +275,10 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
         was, now = before.get(key), after.get(key)
         if was != now and key not in (*CHANGEABLE, *PLACES):
             raise UserError(
-                f"{where}: {key}: {was!r} -> {now!r}; expected no change on resume "
-                f"(to go on from its weights, begin another run, with train.init_from={where})"
+                f"{where}: {key}",
+                f"{was!r} -> {now!r}",
+                expected="no change on resume",
+                hint=f"to go on from its weights, begin another run, with train.init_from={where}",
             )
 
 
@@ -287,8 +289,10 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
         was, now = before.get(key), after[key]
         if was != now and not _same_content(key, was, now, saved, new, data):
             raise UserError(
-                f"{where}: {key}: {was!r} -> {now!r}; expected the same on resume, or a place with the same content "
-                f"(to go on from its weights, begin another run, with train.init_from={where})"
+                f"{where}: {key}",
+                f"{was!r} -> {now!r}",
+                expected="the same on resume, or a place with the same content",
+                hint=f"to go on from its weights, begin another run, with train.init_from={where}",
             )
 
 
@@ -327,8 +331,10 @@ def resolve_model(config: Config, other: Config) -> Config:
         a, b = (config_lib.flat(Config(model=model)) for model in (config.model, begun.model))
         key = next(key for key in a if key.startswith("model") and a[key] != b.get(key))
         raise UserError(
-            f"{key}: found {a[key]!r}; expected {b.get(key)!r} as in the checkpoint it starts from "
-            "(leave `model` out to take its architecture)"
+            key,
+            found=f"{a[key]!r}",
+            expected=f"{b.get(key)!r} as in the checkpoint it starts from",
+            hint="leave `model` out to take its architecture",
         )
     config_lib.check(begun, where=config.train.init_from)
     return begun
@@ -345,7 +351,7 @@ def choose_end(config: Config) -> Config:
         return config
     if eos not in (ends := model.end_token_ids):
         raise UserError(
-            f"train.eos_token_id: found {eos}; expected an end token of the model, {' or '.join(map(str, ends))}"
+            "train.eos_token_id", found=f"{eos}", expected=f"an end token of the model, {' or '.join(map(str, ends))}"
         )
     others = tuple(end for end in ends if end != eos)
     changed: Any = dataclasses.replace(model, eos_token_id=eos, other_eos_token_ids=others)  # type: ignore[type-var]

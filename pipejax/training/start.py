@@ -112,8 +112,9 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     with distributed.fail_together(UserError):
         if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
             raise UserError(
-                f"{directory.path}: data.train: found other examples than the run was trained on so far; expected "
-                "the same on resume; another experiment takes another directory"
+                f"{directory.path}: data.train",
+                found="other examples than the run was trained on so far",
+                expected="the same on resume; another experiment takes another directory",
             )
         check_places(own, trainer.config, data, directory.path)
         _check_dropout(own, wanted, directory.path)
@@ -138,8 +139,9 @@ def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
         return
     if not train.new_dropout:
         raise UserError(
-            f"{where}: train.dropout: this run began with an older release, whose dropout masks differ; expected "
-            "train.new_dropout=true, to continue with the masks of this release"
+            f"{where}: train.dropout",
+            "this run began with an older release, whose dropout masks differ",
+            expected="train.new_dropout=true, to continue with the masks of this release",
         )
     logger.warning(f"train.new_dropout: from step {own.step + 1} on the run has the dropout masks of this release")
 
@@ -152,18 +154,22 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
         config = _with_special_tokens(resolve_model(config, origin.config), origin.config.data.special_tokens)
     elif config.train.lora_rank:
         raise UserError(
-            f"train.lora_rank: found {config.train.lora_rank} without train.init_from; expected a checkpoint that the "
-            "factors adapt, or 0"
+            "train.lora_rank",
+            found=f"{config.train.lora_rank} without train.init_from",
+            expected="a checkpoint that the factors adapt, or 0",
         )
     elif config.model is None:
-        raise UserError("model: found none; expected `model=T5Config(...)` in the config or train.init_from=CHECKPOINT")
+        raise UserError(
+            "model", found="none", expected="`model=T5Config(...)` in the config or train.init_from=CHECKPOINT"
+        )
     config = _with_special_tokens(config, "template")
     tokenizer = _find_tokenizer(config, origin)
     assert config.model is not None
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
-            f"model.vocab_size: found {config.model.vocab_size}; expected at least {tokenizer.size}, "
-            "the size of the tokenizer"
+            "model.vocab_size",
+            found=f"{config.model.vocab_size}",
+            expected=f"at least {tokenizer.size}, the size of the tokenizer",
         )
     methods.trained(config).check_text(tokenizer)
     return Trainer(choose_remat(config, memory)), tokenizer, origin
@@ -190,8 +196,10 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
     if chosen is None:
         if own is None:
             raise UserError(
-                "data.tokenizer: found none; expected a directory of tokenizer files"
-                + (f" ({config.train.init_from} carries none)" if config.train.init_from else "")
+                "data.tokenizer",
+                found="none",
+                expected="a directory of tokenizer files",
+                hint=f"{config.train.init_from} carries none" if config.train.init_from else "",
             )
         return own
     same = own is not None and _compare_pieces(chosen, own, name, config)
@@ -221,8 +229,9 @@ def _compare_pieces(chosen: Tokenizer, own: Tokenizer, name: str, config: Config
     found += f" ({first}: {chosen.piece(first)!r}, there {own.piece(first)!r})"
     if not config.data.new_tokenizer:
         raise UserError(
-            f"{name}: {found}; expected that checkpoint's own tokenizer, or data.new_tokenizer=true to train with "
-            "another one"
+            name,
+            found,
+            expected="that checkpoint's own tokenizer, or data.new_tokenizer=true to train with another one",
         )
     kept = "train.freeze" if config.train.freeze != "none" else "train.lora_rank" if config.train.lora_rank else ""
     learned = f", but {kept} keeps the table as it is" if kept else ""

@@ -384,13 +384,17 @@ def check_batch(config: Config, mesh: Mesh) -> None:
     shards, pack = sharding.batch_shards(mesh), pack_size(train)
     if train.batch_size % (shards * train.accumulate):
         raise UserError(
-            f"train.batch_size: found {train.batch_size}; expected a multiple of {shards * train.accumulate} "
-            f"(mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} x train.accumulate {train.accumulate})"
+            "train.batch_size",
+            found=f"{train.batch_size}",
+            expected=f"a multiple of {shards * train.accumulate}",
+            hint=f"mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} x "
+            f"train.accumulate {train.accumulate}",
         )
     if train.batch_size % (shards * train.accumulate * pack):
         share = train.batch_size // (shards * train.accumulate)
         raise UserError(
-            f"train.pack: found {pack}{'' if train.pack else ' (chosen for the batch size)'}; expected a divisor of "
-            f"{share}, the examples that a device gets of a part of the batch, such as "
-            f"{next(size for size in (4, 3, 2, 1) if share % size == 0)}"
+            "train.pack",
+            found=f"{pack}{('' if train.pack else ' (chosen for the batch size)')}",
+            expected=f"a divisor of {share}, the examples that a device gets of a part of the batch, "
+            f"such as {next(size for size in (4, 3, 2, 1) if share % size == 0)}",
         )

@@ -118,7 +118,7 @@ def _wandb(project: str, directory: Path, name: str) -> tuple[Write, Callable[[]
         for event in ("train", "evaluation"):
             run.define_metric(f"{event}/*", step_metric="step")
     except Exception as error:  # such as a missing key or network
-        raise UserError(f"train.wandb: {' '.join(str(error).split())[:200]}; expected W&B to be ready") from error
+        raise UserError("train.wandb", f"{' '.join(str(error).split())[:200]}", expected="W&B to be ready") from error
     return lambda step, values: run.log({"step": step} | values), run.finish
 
 
@@ -130,5 +130,5 @@ def _mlflow(experiment: str, directory: Path, name: str) -> tuple[Write, Callabl
         run = found[0].info.run_id if found else None
         mlflow.start_run(run_id=run, run_name=None if run else directory.name, tags={"pipejax": name})
     except Exception as error:  # such as an absent server or missing rights
-        raise UserError(f"train.mlflow: {first_line(error)[:200]}; expected MLflow to be ready") from error
+        raise UserError("train.mlflow", first_line(error)[:200], expected="MLflow to be ready") from error
     return lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run

@@ -55,17 +55,17 @@ def main(argv: Sequence[str]) -> int:
     delays = [int(delay) for delay in _chosen("--delays", flags.delays, ("2", "3"))] if flags.delays else []
     for flag, value in (("--limit", flags.limit), ("--beams", flags.beams)):
         if value is not None and value < 1:
-            raise UserError(f"{flag}: found {value}; expected at least 1")
+            raise UserError(flag, found=f"{value}", expected="at least 1")
     output, workdir = Path(flags.output), Path(flags.workdir)
     cells = grid_of(tasks, sizes, dict.fromkeys(paper.TABLES[4], delays))
     if not cells:
         raise UserError(
-            f"--sizes {flags.sizes}: found no config of {flags.tasks} in that size; expected one in configs/"
+            f"--sizes {flags.sizes}", found=f"no config of {flags.tasks} in that size", expected="one in configs/"
         )
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
     if flags.run:
         for cell in cells:
             cell.config(flags.overrides)  # a wrong setting shows before hours of work
@@ -110,7 +110,7 @@ def _write(
         pair = [results.get((both[s], split, Way(s, dtype=first))) for s in STRATEGIES]
         if pair[0] and pair[1]:
             if pair[0]["examples"] != pair[1]["examples"]:
-                raise UserError(f"{both['pipelined'].name}: found other documents evaluated than of its counterpart")
+                raise UserError(both["pipelined"].name, found="other documents evaluated than of its counterpart")
             gaps[task, size, split] = gap(both, workdir, split, pair[0]["metric"], first)
     statistics, counted = _statistics(tasks, sizes[0], overrides)
     parts = [("Table 1: the data sets", report.table_1(statistics))]
@@ -176,7 +176,7 @@ def _draw(output: Path, tasks: Sequence[str], size: str, split: str, dtype: str,
     try:
         from lab.experiments.tables import figures
     except ModuleNotFoundError as error:
-        raise UserError(f"figures: found no {error.name}; install requirements/lab.txt") from error
+        raise UserError("figures", found=f"no {error.name}; install requirements/lab.txt") from error
     figures.speed_up({t: (a["by_rows"], b["by_rows"]) for t, (a, b) in pairs.items()}, output / "figure_4.png")
     task = "wikihowqa" if "wikihowqa" in pairs else next(iter(pairs))
     before, after = pairs[task]
@@ -195,7 +195,7 @@ def _chosen(flag: str, text: str, known: Any) -> list[str]:
     wanted = text.split(",")
     for name in wanted:
         if name not in known:
-            raise UserError(f"{flag}: found {name!r}; expected some of {', '.join(known)}")
+            raise UserError(flag, found=f"{name!r}", expected=f"some of {', '.join(known)}")
     return list(dict.fromkeys(wanted))
 
 

@@ -144,7 +144,7 @@ def _load(path: Path) -> Scores:
         if not {"metric", "steps", "by_rows", "examples", "strategy", "params_fp", "limit"} <= found.keys():
             raise ValueError("keys are missing")
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not what `python -m pipejax evaluate --json` writes ({error})") from error
+        raise UserError(path, f"not what `python -m pipejax evaluate --json` writes ({error})") from error
     return found
 
 
@@ -171,7 +171,7 @@ def gap(
     ]
     first, second = (list[Any](line for _, line in read_file(str(path))) for path in files)
     if [line["id"] for line in first] != [line["id"] for line in second]:
-        raise UserError(f"{files[1]}: found other documents than in {files[0]}; evaluate both again")
+        raise UserError(files[1], found=f"other documents than in {files[0]}; evaluate both again")
     sources, gold = [line.get("document") or line["source"] for line in first], [line["gold"] for line in first]
     return metrics.gap(metric, sources, gold, [line["pred"] for line in first], [line["pred"] for line in second])
 

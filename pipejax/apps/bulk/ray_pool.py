@@ -49,10 +49,14 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
             yield RayPool(ray, workers)
         except ConnectionError as error:
-            raise UserError(f"--address {address}: no answer ({first_line(error)}); expected a Ray cluster") from error
+            raise UserError(
+                f"--address {address}", f"no answer ({first_line(error)})", expected="a Ray cluster"
+            ) from error
         except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
             said = first_line(error)
-            raise UserError(f"Ray gave up ({said}); what is written stays, and the same command goes on") from error
+            raise UserError(
+                problem=f"Ray gave up ({said}); what is written stays, and the same command goes on"
+            ) from error
         finally:
             ray.shutdown()
 
@@ -84,7 +88,7 @@ class RayPool:
         self.workers = workers or (most if device else machines)
         if self.workers > most:
             raise UserError(
-                f"--workers: found {self.workers}; expected at most {most}, the {device or 'CPU'}s there are"
+                "--workers", found=f"{self.workers}", expected=f"at most {most}, the {device or 'CPU'}s there are"
             )
         self.needs: dict[str, Any] = {"num_cpus": 1}
         if device:

@@ -93,8 +93,10 @@ class Shards:
             file.write(b".")
             if file.tell() > ATTEMPTS:
                 raise UserError(
-                    f"{name}: found {ATTEMPTS} processes that died while they decoded these lines; expected records "
-                    "(too little memory? a smaller decode.batch_size or --block may do)"
+                    name,
+                    found=f"{ATTEMPTS} processes that died while they decoded these lines",
+                    expected="records",
+                    hint="too little memory? a smaller decode.batch_size or --block may do",
                 )
 
     def write(self, name: str, text: str, skipped: Sequence[str] = ()) -> Shard:
@@ -129,12 +131,13 @@ class Output:
         self.shards = Shards(path, self.run)
         self.manifest = path / MANIFEST
         if path.exists() and not path.is_dir():
-            raise UserError(f"--output {path}: found a file; expected a directory")
+            raise UserError(f"--output {path}", found="a file", expected="a directory")
         strange = path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
         if strange and not self.manifest.is_file():
             raise UserError(
-                f"--output {path}: found a directory with other things in it; expected a new or an empty one, or one "
-                "that pipejax bulk has begun"
+                f"--output {path}",
+                found="a directory with other things in it",
+                expected="a new or an empty one, or one that pipejax bulk has begun",
             )
 
     def __enter__(self) -> Self:
@@ -148,7 +151,7 @@ class Output:
         if not lock(self._lock.fileno()):
             self._lock.close()
             raise UserError(
-                f"--output {self.path}: another pipejax bulk is at work here; expected a directory of one's own"
+                f"--output {self.path}", "another pipejax bulk is at work here", expected="a directory of one's own"
             )
         sweep(self.shards.directory, ".*")
         sweep(self.shards.skipped, ".*")
@@ -176,10 +179,10 @@ class Output:
             shards = list[Shard](found["shards"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
-                f"{self.manifest}: found no manifest of format {FORMAT}; expected what pipejax bulk wrote"
+                self.manifest, found=f"no manifest of format {FORMAT}", expected="what pipejax bulk wrote"
             ) from error
         if other := first_difference(_flat(work), then):
-            raise UserError(f"--output {self.path}: holds other work: found {other} (another --output begins anew)")
+            raise UserError(f"--output {self.path}: holds other work", found=f"{other} (another --output begins anew)")
         make_directories(self.shards.directory)
         return shards
 
@@ -200,14 +203,18 @@ class Output:
         for path in sorted(self.shards.directory.glob("[!.]*")):
             if path.name not in wanted:
                 raise UserError(
-                    f"{path}: found a shard of lines that the input does not have at this place; expected the input as "
-                    "it was (lines without a shard may change)"
+                    path,
+                    found="a shard of lines that the input does not have at this place",
+                    expected="the input as it was",
+                    hint="lines without a shard may change",
                 )
             shard = self.shards.look(path.name)
             if shard and noted.get(shard["shard"], shard) != shard:
                 raise UserError(
-                    f"{path}: found another content than {MANIFEST} says; expected it unchanged (a shard that is "
-                    "removed is decoded again)"
+                    path,
+                    found=f"another content than {MANIFEST} says",
+                    expected="it unchanged",
+                    hint="a shard that is removed is decoded again",
                 )
             if shard:
                 found[path.name] = shard

@@ -72,7 +72,7 @@ def caught(call: Callable[..., Said], *arguments: object) -> Said:
     try:
         return call(*arguments)
     except UserError as error:
-        return {"error": str(error), "kind": "user"}
+        return {"error": str(error), "kind": "user", "fields": error.fields()}
     except Exception as error:
         if isinstance(error, OSError) and error.errno in REFUSALS:
             return {"error": f"{error.filename or 'output'}: {error.strerror}", "kind": "user"}
@@ -85,6 +85,8 @@ def checked(said: Said) -> Said:
     """Returns a worker's result, or raises the exception that `caught` described."""
     if "error" not in said:
         return said
+    if "fields" in said:
+        raise UserError(**said["fields"])
     kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
     raise kinds[said["kind"]](said["error"])
 
@@ -141,7 +143,9 @@ class Worker:
         if self.generator is None:
             generator = _open(self.work)
             if (settings := _settings(self.work, generator)) != self.work.settings:
-                raise UserError(f"a worker: found the settings {settings}; expected {self.work.settings}, as at first")
+                raise UserError(
+                    "a worker", found=f"the settings {settings}", expected=f"{self.work.settings}, as at first"
+                )
             self.generator = generator
         strategy, size = self.work.strategy or self.generator.default_strategy, self.generator.config.decode.batch_size
         bad = BadLines(block.path, skip=self.work.skip_bad, most=block.lines, tell=False)
@@ -160,10 +164,10 @@ def match_files(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not paths:
-            raise UserError(f"--input {pattern}: found no file; expected {EXPECTED}")
+            raise UserError(f"--input {pattern}", found="no file", expected=EXPECTED)
         for path in paths:
             if not records.check_input(path).is_file():
-                raise UserError(f"--input {path}: found no regular file; expected {EXPECTED}")
+                raise UserError(f"--input {path}", found="no regular file", expected=EXPECTED)
             found[path] = None
     return list(found)
 
@@ -188,7 +192,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
     inputs, blocks = _cut_inputs(files, block, described)
     wanted = name_shards(blocks)
     if not wanted:
-        raise UserError(f"{files[0]}: found no lines; expected at least one source")
+        raise UserError(files[0], found="no lines", expected="at least one source")
     plan: Plan = {"settings": described["settings"], "block": block, "inputs": inputs}
     with output:
         known = output.take_up(plan)
@@ -207,9 +211,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
                 logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command goes on")
         checked(problem)
         if len(done) < len(wanted):
-            raise UserError(
-                f"{output.path}: stopped by a worker that died before it said why; the same command goes on"
-            )
+            raise UserError(output.path, "stopped by a worker that died before it said why; the same command goes on")
         total = sum(shard["records"] for shard in done.values())
         _say_skipped(output, {name: done[name] for name in wanted}, wanted)
         rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
@@ -231,7 +233,7 @@ def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
     bad.end(kept.total())
     for path, error in left.items():
         if not kept[path]:
-            raise UserError(f"{path}: found bad lines and no good one; first {error}")
+            raise UserError(path, found=f"bad lines and no good one; first {error}")
 
 
 def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:

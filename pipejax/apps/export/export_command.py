@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from pipejax.system import cli
-from pipejax.system.errors import did_you_mean
+from pipejax.system.errors import did_you_mean, in_parentheses
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -19,7 +19,7 @@ def platforms(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in PLATFORMS:
-            expected = f"some of {','.join(PLATFORMS)}{did_you_mean(name, PLATFORMS)}"
+            expected = f"some of {','.join(PLATFORMS)}{in_parentheses(did_you_mean(name, PLATFORMS))}"
             raise argparse.ArgumentTypeError(f"found {name!r}; expected {expected}")
     return names
 

@@ -85,7 +85,9 @@ def export(
     for assignment in overrides:
         key, _, value = map(str.strip, assignment.partition("="))
         if key.partition(".")[0] not in KEYS and not config_lib.brings_backbone(key, value):
-            raise UserError(f"--set {assignment}: cannot change in an export; expected a key of {' or '.join(KEYS)}")
+            raise UserError(
+                f"--set {assignment}", "cannot change in an export", expected=f"a key of {' or '.join(KEYS)}"
+            )
     out = absolute(out)
     checkpoint.require_free(out)
     with extra("export", "export"):
@@ -93,11 +95,11 @@ def export(
     restored = checkpoint.open_run(directory, best=best)
     config = override(restored.config, overrides, where="--set")
     if config.decode.draft == "model":
-        raise UserError("decode.draft: found model; expected another drafter: an export holds one T5")
+        raise UserError("decode.draft", found="model", expected="another drafter: an export holds one T5")
     for field in dataclasses.fields(config.decode):
         found = getattr(config.decode, field.name)
         if field.name not in FOLLOWED and found != field.default:
-            raise UserError(f"decode.{field.name}: found {found}; expected {field.default}, all that an export knows")
+            raise UserError(f"decode.{field.name}", found=found, expected=f"{field.default}, all that an export knows")
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
     for name, method in used.items():

@@ -51,9 +51,9 @@ def check_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"{name}: found no name for the hub ({first_line(error)}); expected OWNER/NAME") from error
+        raise UserError(name, found=f"no name for the hub ({first_line(error)})", expected="OWNER/NAME") from error
     if "/" not in name:
-        raise UserError(f"{name}: found no owner; expected OWNER/NAME")
+        raise UserError(name, found="no owner", expected="OWNER/NAME")
 
 
 def upload(directory: Path, name: str, *, private: bool) -> str:
@@ -69,7 +69,7 @@ def upload(directory: Path, name: str, *, private: bool) -> str:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload by pipejax")
     except Exception as error:  # the hub client and its HTTP libraries raise many kinds of exceptions
-        raise UserError(f"{name}: cannot be uploaded ({hub.reason(error)})") from error
+        raise UserError(name, f"cannot be uploaded ({hub.reason(error)})") from error
     return str(address)
 
 

@@ -92,11 +92,12 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
             splits = generators(published, Manual(manual_dir, expected=published.files))
             builder._split_generators = lambda dl_manager: splits
         elif name not in _FETCHED:
-            raise UserError(f"--manual-dir: found none; expected a directory with {published.files}")
+            raise UserError("--manual-dir", found="none", expected=f"a directory with {published.files}")
         elif importlib.util.find_spec("tensorflow") is None:
             raise UserError(
-                f"{published.name}: found no TensorFlow, which TFDS needs to download it; expected TensorFlow "
-                f"({command('prepare')}), or --manual-dir with {published.files}"
+                published.name,
+                found="no TensorFlow, which TFDS needs to download it",
+                expected=f"TensorFlow ({command('prepare')}), or --manual-dir with {published.files}",
             )
         if manual_dir:
             tfds.disable_progress_bar()  # `_checked` shows progress instead
@@ -104,7 +105,7 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
         try:
             builder.download_and_prepare(download_config=download)
         except OSError as error:
-            raise UserError(f"{directory}: cannot be prepared ({error})") from error
+            raise UserError(directory, f"cannot be prepared ({error})") from error
     return directory
 
 
@@ -133,9 +134,9 @@ def _checked(split: str, records: Records) -> Iterator[tuple[str, Record]]:
     with contextlib.closing(Progress(f"preparing {split}", None, unit="record")) as progress:
         for place, key, record in records:
             if key in seen:
-                raise UserError(f'{place}: "id": found {key!r} again; it was used in {seen[key]}')
+                raise UserError(f'{place}: "id"', found=f"{key!r} again; it was used in {seen[key]}")
             seen[key] = place
             yield key, record
             progress.add(1)
     if not seen:
-        raise UserError(f"split {split!r}: found no records; expected at least one")
+        raise UserError(f"split {split!r}", found="no records", expected="at least one")

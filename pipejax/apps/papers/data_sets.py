@@ -39,7 +39,7 @@ def _msqa(manual: Manual) -> Mapping[str, Records]:
         return {split: _questions(file) for split, file in files.items()}
     if official != set(files):
         mixed = " and ".join(str(files[split]) for split in names if split in files)
-        raise UserError(f"{mixed}: found the official layout and another; expected one of them")
+        raise UserError(mixed, found="the official layout and another", expected="one of them")
     splits: dict[str, Records] = {}
     if "train" in files:
         ids = [record[1] for record in _questions(files["train"])]
@@ -65,12 +65,16 @@ def _from_labels(value: Object, place: str) -> tuple[str, str, list[str]]:
     question, context = texts_of(value, "question", place), texts_of(value, "context", place)
     labels = texts_of(value, "label", place)
     if len(labels) != len(context):
-        raise UserError(f'{place}: "label": found {len(labels)} labels for {len(context)} words; expected one for each')
+        raise UserError(
+            f'{place}: "label"', found=f"{len(labels)} labels for {len(context)} words", expected="one for each"
+        )
     answers: list[list[str]] = []
     before = "O"
     for word, label in zip(context, labels, strict=True):
         if label not in ("B", "I", "O") or (label == "I" and before == "O"):
-            raise UserError(f'{place}: "label": found {label!r} after {before!r}; expected B, O, or I within a span')
+            raise UserError(
+                f'{place}: "label"', found=f"{label!r} after {before!r}", expected="B, O, or I within a span"
+            )
         if label == "B":
             answers.append([])
         if label != "O":
@@ -84,7 +88,7 @@ def _from_offsets(value: Object, place: str) -> tuple[str, str, list[str]]:
     question, context = text_of(value, "question", place), text_of(value, "context", place)
     pairs = value_of(value, "answers", place)
     if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
-        raise UserError(f'{place}: "answers": found {kind(pairs)}; expected a list of [text, [start, end]]')
+        raise UserError(f'{place}: "answers"', found=f"{kind(pairs)}", expected="a list of [text, [start, end]]")
     answers = [check_text(answer, f"answers[{i}]", place) for i, (answer, _) in enumerate(pairs)]
     return question, context, answers
 
@@ -126,7 +130,7 @@ def _abstracts_in_pairs(name: str, source_file: File, target_file: File) -> Reco
     for number, (above, below) in enumerate(itertools.zip_longest(source_file.lines(), target_file.lines())):
         if above is None or below is None:
             there, lacks = (below, source_file) if above is None else (above, target_file)
-            raise UserError(f"{there[0]}: found no such line in {lacks}; expected as many lines in both files")
+            raise UserError(there[0], found=f"no such line in {lacks}", expected="as many lines in both files")
         (place, source), (_, target) = above, below
         if not (source.strip() or target.strip()):
             continue  # the train split has a few blank lines
@@ -137,7 +141,7 @@ def _abstracts_in_pairs(name: str, source_file: File, target_file: File) -> Reco
 
 def _parted(text: str, place: str, expected: str) -> list[str]:
     if "<eos>" not in text:
-        raise UserError(f"{place}: found no <eos>; expected a title, <eos> and {expected}")
+        raise UserError(place, found="no <eos>", expected=f"a title, <eos> and {expected}")
     return text.split("<eos>", 1)
 
 
@@ -158,7 +162,7 @@ def _phrases(value: Object, place: str, key: str = "keyword") -> list[str]:
     if isinstance(found, str):
         return split_rows(found, ";")
     if not isinstance(found, list):
-        raise UserError(f'{place}: "{key}": found {kind(found)}; expected text or a list')
+        raise UserError(f'{place}: "{key}"', found=f"{kind(found)}", expected="text or a list")
     every = [item if isinstance(item, list) else [item] for item in found]
     return [",".join(check_text(v, f"{key}[{i}]", place).strip() for v in item) for i, item in enumerate(every)]
 
@@ -238,7 +242,7 @@ def _how_to(name: str, file: File, summaries: File) -> Records:
     for place, line in file.lines():
         columns = line.split("\t")
         if len(columns) < 3 or columns[2].strip() not in ("0", "1"):
-            raise UserError(f"{place}: found {len(columns)} columns; expected a question, an id, and a label 0 or 1")
+            raise UserError(place, found=f"{len(columns)} columns", expected="a question, an id, and a label 0 or 1")
         if columns[2].strip() == "1":
             pairs.append((place, check_text(columns[0], "question", place), columns[1].strip()))
     wanted = {answer for _, _, answer in pairs}
@@ -246,12 +250,12 @@ def _how_to(name: str, file: File, summaries: File) -> Records:
     for place, line in summaries.lines():
         columns = line.split("\t")
         if len(columns) != 3:
-            raise UserError(f"{place}: found {len(columns)} columns; expected an id, an answer and its summary")
+            raise UserError(place, found=f"{len(columns)} columns", expected="an id, an answer and its summary")
         if columns[0].strip() in wanted:
             texts[columns[0].strip()] = columns[1], columns[2]
     for number, (place, question, answer) in enumerate(pairs):
         if answer not in texts:
-            raise UserError(f"{place}: found no answer {answer!r} in {summaries}; expected one")
+            raise UserError(place, found=f"no answer {answer!r} in {summaries}", expected="one")
         text, summary = texts[answer]
         key = f"{name}-{number}"
         yield place, key, {"id": key, "question": question, "answer": text, "summary": summary}
@@ -371,7 +375,7 @@ def _sumpubmed(manual: Manual) -> Mapping[str, Records]:
     for name in sorted(summaries):
         number = name.removeprefix("abst_").removesuffix(".txt")
         if f"text_{number}.txt" not in articles:
-            raise UserError(f"{summaries[name]}: found no line_text/text_{number}.txt; expected its article")
+            raise UserError(summaries[name], found=f"no line_text/text_{number}.txt", expected="its article")
         share = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest()) % SHARES
         numbers[{0: "dev", 1: "test"}.get(share, "train")].append(number)
     return {name: _summarised(part, articles, summaries) for name, part in numbers.items()}

@@ -50,7 +50,7 @@ class File(NamedTuple):
 
     def _refusal(self, error: Exception) -> UserError:
         said = str(error) or type(error).__name__
-        return UserError(f"{self}: cannot be read ({said}); expected a whole zip without a password")
+        return UserError(self, f"cannot be read ({said})", expected="a whole zip without a password")
 
     def lines(self) -> Iterator[tuple[str, str]]:
         with self.open() as lines:
@@ -70,7 +70,9 @@ class File(NamedTuple):
             # zipfile reads no more of a member than its header declares.
             size = _archive(self.path).getinfo(self.member).file_size if self.member else self.path.stat().st_size
             if size > WHOLE:
-                raise UserError(f"{self}: found {size >> 30} GiB; expected a publisher's file of at most {WHOLE >> 30}")
+                raise UserError(
+                    self, found=f"{size >> 30} GiB", expected=f"a publisher's file of at most {WHOLE >> 30}"
+                )
             return file.read()
 
 
@@ -85,7 +87,7 @@ class Manual:
         self.directory, self.expected = Path(directory), expected
         if (found := look(self.directory, "--manual-dir")) != "directory":
             raise UserError(
-                f"--manual-dir {directory}: {'found a file' if found else 'no such directory'}; expected {expected}"
+                f"--manual-dir {directory}", "found a file" if found else "no such directory", expected=expected
             )
         self.files = sorted(self._list(), key=lambda file: (len(Path(str(file)).parts), str(file)))
 
@@ -103,7 +105,9 @@ class Manual:
             found = [file for file in self.files if file.name == name]
             depth = [len(Path(str(file)).parts) for file in found]
             if len(found) > 1 and depth[0] == depth[1]:
-                raise UserError(f"--manual-dir {self.directory}: found {found[0]} and {found[1]}; expected one {name}")
+                raise UserError(
+                    f"--manual-dir {self.directory}", found=f"{found[0]} and {found[1]}", expected=f"one {name}"
+                )
             if found:
                 return found[0]
         return None
@@ -135,7 +139,7 @@ class Manual:
         return found or self.missing(f"{folder}/")
 
     def missing(self, what: str) -> NoReturn:
-        raise UserError(f"--manual-dir {self.directory}: found no {what}; expected {self.expected}")
+        raise UserError(f"--manual-dir {self.directory}", found=f"no {what}", expected=f"{self.expected}")
 
 
 @functools.lru_cache(maxsize=4)  # opening a zip of 60,000 files takes longer than reading one of them
@@ -148,4 +152,4 @@ def _archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except (*_UNREADABLE, ValueError) as error:  # ValueError: member names that cannot be decoded
-        raise UserError(f"{path}: cannot be read ({error}); expected a zip") from error
+        raise UserError(path, f"cannot be read ({error})", expected="a zip") from error

@@ -84,13 +84,14 @@ class PublishedTask(Task):
         directory = root / self.published.directory
         if look(directory / "dataset_info.json", "data.data_dir:") != "file":
             raise UserError(
-                f"data.data_dir: found no {self.published.directory} in {root}; expected what "
-                f"`pipejax data prepare {self.published.name}` writes"
+                "data.data_dir",
+                found=f"no {self.published.directory} in {root}",
+                expected=f"what `pipejax data prepare {self.published.name}` writes",
             )
         builder = tfds.builder_from_directory(str(directory))
         form = builder.info.file_format
         if form != tfds.core.FileFormat.ARRAY_RECORD:
-            raise UserError(f"{directory}: found the format {form and form.value}; expected array_record")
+            raise UserError(directory, found=f"the format {form and form.value}", expected="array_record")
         if split not in builder.info.splits or not builder.info.splits[split].num_examples:
             return None
         source: Sequence[Record] = builder.as_data_source(split=split)

@@ -23,14 +23,14 @@ def main(argv: Sequence[str]) -> int:
         return record_picture.draw(flags)
     if not all(are_runs):
         file = flags.inputs[are_runs.index(False)]
-        raise UserError(f"{file}: found a file beside run directories; expected RUN [RUN ...], or one file alone")
+        raise UserError(file, found="a file beside run directories", expected="RUN [RUN ...], or one file alone")
     output = Path(flags.output)
     if output.suffix != ".html":
-        raise UserError(f"--output: found {flags.output}; expected a name that ends in .html, for curves")
+        raise UserError("--output", found=f"{flags.output}", expected="a name that ends in .html, for curves")
     of_records = {"--id": flags.id, "--delay": flags.delay, "--sub-max": flags.sub_max, "--input": flags.input}
     of_records["--checkpoint"] = flags.checkpoint
     if given := [flag for flag, value in of_records.items() if value is not None]:
-        raise UserError(f"{given[0]}: found with a run; expected with a file of records")
+        raise UserError(given[0], found="with a run", expected="with a file of records")
     drawn = curves.page(*flags.inputs)
     with writing(output):
         output.write_text(drawn, encoding="utf-8")

@@ -20,7 +20,7 @@ def find_record(path: str, name: str | None) -> tuple[str, Object]:
     for place, record in read_records(path):
         if name is None or str(id_of(record, place)) == name:
             return place, record
-    raise UserError(f"{path}: found no record{'' if name is None else f' with the id {name}'}; expected one")
+    raise UserError(path, found=f"no record{('' if name is None else f' with the id {name}')}", expected="one")
 
 
 def with_pieces(record: Object, piece: Callable[[int], str], place: str) -> Object:
@@ -41,7 +41,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
     texts = record.get("rows")
     found = record.get("row_tokens")
     if not _is_table(ids):
-        raise UserError(f"{place}: row_ids: found no list of lists; expected a record of pipejax decode")
+        raise UserError(f"{place}: row_ids", found="no list of lists", expected="a record of pipejax decode")
     if found is None and (texts is None or "pieces" in record):  # None: decoded without a tokenizer
         pieces = _pieces(record, place)
         found = [[_piece(i, pieces) for i in row] for row in ids]
@@ -49,8 +49,9 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
         texts = [" ".join(map(str, row)) for row in ids]
     if not isinstance(texts, list) or len(texts) != len(ids):
         raise UserError(
-            f"{place}: rows: found no text for each of the {len(ids)} rows of row_ids; "
-            "expected a record of the pipelined strategy, not of the sequential one"
+            f"{place}: rows",
+            found=f"no text for each of the {len(ids)} rows of row_ids",
+            expected="a record of the pipelined strategy, not of the sequential one",
         )
     texts = [str(text) for text in texts]
     if found is None:
@@ -60,7 +61,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
             for row, numbers in zip(words, ids, strict=True)
         ]
     elif not _is_table(found) or list(map(len, found)) != list(map(len, ids)):
-        raise UserError(f"{place}: row_tokens: found another shape than row_ids; expected a token an id")
+        raise UserError(f"{place}: row_tokens", found="another shape than row_ids", expected="a token an id")
     return [[str(token) for token in row] for row in found], texts
 
 
@@ -93,7 +94,9 @@ def steps(record: Object, rows: list[list[str]], delay: int, place: str) -> int:
         needed = fill(rows, delay=delay, truncated=truncated).steps
         others = " or ".join(map(str, delays(record, rows, place)[:3]))
         fit = f" (they fit --delay {others})" if others else ""
-        raise UserError(f"{place}: steps: found {found}; expected {needed} for these rows at --delay {delay}{fit}")
+        raise UserError(
+            f"{place}: steps", found=f"{found}", expected=f"{needed} for these rows at --delay {delay}{fit}"
+        )
     return found
 
 
@@ -111,21 +114,24 @@ def end_of(record: Object, place: str) -> tuple[int, str | None]:
     found, truncated = record.get("steps"), record.get("truncated")
     if truncated == "max_tokens":
         raise UserError(
-            f"{place}: truncated: found max_tokens: which rows had ended when a server cut them off is not in the "
-            "record; expected one of a whole answer"
+            f"{place}: truncated",
+            found="max_tokens: which rows had ended when a server cut them off is not in the record",
+            expected="one of a whole answer",
         )
     if not (truncated is None or truncated in ("sub_max", "time_max")):
         raise UserError(
-            f"{place}: truncated: found {truncated!r}; expected null, sub_max or time_max, "
-            "as in a record of the pipelined strategy"
+            f"{place}: truncated",
+            found=f"{truncated!r}",
+            expected="null, sub_max or time_max, as in a record of the pipelined strategy",
         )
     if (left_out := record.get("repeated")) not in (None, []):
         raise UserError(
-            f"{place}: repeated: found {reprlib.repr(left_out)}, rows that decode.unique_rows left out; expected none, "
-            "as a picture shows where each row stood: decode without it"
+            f"{place}: repeated",
+            found=f"{reprlib.repr(left_out)}, rows that decode.unique_rows left out",
+            expected="none, as a picture shows where each row stood: decode without it",
         )
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise UserError(f"{place}: steps: found {found!r}; expected a whole number")
+        raise UserError(f"{place}: steps", found=f"{found!r}", expected="a whole number")
     return found, truncated
 
 
@@ -150,10 +156,12 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
     if (trace := record.get("trace")) is None:
         return None
     if not _is_table(trace):
-        raise UserError(f"{place}: trace: found {reprlib.repr(trace)}; expected a list of calls, each a list of rows")
+        raise UserError(
+            f"{place}: trace", found=f"{reprlib.repr(trace)}", expected="a list of calls, each a list of rows"
+        )
     if len(trace) != record.get("calls"):
         wanted = f"{reprlib.repr(record.get('calls'))}, as in calls"
-        raise UserError(f"{place}: trace: found {len(trace)} calls; expected {wanted}")
+        raise UserError(f"{place}: trace", found=f"{len(trace)} calls", expected=f"{wanted}")
     ids, pieces = record["row_ids"], _pieces(record, place)
     assert _is_table(ids), "`tokens` has looked"
     taken, truncated = end_of(record, place)
@@ -165,12 +173,12 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
     for number, call in enumerate(trace, start=1):
         asked, last = [], -1
         for entry in call:
-            at = f"{place}: trace: call {number}: found {reprlib.repr(entry)}"
+            at, found_entry = f"{place}: trace: call {number}", reprlib.repr(entry)
             if not _is_entry(entry):
-                raise UserError(f"{at}; expected [row, written, accepted, [drafted ids]]")
+                raise UserError(at, found=found_entry, expected="[row, written, accepted, [drafted ids]]")
             row, written, accepted, drafted = entry
             if not last < row <= known + 1:
-                raise UserError(f"{at}; expected a row from {last + 1} to {known + 1}, in order")
+                raise UserError(at, found=found_entry, expected=f"a row from {last + 1} to {known + 1}, in order")
             known, last, before = max(known, row), row, written_of[row]
             written_of[row] += written
             line = [*ids[row], None] if row < len(ids) else [None]  # None stands for eos, whatever its id
@@ -181,10 +189,10 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
                 and (written == accepted + 1 or (written == accepted and (ends if written else not before)))
             ):
                 left = f"the {wanted_of[row] - before} tokens that row_ids leave"
-                raise UserError(f"{at}; expected the accepted drafts and one more of {left}")
+                raise UserError(at, found=found_entry, expected=f"the accepted drafts and one more of {left}")
             right = [here in (i, None) for i, here in zip(drafted, line[before:], strict=False)]
             if not all(right[:accepted]):
-                raise UserError(f"{at}; expected accepted drafts that are in row_ids")
+                raise UserError(at, found=found_entry, expected="accepted drafts that are in row_ids")
             asked.append(RowCall(row, written, accepted, tuple(_piece(i, pieces) for i in drafted)))
         found.append(asked)
     if truncated == "time_max" and not written_of[len(ids)]:  # all rows that may exist have begun
@@ -192,7 +200,9 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
     for row, wanted_tokens in wanted_of.items():
         if written_of[row] != wanted_tokens:
             raise UserError(
-                f"{place}: trace: found {written_of[row]} tokens of row {row}; expected {wanted_tokens}, as in row_ids"
+                f"{place}: trace",
+                found=f"{written_of[row]} tokens of row {row}",
+                expected=f"{wanted_tokens}, as in row_ids",
             )
     return found
 
@@ -210,7 +220,9 @@ def _is_entry(entry: object) -> TypeGuard[tuple[int, int, int, list[int]]]:
 def _pieces(record: Object, place: str) -> dict[str, str]:
     pieces = record.get("pieces", {})
     if not isinstance(pieces, dict) or not all(isinstance(text, str) for text in pieces.values()):
-        raise UserError(f"{place}: pieces: found {reprlib.repr(pieces)}; expected an object with a text for each id")
+        raise UserError(
+            f"{place}: pieces", found=f"{reprlib.repr(pieces)}", expected="an object with a text for each id"
+        )
     return pieces
 
 

@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
 def draw(flags: argparse.Namespace) -> int:
     """Draws the picture of one record and writes the page."""
     if len(flags.inputs) > 1:
-        raise UserError(f"{flags.inputs[1]}: found a second file; expected one file of records, or directories of runs")
+        raise UserError(flags.inputs[1], found="a second file", expected="one file of records, or directories of runs")
     config.backbone(flags.overrides)
     output = Path(flags.output)
     if output.suffix not in (".html", ".svg"):
-        raise UserError(f"--output: found {flags.output}; expected a name that ends in .html or .svg")
+        raise UserError("--output", found=f"{flags.output}", expected="a name that ends in .html or .svg")
     place, found = record.find_record(flags.inputs[0], flags.id)
     settings, can_draw = None, [*methods.methods_with(Config(), "draw")]
     if flags.checkpoint:
@@ -66,13 +66,15 @@ def draw(flags: argparse.Namespace) -> int:
 
         settings = config.load(Path(flags.checkpoint) / "config.json", imports=False)
         if settings.method is not None:
-            methods.trained(settings).require("draw", f"{place}: found a record of {flags.checkpoint}")
+            methods.trained(settings).require("draw", place, f"a record of {flags.checkpoint}")
             can_draw = [*methods.methods_with(Config(method=settings.method), "draw")]
         if (Path(flags.checkpoint) / "tokenizer").is_dir():
             found = record.with_pieces(found, Tokenizer.load(Path(flags.checkpoint) / "tokenizer").piece, place)
     # Records of older releases do not contain the method.
     if (name := found.get("method")) is not None and name not in can_draw:
-        raise UserError(f"{place}: method: found {name!r}; expected {' or '.join(can_draw)}, whose rows can be drawn")
+        raise UserError(
+            f"{place}: method", found=f"{name!r}", expected=f"{' or '.join(can_draw)}, whose rows can be drawn"
+        )
     known = settings.grid if settings is not None else None
     rows, texts = record.tokens(found, place)
     delay, said = _delay(found, rows, place, given=flags.delay, grid=known)

@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_overrides("override a setting of the config (repeatable)")
     flags = parser.parse_args(argv)
     if flags.memory is not None and not 0 <= flags.memory < math.inf:
-        raise UserError(f"--memory: found {flags.memory:g}; expected at least 0")
+        raise UserError("--memory", found=f"{flags.memory:g}", expected="at least 0")
     if flags.target is not None and (flags.compile or flags.measure):
-        raise UserError("--target: found --compile or --measure beside it; expected one of them")
+        raise UserError("--target", found="--compile or --measure beside it", expected="one of them")
     config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
     from pipejax.system import targets
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
     mesh = config.mesh
     if flags.measure and jax.default_backend() == "cpu":
-        raise UserError("--measure: found no GPU or TPU here; expected one (--compile needs none)")
+        raise UserError("--measure", found="no GPU or TPU here", expected="one", hint="--compile needs none")
     if not flags.measure:  # planning needs no accelerator: simulate the devices on the CPU
         devices = flags.devices or max(mesh.data, 1) * mesh.fsdp * mesh.tensor
         jax.config.update("jax_platforms", "cpu")
@@ -117,10 +117,10 @@ def _resolve(config: Config, name: str | None) -> Config:
             config = dataclasses.replace(config, model=found.model)
         else:
             raise UserError(
-                f"--model: found none, and no {path} either; expected a size, such as base, or the checkpoint"
+                "--model", found=f"none, and no {path} either", expected="a size, such as base, or the checkpoint"
             )
     if config.model is None:
-        raise UserError("--model: found none, and the config has no model either; expected a size, such as base")
+        raise UserError("--model", found="none, and the config has no model either", expected="a size, such as base")
     if config.model.like_t5() is not config.model:
         cli.note(f"{type(config.model).__name__}: activations by the arithmetic of a T5 of its larger sizes")
     return config

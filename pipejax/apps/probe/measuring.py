@@ -85,24 +85,24 @@ def prepare(
     """
     for key, value, _ in config_lib.assignments(overrides, "--set"):
         if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
-            raise UserError(f"--set: {key} cannot change when rows are probed; expected one of {', '.join(FREE)}")
+            raise UserError("--set", f"{key} cannot change when rows are probed", expected=f"one of {', '.join(FREE)}")
     compile_cache.use_cache()
     restored = checkpoints.open_run(checkpoint, best=best, packed=not learned)
     config = override(restored.config, overrides, where="--set")
     method = methods.make(methods.default(config), config)
-    method.require("probe", f"--checkpoint {checkpoint}: found one", "another")
+    method.require("probe", f"--checkpoint {checkpoint}", "one", "another")
     if method.choices:
         raise UserError(
-            f"{checkpoint}: found {method.choices} right tokens a slot; expected one, whose likelihood it is"
+            checkpoint, found=f"{method.choices} right tokens a slot", expected="one, whose likelihood it is"
         )
     tokenizer = checkpoints.tokenizer_of(restored)
     if tokenizer is None:
-        raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read text")
+        raise UserError(checkpoint, found="no tokenizer in it", expected="one, to read text")
     method.check_text(tokenizer)
     examples = _examples(source, config)[:limit]
     targets = _encode(source, examples, config, method, tokenizer)
     if not any(target.row.any() for target in targets):
-        raise UserError(f"{source}: found one row in each of {len(targets)} answers; expected several in some")
+        raise UserError(source, found=f"one row in each of {len(targets)} answers", expected="several in some")
     lessons = list[Parted]()
     if learned:
         found = _examples(learned, config)

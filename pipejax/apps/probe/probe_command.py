@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
     for flag in ("input", "adapt"):
         if (given := getattr(flags, flag)) == records.STANDARD:
-            raise UserError(f"--{flag} -: found standard input; expected a file")
+            raise UserError(f"--{flag} -", found="standard input", expected="a file")
         if given:
             records.check_input(given, f"--{flag}")
 
@@ -104,10 +104,11 @@ def check_directory(output: Path) -> None:
     """Raises a UserError unless the directory is absent, empty, or written by this command."""
     kind = look(output, "--output")
     if kind == "file":
-        raise UserError(f"--output {output}: found a file; expected a directory")
+        raise UserError(f"--output {output}", found="a file", expected="a directory")
     ours = [path for name in (EXAMPLES, NUMBERS, f"{ADAPTED}*") for path in output.glob(name)]
     if kind and not ours and any(output.iterdir()):
         raise UserError(
-            f"--output {output}: found a directory with other things in it; expected a new or an empty one, or one "
-            "that pipejax probe has begun"
+            f"--output {output}",
+            found="a directory with other things in it",
+            expected="a new or an empty one, or one that pipejax probe has begun",
         )

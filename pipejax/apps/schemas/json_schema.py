@@ -14,7 +14,7 @@ from pipejax.apps.schemas import patterns
 from pipejax.apps.schemas.expressions import Expressions, TooLarge
 from pipejax.data.lines import Object
 from pipejax.system import strict_json
-from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.errors import UserError, did_you_mean, in_parentheses
 from pipejax.system.fields import named, shown_value
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
@@ -58,7 +58,7 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
     reader = _SchemaReader(made, longest, schema)
     found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
     if "type" not in found:
-        raise UserError(f'{where}: found no type; expected "type": "object"')
+        raise UserError(where, found="no type", expected='"type": "object"')
     if found["type"] != "object":
         raise _schema_refusal(f"{where}: type", found["type"], '"object"')
     for key, (kind, expected) in OF_OBJECTS.items():
@@ -66,11 +66,13 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
             raise _schema_refusal(f"{where}: {key}", found[key], expected)
     properties, required = found.get("properties"), found.get("required", [])
     if properties is None:
-        raise UserError(f"{where}: found no properties; expected {OF_OBJECTS['properties'][1]}")
+        raise UserError(where, found="no properties", expected=f"{OF_OBJECTS['properties'][1]}")
     if not properties:
         raise _schema_refusal(f"{where}: properties", properties, "at least one, since each is a row")
     if len(properties) > most:
-        raise UserError(f"{where}: properties: found {len(properties)}; expected at most {most}, the rows of an answer")
+        raise UserError(
+            f"{where}: properties", found=f"{len(properties)}", expected=f"at most {most}, the rows of an answer"
+        )
     if others := [name for name in required if not isinstance(name, str)]:
         raise _schema_refusal(f"{where}: required", others[0], "texts, the names of properties")
     if absent := [name for name in required if name not in properties]:
@@ -129,7 +131,9 @@ class _SchemaReader:
                 if not isinstance(target, list):
                     raise _schema_refusal(f"{where}: allOf", target, "a list of one schema")
                 if len(target) != 1:
-                    raise UserError(f"{where}: allOf: found {len(target)} schemas; expected one, which a row follows")
+                    raise UserError(
+                        f"{where}: allOf", found=f"{len(target)} schemas", expected="one, which a row follows"
+                    )
                 other = target[0]
             else:
                 other = self._target(target, where)
@@ -185,7 +189,7 @@ class _SchemaReader:
         if "anyOf" in schema:
             if depth == REFERENCES:
                 raise UserError(
-                    f"{where}: anyOf: found {depth} nested unions; expected one that does not refer to itself"
+                    f"{where}: anyOf", found=f"{depth} nested unions", expected="one that does not refer to itself"
                 )
             return self._or_null(self._single(self._beside_null(schema, where), where, within, depth + 1))
         kind, nullable = _part_from_null(schema, where)
@@ -203,7 +207,7 @@ class _SchemaReader:
         elif kind == "string":
             found = Texts(self._string(schema, where), str)
         else:
-            raise UserError(f"{where}: found no type; expected one of {', '.join(TYPES)}, or enum or const")
+            raise UserError(where, found="no type", expected=f"one of {', '.join(TYPES)}, or enum or const")
         return self._or_null(found) if nullable else found
 
     def _or_null(self, found: Texts) -> Texts:
@@ -218,7 +222,7 @@ class _SchemaReader:
         if not isinstance(several, list):
             raise _schema_refusal(f"{where}: anyOf", several, "a list of a schema and null")
         if len(several) != 2:
-            raise UserError(f"{where}: anyOf: found {len(several)} schemas; expected two, of which one is null")
+            raise UserError(f"{where}: anyOf", found=f"{len(several)} schemas", expected="two, of which one is null")
         members = [self.follow(one, where) for one in several]
         null, other = sorted(members, key=lambda one: one.get("type") != "null")
         if null.get("type") != "null":
@@ -261,10 +265,10 @@ class _SchemaReader:
         high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
         bounds = f"whole numbers from {shown_value(low)} to {shown_value(high)}"
         if low > high and not schema.keys().isdisjoint(_LOWER) and not schema.keys().isdisjoint(_UPPER):
-            raise UserError(f"{where}: found {bounds}, which exclude all numbers; expected bounds that allow one")
+            raise UserError(where, found=f"{bounds}, which exclude all numbers", expected="bounds that allow one")
         low, high = max(low, -LARGEST), min(high, LARGEST)
         if low > high:
-            raise UserError(f"{where}: found {bounds}; expected some of at most {DIGITS} digits")
+            raise UserError(where, found=f"{bounds}", expected=f"some of at most {DIGITS} digits")
         return self._made.whole_numbers(low, high)
 
     def _number(self, schema: Object, where: str) -> int:
@@ -293,7 +297,7 @@ class _SchemaReader:
         schema = _known(given, where, "items", "minItems", "maxItems")
         least, most = self._bounds(schema, "Items", where)
         if "items" not in schema:
-            raise UserError(f"{where}: found no items; expected their schema")
+            raise UserError(where, found="no items", expected="their schema")
         item = self._single(schema["items"], f"{where}: items", "in a list")
         if "" in item.literals:
             raise _schema_refusal(f"{where}: items", "", "no empty text, since an item has at least one character")
@@ -357,7 +361,9 @@ def _check_type(kind: object, given: object, where: str, within: str) -> None:
     if kind == "object":
         raise _schema_refusal(f"{where}: type", given, "no object within another, since a row is one value or a list")
     if kind not in TYPES:
-        raise _schema_refusal(f"{where}: type", given, f"one of {', '.join(TYPES)}{did_you_mean(kind, TYPES)}")
+        raise _schema_refusal(
+            f"{where}: type", given, f"one of {', '.join(TYPES)}{in_parentheses(did_you_mean(kind, TYPES))}"
+        )
 
 
 def _text_of(value: object) -> str:
@@ -390,4 +396,4 @@ def _str(schema: Object, name: str, where: str) -> str:
 
 
 def _schema_refusal(where: str, found: object, expected: str) -> UserError:
-    return UserError(f"{where}: found {shown_value(found)}; expected {expected}")
+    return UserError(where, found=shown_value(found), expected=expected)

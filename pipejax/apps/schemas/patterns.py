@@ -28,11 +28,11 @@ _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}"
 def read_pattern(pattern: str, made: Expressions, where: str) -> int:
     """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end."""
     if len(pattern) > LONGEST:
-        raise UserError(f"{where}: found a pattern of {len(pattern)} characters; expected at most {LONGEST}")
+        raise UserError(where, found=f"a pattern of {len(pattern)} characters", expected=f"at most {LONGEST}")
     try:
         return _PatternReader(pattern, made, where).read()
     except RecursionError as error:
-        raise UserError(f"{where}: found groups nested too deeply; expected fewer levels") from error
+        raise UserError(where, found="groups nested too deeply", expected="fewer levels") from error
 
 
 def inverse(ranges: Ranges) -> Ranges:
@@ -56,7 +56,7 @@ class _PatternReader:
 
     def _refusal(self, found: str, expected: str = "") -> UserError:
         at = f"{self._text[:60]!r} with {found} at character {self._place}"
-        return UserError(f"{self._where}: found {at}; expected {expected or f'a regular expression of {KNOWN}'}")
+        return UserError(self._where, found=f"{at}", expected=f"{expected or f'a regular expression of {KNOWN}'}")
 
     def _peek(self) -> str:
         return self._text[self._place : self._place + 1]

@@ -85,8 +85,8 @@ class Schema:
                 needed = int(first[b, i]) + nearest + 1 if bounds[b] is None else len(row.beginning) + nearest
                 where = f"{self.where}: properties.{named(row.name)}"
                 if nearest >= FAR:
-                    raise UserError(f"{where}: found no text that this tokenizer can write; expected some")
-                raise UserError(f"{where}: found {bound}; expected at least {needed}, so that the row can end")
+                    raise UserError(where, found="no text that this tokenizer can write", expected="some")
+                raise UserError(where, found=f"{bound}", expected=f"at least {needed}, so that the row can end")
         return Grammar(self.table, starts, first, last, ends_of(strategy))
 
     def dump_row(self, number: int, tokens: Sequence[int]) -> str:
@@ -116,7 +116,7 @@ class Schemas:
     def __init__(self) -> None:
         """None yet."""
         self._found: dict[tuple[object, ...], Schema] = {}
-        self._refused: dict[tuple[object, ...], str] = {}
+        self._refused: dict[tuple[object, ...], dict[str, str]] = {}
         self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in (QUICK, WHOLE)}
 
     def find(
@@ -155,15 +155,15 @@ class Schemas:
                 method.given(made.given)
                 made.grammar(strategy, [None])
             except UserError as error:
-                self._keep(self._refused, key, str(error), KEPT_REFUSALS)
+                self._keep(self._refused, key, error.fields(), KEPT_REFUSALS)
                 raise
             self._keep(self._found, key, made, KEPT)
             return made
 
     def _look_up(self, key: tuple[object, ...]) -> Schema | None:
         """Raises a UserError if it was refused."""
-        if said := self._refused.get(key):
-            raise UserError(said)
+        if fields := self._refused.get(key):
+            raise UserError(**fields)
         with self._lock:
             if key in self._found:
                 self._found[key] = self._found.pop(key)  # the last to go
@@ -178,11 +178,11 @@ class Schemas:
 
 def check(method: Method, config: Config, where: str = "schema") -> None:
     """Raises a UserError if answers of the method cannot follow any schema with these settings."""
-    method.require("rows", f"{where}: found a schema", "strategy pipelined")
+    method.require("rows", where, "a schema", "strategy pipelined")
     if config.decode.limit != "none":
-        raise UserError(f"decode.limit: found {config.decode.limit} with a schema; expected none")
+        raise UserError("decode.limit", found=f"{config.decode.limit} with a schema", expected="none")
     if config.grid.stop == "literal" and config.grid.delay:
-        raise UserError("grid.stop: found literal with a schema; expected empty_row, as each property has a row")
+        raise UserError("grid.stop", found="literal with a schema", expected="empty_row, as each property has a row")
 
 
 def read(given: Mapping[str, object] | str | Path, where: str) -> object:
@@ -195,11 +195,11 @@ def read(given: Mapping[str, object] | str | Path, where: str) -> object:
         text.encode()  # fails for half a surrogate pair
         return strict_json.loads(text)
     except strict_json.DuplicateKey as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(where, found=error.found, expected=error.expected) from error
     except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror}); expected a JSON schema") from error
+        raise UserError(where, f"cannot be read ({error.strerror})", expected="a JSON schema") from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: found no JSON ({error}); expected a JSON schema") from error
+        raise UserError(where, found=f"no JSON ({error})", expected="a JSON schema") from error
 
 
 def make(
@@ -219,7 +219,7 @@ def make(
     `effort` and `pause` see `Schemas.find`.
     """
     if tokenizer is None:
-        raise UserError(f"{where}: the checkpoint has no tokenizer; expected one, which spells the rows")
+        raise UserError(where, "the checkpoint has no tokenizer", expected="one, which spells the rows")
     made, spelled, (rows, times) = Expressions(effort.steps, pause), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))
     try:
@@ -227,7 +227,7 @@ def make(
     except TooLarge as error:
         raise _too_large(where, error, effort) from error
     except RecursionError as error:
-        raise UserError(f"{where}: found lists or objects nested too deeply; expected fewer levels") from error
+        raise UserError(where, found="lists or objects nested too deeply", expected="fewer levels") from error
     learned = {key: (i, name) for i, (key, name) in enumerate(row_names.items())}
     strange = [name for name in found if name not in learned] if learned else []
     known = sorted(found, key=lambda name: learned[name][0] if not strange and learned else 0)
@@ -236,8 +236,9 @@ def make(
     if twice := next((ids for ids in begun if begun.count(ids) > 1), ()):
         same = [named(name) for name, ids in zip(known, begun, strict=True) if ids == twice]
         raise UserError(
-            f"{where}: properties: found rows of {' and '.join(same)} that begin with the same tokens; expected names "
-            "that this tokenizer tells apart"
+            f"{where}: properties",
+            found=f"rows of {' and '.join(same)} that begin with the same tokens",
+            expected="names that this tokenizer tells apart",
         )
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
@@ -245,7 +246,7 @@ def make(
     except (TooLarge, TableTooLarge) as error:
         raise _too_large(where, error, effort) from error
     except RecursionError as error:
-        raise UserError(f"{where}: found groups nested too deeply; expected fewer levels") from error
+        raise UserError(where, found="groups nested too deeply", expected="fewer levels") from error
     if strange:
         logger.warning(
             f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "
@@ -261,7 +262,7 @@ def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
     if effort != WHOLE:
         return Uncompiled()
     place = f": {error.place}" if isinstance(error, TooLarge) and error.place else ""
-    return UserError(f"{where}{place}: found a schema of {error}; expected shorter bounds and patterns")
+    return UserError(f"{where}{place}", found=f"a schema of {error}", expected="shorter bounds and patterns")
 
 
 @functools.lru_cache(maxsize=2)

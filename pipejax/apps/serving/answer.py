@@ -60,7 +60,7 @@ def kind_of(generator: Generator, name: str, *, drafts: bool = True) -> Kind:
     method.require("serve")
     method.check()
     if generator.config.decode.limit != "none":
-        raise UserError(f"decode.limit: found {generator.config.decode.limit}; expected none, to be served")
+        raise UserError("decode.limit", found=f"{generator.config.decode.limit}", expected="none, to be served")
     return Kind(cast(Refillable, generator.make_strategy(name, drafts=drafts)), method)
 
 

@@ -164,7 +164,7 @@ def told(error: BaseException) -> Refused:
     if isinstance(error, Closed):
         return Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
     if isinstance(error, UserError):
-        return Refused(400, str(error))
+        return Refused(400, error)
     if out_of_memory(error):
         return Refused(503, "too little memory for this request", code="out_of_memory")
     return Refused(500, "the server made a mistake, which its log describes", code="internal_error")

@@ -33,6 +33,7 @@ from pipejax.apps.serving.responses import Chats, Completions, Objects, Response
 from pipejax.apps.serving.turns import Share, Turns
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import template_of
+from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.fields import shown_value
 
@@ -385,11 +386,11 @@ class _Door:
 async def _body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a page of another site may send without asking is none
-        raise Refused(415, f"Content-Type: found {kind[:80] or 'none'}; expected application/json")
+        raise Refused(415, UserError("Content-Type", found=kind[:80] or "none", expected="application/json"))
     if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise Refused(415, f"Content-Encoding: found {packed[:80]}; expected none")
-    message = f"body: found more than {limits.body} bytes; expected at most that many"
-    large = Refused(413, message, code="body_too_large", headers={"Connection": "close"})
+        raise Refused(415, UserError("Content-Encoding", found=packed[:80], expected="none"))
+    excess = UserError("body", found=f"more than {limits.body} bytes", expected="at most that many")
+    large = Refused(413, excess, code="body_too_large", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "0")
     if len(declared) > 18 or int(declared) > limits.body:
         raise large
@@ -401,11 +402,13 @@ async def _body(request: Request, limits: Limits) -> bytes:
                 if len(body) > limits.body:
                     raise large
                 if state.get(FRAMING, 0) > CHUNKS + len(body) // 8:
-                    message = "body: found chunks of very few bytes; expected larger ones, or a Content-Length"
-                    raise Refused(400, message, code="chunks_too_small", headers={"Connection": "close"})
+                    small = UserError(
+                        "body", found="chunks of very few bytes", expected="larger ones, or a Content-Length"
+                    )
+                    raise Refused(400, small, code="chunks_too_small", headers={"Connection": "close"})
     except TimeoutError as error:
-        message = f"body: found no end after {limits.seconds:g} s; expected it sooner"
-        raise Refused(408, message, headers={"Connection": "close"}) from error
+        late = UserError("body", found=f"no end after {limits.seconds:g} s", expected="it sooner")
+        raise Refused(408, late, headers={"Connection": "close"}) from error
     return bytes(body)
 
 

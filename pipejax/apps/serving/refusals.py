@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from pipejax.system.errors import UserError
 from pipejax.system.fields import named, shown_value
 
 LONGEST = 1000  # the most characters of a message; longer ones are shortened in the middle
@@ -12,15 +13,17 @@ class Refused(Exception):
     def __init__(
         self,
         status: int,
-        message: str,
+        error: UserError | str,
         *,
         field: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Nothing of the machine may be in `message`: it goes to whoever asked."""
-        if len(message) > LONGEST:
-            message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
+        """`error` goes to the client, so it may tell nothing about the machine; the fields of a UserError go along."""
+        message = _cut(str(error))
+        self.details = (
+            {name: _cut(text) for name, text in error.fields().items()} if isinstance(error, UserError) else {}
+        )
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
         self.field = None if field is None else named(field)
@@ -28,13 +31,18 @@ class Refused(Exception):
 
     def body(self) -> dict[str, object]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
+        known = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
+        return {"error": known | self.details}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
     """The refusal of a field of the body that holds something else than it must."""
     said, field = found if isinstance(found, Shown) else shown_value(found), place.partition(" ")[0]
-    return Refused(status, f"{named(place)}: found {said}; expected {expected}", field=field, code=code)
+    return Refused(status, UserError(named(place), found=said, expected=expected), field=field, code=code)
 
 
 class Shown(str):

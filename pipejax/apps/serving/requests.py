@@ -85,22 +85,23 @@ def parse_body(body: bytes) -> dict[str, object]:
     try:
         found = strict_json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except strict_json.DuplicateKey as error:
-        raise Refused(400, f"body: {error}") from error
+        raise Refused(400, UserError("body", found=error.found, expected=error.expected)) from error
     except (ValueError, RecursionError) as error:
         said = "a number of too many digits" if isinstance(error, ValueError) else "lists or objects nested too deeply"
         if isinstance(error, json.JSONDecodeError):
             said = f"{error.msg} at character {error.pos}"
         elif isinstance(error, UnicodeDecodeError):
             said = f"byte {body[error.start]:#04x} at {error.start} is not UTF-8"
-        raise Refused(400, f"body: found no JSON ({said}); expected a JSON object in UTF-8") from error
+        raise Refused(400, UserError("body", found=f"no JSON ({said})", expected="a JSON object in UTF-8")) from error
     if not isinstance(found, dict):
         names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-        raise Refused(400, f"body: found {names.get(type(found), 'nothing')}; expected a JSON object")
+        given = names.get(type(found), "nothing")
+        raise Refused(400, UserError("body", found=given, expected="a JSON object"))
     return found
 
 
 def _no_number(name: str) -> None:
-    raise Refused(400, f"body: found {name}; expected numbers of JSON, which are finite")
+    raise Refused(400, UserError("body", found=name, expected="numbers of JSON, which are finite"))
 
 
 def read_request(
@@ -222,7 +223,7 @@ def _sources(
             place = f"{field} {i}" if len(prompts) > 1 else field
             for name in ("row_prefixes", "max_rows"):
                 if isinstance(prompt, dict) and prompt.get(name):
-                    raise UserError(f'{place}: found "{name}"; expected none, as it is for `pipejax decode` and Python')
+                    raise UserError(place, found=f'"{name}"', expected="none, as it is for `pipejax decode` and Python")
             source = generator.source(prompt, place, i)
             ids, left_out = encode_source(
                 source.content, generator.config.data, generator.tokenizer, generator.architecture
@@ -235,7 +236,7 @@ def _sources(
             cut += left_out
             sources.append(source._replace(content=ids))
     except UserError as error:
-        raise Refused(400, str(error), field=field) from error
+        raise Refused(400, error, field=field) from error
     return tuple(sources), cut
 
 
@@ -340,7 +341,7 @@ def apply_format(
     try:
         return apply(schema, generator, strategy)
     except UserError as error:
-        raise Refused(400, f"{field}: {error}", field=field) from error
+        raise Refused(400, error.within(field), field=field) from error
 
 
 def echo(given: Object) -> dict[str, object]:
@@ -369,7 +370,8 @@ def bound_rows(generator: Generator, strategy: str, field: str, most: int | None
     try:
         schema.grammar(generator.make_strategy(strategy, drafts=False), [each])
     except UserError as error:
-        raise Refused(400, f"{field}: found {most} for {len(schema.rows)} rows ({error})", field=field) from error
+        found = f"{most} for {len(schema.rows)} rows ({error})"
+        raise Refused(400, UserError(field, found=found), field=field) from error
     return each
 
 

@@ -92,13 +92,13 @@ class Scheduler:
           UserError: the method or the settings do not support the request.
         """
         if request.source.prefixes or request.source.max_rows is not None:
-            raise UserError("row_prefixes, max_rows: found in a request to the engine; expected a plain source")
+            raise UserError("row_prefixes, max_rows", found="in a request to the engine", expected="a plain source")
         generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
         kind = kind_of(generator, request.strategy, drafts=request.source.schema is None)
         if temperature := request.sampling.temperature:
-            kind.method.require("sample", f"temperature: found {temperature}", 0)
+            kind.method.require("sample", "temperature", f"{temperature}", 0)
         if request.log_probs:
-            kind.method.require("score", "logprobs: found some")
+            kind.method.require("score", "logprobs", "some")
         decoding_options.rows_of(request.source, kind.method, self.generator.tokenizer, self.generator.ids.ends)
         return Answer(request, generator, kind, wake)
 

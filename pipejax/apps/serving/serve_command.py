@@ -224,8 +224,9 @@ def most_connections(given: int | None) -> int:
         return given or CONNECTIONS
     if allowed < needed:
         raise UserError(
-            f"--connections {given}: found {allowed} files that may be open at once (ulimit -n); expected "
-            f"at least {needed}"
+            f"--connections {given}",
+            found=f"{allowed} files that may be open at once (ulimit -n)",
+            expected=f"at least {needed}",
         )
     return given or min(CONNECTIONS, allowed - FILES)
 
@@ -239,14 +240,14 @@ def read_keys(path: str | None) -> list[str]:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-            raise UserError(f"{place}: cannot be read ({reason})") from error
+            raise UserError(place, f"cannot be read ({reason})") from error
     if text is None:
         return []
     lines = [line.strip().removeprefix(MARK) for line in text.splitlines()]  # files put together have several marks
     if strange := next((i for i, line in enumerate(lines, 1) if not line.isprintable()), None):
-        raise UserError(f"{place}: line {strange}: found an invisible character; expected a key")
+        raise UserError(f"{place}: line {strange}", found="an invisible character", expected="a key")
     if not any(lines):
-        raise UserError(f"{place}: found no key; expected one a line")
+        raise UserError(place, found="no key", expected="one a line")
     return [line for line in lines if line]
 
 
@@ -255,9 +256,9 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
     for one in given:
         name, _, directory = one.partition("=")
         if not name or not directory:
-            raise UserError(f"--adapter: found {one!r}; expected NAME=DIR")
+            raise UserError("--adapter", found=f"{one!r}", expected="NAME=DIR")
         if name in (base, *found):
-            raise UserError(f"--adapter {one}: found the name {name} twice; expected a name for each model")
+            raise UserError(f"--adapter {one}", found=f"the name {name} twice", expected="a name for each model")
         found[name] = directory
     return found
 
@@ -266,7 +267,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host}: found no such address; expected one of this machine") from error
+        raise UserError(f"--host {host}", found="no such address", expected="one of this machine") from error
     # Of a socket that names its protocol asyncio sends what is written at once, and 40 ms later of another one.
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -274,7 +275,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise UserError(f"--host {host} --port {port}: cannot listen there ({error.strerror})") from error
+        raise UserError(f"--host {host} --port {port}", f"cannot listen there ({error.strerror})") from error
     return listener
 
 

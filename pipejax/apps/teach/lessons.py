@@ -108,14 +108,14 @@ def teach(
         place = directory.path / "labels"
         if (directory.path / "config.json").is_file() and not place.is_dir():
             raise UserError(
-                f"{workdir}: found a run without labels/; expected a new or an empty directory, or one of teach"
+                workdir, found="a run without labels/", expected="a new or an empty directory, or one of teach"
             )
         ours = {*DECODING_KEYS, "model"} - {"method"}  # keys that `lesson` refuses
         own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & ours]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
-            raise UserError(f"{checkpoint}: found no tokenizer in it; expected one, to read and write text")
+            raise UserError(checkpoint, found="no tokenizer in it", expected="one, to read and write text")
         decode, step = generator.config.decode, f"{'best ' if best else ''}step {generator.origin['step']}"
         way = f"{decode.beams} beams" if decode.beams > 1 else f"temperature {decode.temperature:g}"
         logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
@@ -153,7 +153,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     """
     full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
     if not methods.trained(saved).parts_text:
-        raise UserError(f"{checkpoint}: found a checkpoint that writes rows already; expected a sequential one")
+        raise UserError(checkpoint, found="a checkpoint that writes rows already", expected="a sequential one")
     counts = {key: -(-getattr(full, key) // PART) for key in COUNTED}
     train = dataclasses.replace(
         full,
@@ -174,7 +174,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
         free = key not in SET_HERE and {key, key.partition(".")[0]} & {*FREE}
         if value != before.get(key) and not free:
             raise UserError(
-                f"--set {key}={value}: cannot change when rows are taught; expected one of {', '.join(FREE)}"
+                f"--set {key}={value}", "cannot change when rows are taught", expected=f"one of {', '.join(FREE)}"
             )
     chosen = config.train
     if all(getattr(chosen, key) == getattr(train, key) for key in ("batch_size", "accumulate", "pack")):
@@ -227,10 +227,10 @@ def read_unlabelled(generator: Generator, path: str) -> list[Source]:
     sources = []
     for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
         if "source_ids" in value:
-            raise UserError(f'{place}: found "source_ids"; expected text, which training reads')
+            raise UserError(place, found='"source_ids"', expected="text, which training reads")
         sources.append(generator.source(value, place, place.rpartition(":")[2]))
     if not sources:
-        raise UserError(f"{path}: found no lines; expected at least two sources")
+        raise UserError(path, found="no lines", expected="at least two sources")
     return sources
 
 
@@ -243,7 +243,7 @@ def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> 
     lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in texts}
     count = count or max(min(len(lot) // 10, 512), 1)
     if count >= len(lot):
-        raise UserError(f"--held-out: found {count}; expected fewer than the {len(lot)} different sources")
+        raise UserError("--held-out", found=f"{count}", expected=f"fewer than the {len(lot)} different sources")
     chosen = set(sorted(lot, key=lambda text: lot[text])[:count])
     return frozenset(i for i, text in enumerate(texts) if text in chosen)
 
@@ -266,13 +266,14 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UserError(f"{path}: found no settings; expected those of the answers beside it; take another --workdir")
+        raise UserError(path, found="no settings", expected="those of the answers beside it; take another --workdir")
     for key, value in settings.items():
         if key in found and found[key] != value:
             change = "found another one than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
             raise UserError(
-                f"{directory}: {FLAGS.get(key, key)}: {change}; expected no change, as the labels "
-                "there were made with it; take another --workdir"
+                f"{directory}: {FLAGS.get(key, key)}",
+                f"{change}",
+                expected="no change, as the labels there were made with it; take another --workdir",
             )
 
 
@@ -292,11 +293,11 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
     records = []
     for (place, record), source in zip(read_file(target), sources, strict=False):
         if record.get("id") != source.id or not isinstance(record.get("text"), str) or "truncated" not in record:
-            raise UserError(f"{place}: found no answer to the source {source.id!r}; expected the lines in their order")
+            raise UserError(place, found=f"no answer to the source {source.id!r}", expected="the lines in their order")
         records.append(cast(Record, record))
     if len(records) < len(sources):
         raise UserError(
-            f"{target}: found {len(records)} answers; expected {len(sources)}; without that file all are written anew"
+            target, found=f"{len(records)} answers", expected=f"{len(sources)}; without that file all are written anew"
         )
     return records
 
@@ -328,14 +329,16 @@ def part(sources: Sequence[Source], records: Sequence[Record], held_out: frozens
     if not labels.train or not labels.held_out:
         which = "to learn from" if not labels.train else "that are held out"
         raise UserError(
-            f"decode.max_length: found {most}, which cuts off all answers {which}; expected more, with another "
-            "--workdir, or a checkpoint whose answers end"
+            "decode.max_length",
+            found=f"{most}, which cuts off all answers {which}",
+            expected="more, with another --workdir, or a checkpoint whose answers end",
         )
     if all(len(example.targets) < 2 for example in labels.train):
         shown = next((text for record in records if (text := record["text"] or "").strip()), "")[:80]
         raise UserError(
-            f"data.separator: found {separator!r}, at which no answer parts into rows (the first one: {shown!r}); "
-            "expected what the checkpoint writes between rows"
+            "data.separator",
+            found=f"{separator!r}, at which no answer parts into rows (the first one: {shown!r})",
+            expected="what the checkpoint writes between rows",
         )
     labels.counts["train"], labels.counts["held_out"] = len(labels.train), len(labels.held_out)
     labels.counts["rows"] = sum(len(example.targets) for example in labels.train)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     from pipejax.offline import records
 
     if flags.input == records.STANDARD:
-        raise UserError("--input -: found standard input; expected a file, which can be read again")
+        raise UserError("--input -", found="standard input", expected="a file, which can be read again")
     records.check_input(flags.input)
     environment.check_environment()
 

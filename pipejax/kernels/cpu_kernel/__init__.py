@@ -72,7 +72,7 @@ def use() -> Level | None:
     wanted, names = os.environ.get(VARIABLE, ""), [level.name for level in LEVELS]
     if wanted not in ("", "off", *names):
         hint = did_you_mean(wanted, ["off", *names])
-        raise UserError(f"{VARIABLE}: found {wanted!r}; expected off, {', '.join(names)}{hint}")
+        raise UserError(VARIABLE, found=f"{wanted!r}", expected=f"off, {', '.join(names)}", hint=hint)
     if wanted == "off" or jax.default_backend() != "cpu":
         return None
     levels = [level for level in LEVELS[names.index(wanted) if wanted else 0 :] if level.needs <= processor.features()]
