@@ -45,8 +45,8 @@ LOGITS = {"auto": 3e-5, "bfloat16": 3e-4, "int8": 3e-4}
 # With VNNI activations become one int8 digit. A number between two steps may fall to another one than in NumPy, and all
 # that comes after it in its column feels that: so many columns may be off, and by so much.
 FALLEN, OFF = 0.1, 0.02
-# Keys and values of narrow weights have at least the precision of int8: half a step of 127, and keys less their mean may
-# be twice as large as the largest; to this the rounding of activations is added. With one digit a number may fall.
+# Keys and values of narrow weights have at least the precision of int8: half a step of 127. Keys less their mean may be
+# twice as large as the largest key. The rounding of activations is added. With one digit a number may fall.
 KEYS = 1 / 127 + LOGITS["int8"], 0.02
 
 
