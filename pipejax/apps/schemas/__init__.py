@@ -1,1 +1,1 @@
-"""JSON schemas: reads a flat schema, compiles it into an automaton over tokens, and writes answers as objects."""
+"""JSON schemas: reads a flat schema, compiles it into an automaton over tokens, and converts answers to objects."""

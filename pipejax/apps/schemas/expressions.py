@@ -1,7 +1,8 @@
 """Regular languages of UTF-8 text, as expressions over bytes, and the automaton that accepts them.
 
-An expression is a number of its `Expressions`, which make equal ones once. The automaton comes from derivatives
-(Brzozowski, 1964): the derivative of a language by a byte is all that may follow that byte, and each one is a state.
+An expression is an index into its `Expressions`, which creates equal expressions only once. The automaton is built from
+derivatives (Brzozowski, 1964): the derivative of a language by a byte is the set of texts that may follow that byte,
+and each distinct derivative is a state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,17 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-Ranges = Sequence[tuple[int, int]]  # of code points, ends included
+Ranges = Sequence[tuple[int, int]]  # code points, with both ends included
 
-SURROGATES = (0xD800, 0xDFFF)  # no characters: UTF-8 has none of them
+SURROGATES = (0xD800, 0xDFFF)  # surrogates are not characters and have no UTF-8 form
 LAST = 0x10FFFF
 MOST = 1 << 18  # steps of work, about a quarter of a second
-EVERY = (1 << 256) - 1  # all bytes
-FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points of one, two, three and four bytes
+EVERY = (1 << 256) - 1  # a mask with all bytes
+FEWER = 0x7F, 0x7FF, 0xFFFF, LAST  # the last code points with one, two, three and four bytes
 
 
 class TooLarge(Exception):
-    """An automaton would have too many states, or need too much work; `place`: the part concerned, if known."""
+    """Raised if an automaton would have too many states or need too much work.
+
+    `place` is the part of the schema, if known.
+    """
 
     def __init__(self, found: str, place: str = "") -> None:
         super().__init__(found)
@@ -27,10 +31,10 @@ class TooLarge(Exception):
 
 
 class Automaton(NamedTuple):
-    """Deterministic, over bytes; nothing leads out of state 0, which accepts nothing."""
+    """A deterministic automaton over bytes. State 0 accepts nothing and has no transitions to other states."""
 
-    starts: list[int]  # the state in which each language begins
-    kinds: np.ndarray  # i32 [256], the class of each byte: bytes of a class lead to the same states
+    starts: list[int]  # the initial state of each language
+    kinds: np.ndarray  # i32 [256], the class of each byte; bytes of one class have the same transitions
     moves: np.ndarray  # i32 [classes, states], the next state
     accepts: np.ndarray  # bool [states]
 
@@ -39,32 +43,38 @@ class _Node(NamedTuple):
     kind: str
     parts: tuple[int, ...] = ()
     mask: int = 0  # of bytes: which
-    least: int = 0  # of a repetition
+    least: int = 0  # the least count of a repetition
     most: int | None = None
 
 
 class Expressions:
-    """Makes expressions: `nothing` is the empty language, `empty` that of the empty text."""
+    """Creates expressions. `nothing` is the empty language; `empty` is the language of the empty text."""
 
     nothing, empty = 0, 1
 
     def __init__(self, most: int = MOST, pause: Callable[[], None] | None = None) -> None:
-        """`most`: steps of work until TooLarge. `pause`: called from time to time, to let other threads work."""
+        """Creates the expressions `nothing`, `empty` and `everything`.
+
+        Args:
+          most: steps of work before TooLarge is raised.
+          pause: called from time to time, to let other threads work.
+        """
         self._most, self._pause = most, pause
         self._nodes = [_Node("nothing"), _Node("empty")]
         self._numbers = {node: i for i, node in enumerate(self._nodes)}
         self._nullable = [False, True]
         self._derived: dict[int, dict[int, int]] = {}
-        self._examples = list[int]()  # a byte of each class
+        self._examples = list[int]()  # one byte of each class
         self._work = 0
         self.everything = self.repeat(self._bytes(EVERY))
 
     def text(self, text: str) -> int:
+        """Returns the language of a single text."""
         self._spend(4 * len(text))
         return self.join(*(self._bytes(1 << byte) for byte in text.encode()))
 
     def characters(self, ranges: Ranges) -> int:
-        """One character of the ranges; surrogates are none."""
+        """Returns the language of single characters in the ranges, without surrogates."""
         found = []
         self._spend(32 + 8 * len(ranges))
         for first, last in ranges:
@@ -77,6 +87,7 @@ class Expressions:
         return self.either(*found)
 
     def whole_numbers(self, low: int, high: int) -> int:
+        """Returns the language of the decimal numbers from low to high."""
         if low < 0:
             below = self.join(self.text("-"), self.whole_numbers(max(-high, 1), -low))
             return self.either(below, self.whole_numbers(0, high)) if high >= 0 else below
@@ -88,12 +99,14 @@ class Expressions:
         return self.either(*found)
 
     def join(self, *parts: int) -> int:
+        """Returns the concatenation of languages."""
         made = self.empty
         for part in reversed(parts):
             made = self._join(part, made)
         return made
 
     def either(self, *parts: int) -> int:
+        """Returns the union of languages."""
         found, mask = set[int](), 0
         for one in self._flat("either", parts):
             if self._nodes[one].kind == "bytes":
@@ -109,6 +122,7 @@ class Expressions:
         return self._make(_Node("either", (*sorted(found),)), any(self._nullable[one] for one in found))
 
     def both(self, *parts: int) -> int:
+        """Returns the intersection of languages."""
         found = {*self._flat("both", parts)} - {self.everything}
         if self.nothing in found:
             return self.nothing
@@ -117,19 +131,26 @@ class Expressions:
         return self._make(_Node("both", (*sorted(found),)), all(self._nullable[one] for one in found))
 
     def repeat(self, part: int, least: int = 0, most: int | None = None) -> int:
+        """Returns a language repeated from `least` to `most` times; None: without limit."""
         if most == 0 or part == self.empty:
             return self.empty
         if part == self.nothing:
             return self.empty if least == 0 else self.nothing
         if (least, most) == (1, 1):
             return part
-        if (node := self._nodes[part]).kind == "repeat" and node.least < 2:  # no gap between the counts of all of it
+        # The counts of both repetitions together have no gaps, so they merge.
+        if (node := self._nodes[part]).kind == "repeat" and node.least < 2:
             part, least = node.parts[0], node.least * least
             most = None if most is None or node.most is None else node.most * most
         least = 0 if self._nullable[part] else least
         return self._make(_Node("repeat", (part,), least=least, most=most), least == 0)
 
     def compile(self, starts: Iterable[int], most: int) -> Automaton:
+        """Builds the automaton of several languages, one initial state for each.
+
+        Raises:
+          TooLarge: it would have more than `most` states, or needs too much work.
+        """
         masks = b"".join(node.mask.to_bytes(32, "little") for node in self._nodes if node.kind == "bytes")
         bits = np.unpackbits(np.frombuffer(masks, np.uint8).reshape(-1, 32), axis=1, bitorder="little")
         _, examples, kinds = np.unique(bits, axis=1, return_index=True, return_inverse=True)
@@ -152,17 +173,17 @@ class Expressions:
         return Automaton(begins, kinds.reshape(-1).astype(np.int32), moves, accepts)
 
     def without(self, part: int, byte: str) -> int:
-        """The texts in which that character of one byte is not."""
+        """Returns the texts that do not contain this one-byte character."""
         return self.both(part, self.repeat(self._bytes(EVERY - (1 << ord(byte)))))
 
     def not_first(self, part: int, byte: str) -> int:
-        """The texts that do not begin with that character of one byte."""
+        """Returns the texts that do not begin with this one-byte character."""
         return self.both(
             part, self.either(self.empty, self._join(self._bytes(EVERY - (1 << ord(byte))), self.everything))
         )
 
     def not_empty(self, part: int) -> int:
-        """The texts of one byte and more."""
+        """Returns the texts of at least one byte."""
         return self.both(part, self._join(self._bytes(EVERY), self.everything))
 
     def _flat(self, kind: str, parts: Iterable[int]) -> Iterator[int]:
@@ -198,17 +219,20 @@ class Expressions:
         if self.empty in (first, rest):
             return rest if first == self.empty else first
         node = self._nodes[first]
-        if node.kind == "join":  # to the right, so that equal ones are made once
+        if node.kind == "join":  # nested to the right, so that equal concatenations are created only once
             return self._join(node.parts[0], self._join(node.parts[1], rest))
         return self._make(_Node("join", (first, rest)), self._nullable[first] and self._nullable[rest])
 
     def _between(self, low: bytes, high: bytes, *, least: int, most: int) -> list[int]:
-        """The texts of as many bytes from low to high; each byte but the first is from least to most."""
+        """Returns the texts from low to high that have the same number of bytes, as several expressions.
+
+        Each byte but the first is between `least` and `most`.
+        """
         first, last, rests = low[0], high[0], len(low) - 1
         if not rests:
             return [self._range(first, last)]
         bottom, top, found = bytes([least]) * rests, bytes([most]) * rests, list[int]()
-        ends = list[tuple[int, bytes, bytes]]()  # first bytes after which not all may follow
+        ends = list[tuple[int, bytes, bytes]]()  # first bytes after which not every continuation is in the range
         if first == last:
             ends, first = [(first, low[1:], high[1:])], last + 1
         elif low[1:] != bottom:
@@ -223,7 +247,7 @@ class Expressions:
         return found
 
     def _derive(self, number: int) -> dict[int, int]:
-        """The texts that go on after a byte of each class, if there are some."""
+        """Returns the derivative of a language by each class of bytes; empty derivatives are left out."""
         if (found := self._derived.get(number)) is not None:
             return found
         node, made = self._nodes[number], dict[int, int]()
@@ -246,13 +270,16 @@ class Expressions:
         return made
 
     def _append(self, first: int, rest: int) -> dict[int, int]:
-        """The derivatives of a language, and that rest after each."""
+        """Returns the derivatives of a language, each concatenated with `rest`."""
         found = self._derive(first)
         joined = {after: self._join(after, rest) for after in {*found.values()}}
         return {kind: joined[after] for kind, after in found.items()}
 
     def _combine(self, of: Callable[..., int], several: Iterable[Mapping[int, int]], least: int = 1) -> dict[int, int]:
-        """One language of those by each class; `least`: in how many the class must be."""
+        """Combines the derivatives of several languages, class by class.
+
+        A class is left out unless at least `least` of the languages have a derivative for it.
+        """
         found, made = dict[int, list[int]](), dict[tuple[int, ...], int]()
         for one in several:
             self._spend(len(one))

@@ -1,6 +1,6 @@
-"""Flat JSON schemas: each property of an object as the texts that a row may be, and the value that such a text means.
+"""Reads flat JSON schemas: for each property of an object, the valid texts of a row, and the value of each text.
 
-A row is the text of its value, without quotes, and may begin with a space. The items of a list are parted by commas.
+A row is the text of its value, without quotes; it may begin with a space. The items of a list are separated by commas.
 """
 
 import json
@@ -19,7 +19,7 @@ from pipejax.system.fields import named, shown_value
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 TYPES = ("string", "integer", "number", "boolean", "null", "array")
-OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, and their values
+OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, the type of their values, and that type in words
     "properties": (Mapping, "an object of schemas, each of a row"),
     "required": (list, "a list of names of properties"),
     "additionalProperties": (bool | Mapping, "true, false or a schema"),
@@ -27,13 +27,13 @@ OF_OBJECTS: dict[str, tuple[Any, str]] = {  # keys of the whole schema, and thei
     **dict.fromkeys(("$schema", "$id"), (str, "a text")),
 }
 CONTROLS = ((0x0, 0x1F), (0x7F, 0x7F))
-DIGITS = 18  # of a whole number, at the most: it fits into 64 bits
+DIGITS = 18  # the most digits of a whole number, so that it fits into 64 bits
 LARGEST = 10**DIGITS - 1
-HUGE = 1e300  # bounds are less
+HUGE = 1e300  # bounds of numbers must be smaller
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-REFERENCES = 32  # one after the other, at the most
-_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # of an item, in a JSON pointer
-NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double, whatever its digits
+REFERENCES = 32  # the longest chain of references
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # the index of an item in a JSON pointer
+NUMBER = rf"^-?(0|[1-9]\d{{0,{DIGITS - 1}}})(\.\d{{1,17}})?([eE][+-]?\d\d?)?$"  # a finite double with any digits
 _DAY = r"(0[1-9]|1\d|2[0-8])"
 _LEAP = r"([12]\d(0[48]|[2468][048]|[13579][26])|(12|16|20|24|28)00)"
 _DATE = rf"([12]\d{{3}}-((0[13578]|1[02])-({_DAY}|29|30|31)|(0[469]|11)-({_DAY}|29|30)|02-{_DAY})|{_LEAP}-02-29)"
@@ -48,13 +48,27 @@ FORMATS = {
 
 
 class Texts(NamedTuple):
+    """The valid texts of a value, as an expression, with a function that reads them."""
+
     expression: int
-    read: Callable[[str], object]  # the value that one of them means
-    literals: tuple[str, ...] = ()  # those that the schema spells out
+    read: Callable[[str], object]  # returns the value of a text
+    literals: tuple[str, ...] = ()  # the texts that the schema lists
 
 
 def read_properties(schema: object, made: Expressions, where: str, *, longest: int, most: int) -> dict[str, Texts]:
-    """The texts of each property of an object, by name and in the schema's order; at most so long, and so many."""
+    """Returns the valid texts of each property of an object schema, by name and in the schema's order.
+
+    Args:
+      schema: the schema.
+      made: creates the expressions.
+      where: the schema's name, for messages.
+      longest: the most characters of a name.
+      most: the most properties.
+
+    Raises:
+      UserError: the schema is invalid, not flat, or has an unsupported keyword.
+      TooLarge: an expression needs too much work.
+    """
     reader = _SchemaReader(made, longest, schema)
     found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
     if "type" not in found:
@@ -93,7 +107,7 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two values are equal in JSON Schema: 1 equals 1.0, and true equals no number."""
+    """Whether two values are equal in JSON Schema: 1 equals 1.0, but true equals no number."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -118,7 +132,7 @@ class _SchemaReader:
         return found._replace(expression=spaced, read=lambda text: found.read(text.removeprefix(" ")))
 
     def follow(self, given: object, where: str) -> Object:
-        """The schema with the one that it refers to in it, by `$ref` or as the only one of `allOf`."""
+        """Returns the schema merged with the one that it refers to, by `$ref` or as the only one of `allOf`."""
         followed = set[str]()
         for _ in range(REFERENCES + 1):
             if not isinstance(given, Mapping):
@@ -151,7 +165,7 @@ class _SchemaReader:
         raise _schema_refusal(f"{where}: $ref", target, f"a chain of at most {REFERENCES} references")
 
     def _target(self, reference: object, where: str) -> object:
-        """The part of the whole schema that a reference names: the JSON pointer of a fragment."""
+        """Returns the part of the whole schema that a reference names by the JSON pointer in its fragment."""
         example = '"#/$defs/Color"'
         if not isinstance(reference, str):
             raise _schema_refusal(f"{where}: $ref", reference, f"a text such as {example}")
@@ -184,7 +198,14 @@ class _SchemaReader:
         return found
 
     def _single(self, given: object, where: str, within: str, depth: int = 0) -> Texts:
-        """The texts of one value; `within`: the place that forbids a list, for messages; `depth`: enclosing unions."""
+        """Returns the valid texts of a single value.
+
+        Args:
+          given: the schema of the value.
+          where: its place, for messages.
+          within: the reason why a list is not allowed here, for messages.
+          depth: the number of enclosing unions.
+        """
         schema = self.follow(given, where)
         if "anyOf" in schema:
             if depth == REFERENCES:
@@ -215,7 +236,7 @@ class _SchemaReader:
         return found._replace(expression=expression, read=lambda text: None if text == "null" else found.read(text))
 
     def _beside_null(self, schema: Object, where: str) -> Object:
-        """The schema of two that is not that of null; as pydantic writes unions."""
+        """Returns the schema that forms a union with null, in the way that pydantic writes it."""
         several = schema["anyOf"]
         if others := [key for key in schema if key not in ("anyOf", *SAY_NOTHING)]:
             raise _schema_refusal(where, others[0], "nothing beside anyOf")
@@ -331,7 +352,11 @@ class _SchemaReader:
 
 
 def _known(given: object, where: str, *names: str) -> Object:
-    """The schema, if it is an object of keys that have those names, or are not needed."""
+    """Returns the schema if it is an object whose keys are among `names` or have no effect.
+
+    Raises:
+      UserError: it is not, or it has another key.
+    """
     if not isinstance(given, Mapping):
         raise _schema_refusal(where, given, "a schema, which is an object")
     for key in given:
@@ -342,7 +367,7 @@ def _known(given: object, where: str, *names: str) -> Object:
 
 
 def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
-    """The type without null, and whether that was among them."""
+    """Returns the type without null, and whether null was allowed."""
     kinds = schema.get("type")
     if not isinstance(kinds, list):
         return kinds, False
@@ -355,7 +380,7 @@ def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
 
 
 def _check_type(kind: object, given: object, where: str, within: str) -> None:
-    """Raises a UserError unless the type is that of a single value."""
+    """Raises a UserError unless the type is one of a single value."""
     if kind == "array":
         raise _schema_refusal(f"{where}: type", given, f"no list {within}")
     if kind == "object":

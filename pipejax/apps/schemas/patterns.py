@@ -1,4 +1,4 @@
-"""Regular expressions as JSON schemas write them (ECMA 262, flag u), without backreferences and look-around."""
+"""Reads the regular expressions of JSON schemas (ECMA 262, flag u), without backreferences and look-around."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ SPACE = (
     *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
 )
 LINE_ENDS = ((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))
-CLASSES = {"d": DIGITS, "w": WORD, "s": SPACE}  # those that ECMA 262 and Unicode's rules have in common
+CLASSES = {"d": DIGITS, "w": WORD, "s": SPACE}  # the definitions that ECMA 262 and Unicode share
 CONTROLS = {"t": 0x9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD, "0": 0x0}
 GROUPS = {"?=": "look-ahead", "?!": "look-ahead", "?<=": "look-behind", "?<!": "look-behind", "?<": "name of a group"}
 ESCAPES = {"123456789": "backreference", "k": "backreference", "bB": "boundary of words", "pP": "property of Unicode"}
@@ -26,7 +26,11 @@ _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}"
 
 
 def read_pattern(pattern: str, made: Expressions, where: str) -> int:
-    """The texts in which a pattern is found, as an expression; `^` and `$` hold it to their beginning and end."""
+    """Returns the texts that contain a match of a pattern, as an expression; `^` and `$` anchor the match.
+
+    Raises:
+      UserError: the pattern is invalid or unsupported.
+    """
     if len(pattern) > LONGEST:
         raise UserError(where, found=f"a pattern of {len(pattern)} characters", expected=f"at most {LONGEST}")
     try:
@@ -92,7 +96,7 @@ class _PatternReader:
             self._place += 1
         elif count := _COUNT.match(self._text, self._place):
             shown = repr(count[0]) if len(count[0]) <= 20 else f"{count[0][:20]!r}..."
-            if len(count[0]) > 20:  # `int` would refuse some
+            if len(count[0]) > 20:  # `int` refuses very long numbers
                 raise self._refusal(shown, f"at most {MOST_REPEATS} repeats")
             least = int(count[1])
             most = least if count[2] is None else int(count[3]) if count[3] else None
@@ -103,7 +107,7 @@ class _PatternReader:
             self._place = count.end()
         else:
             return part
-        self._take("?")  # as few as will do: the same texts
+        self._take("?")  # a lazy quantifier, which matches the same texts
         return self._made.repeat(part, least, most)
 
     def _atom(self) -> int:
@@ -146,7 +150,11 @@ class _PatternReader:
         return inverse(found) if inverted else found
 
     def _character(self, *, wide: bool = False) -> Ranges:
-        r"""Of a character its code; of a class such as \d all that are of it by all rules; `wide`: by any of them."""
+        """Returns the code of a character, or all characters of a class such as "d" after a backslash.
+
+        ECMA's and Unicode's definitions of a class differ. `wide`: use the characters in any of them, else those in
+        all.
+        """
         if not self._peek():
             raise self._refusal("'[' without ']'", r"a bracket that closes it, or '\['")
         char = self._peek()
@@ -176,8 +184,8 @@ class _PatternReader:
 
 @functools.cache
 def _all_of(name: str) -> Ranges:
-    """The characters of a class by ECMA's rules or by Unicode's, which `re` and other validators follow."""
-    more = "\ufeff" if name == "s" else ""  # by ECMA's alone
+    """Returns the characters of a class by ECMA's or by Unicode's definition, which `re` and other validators use."""
+    more = "\ufeff" if name == "s" else ""  # only in ECMA's definition
     found = re.finditer(rf"[\{name}{more}]+", "".join(map(chr, range(LAST + 1))))
     return [(each.start(), each.end() - 1) for each in found]
 

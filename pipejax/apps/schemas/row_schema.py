@@ -27,51 +27,56 @@ from pipejax.system.fields import named, shown_value
 
 logger = logging.getLogger(__name__)
 
-KEPT = 16  # schemas that stay compiled
+KEPT = 16  # number of compiled schemas that are kept
 KEPT_REFUSALS = 256
 STATES = 1 << 15  # the most states of a schema's automaton
 ENTRIES = 1 << 24  # the most entries of its table, 64 MiB
 
 
 class Effort(NamedTuple):
-    """The work that compiling a schema may take."""
+    """Limits on the work of compiling a schema."""
 
-    steps: int  # on its automaton
-    entries: int  # of its table
+    steps: int  # steps for its automaton
+    entries: int  # entries of its table
 
 
-WHOLE = Effort(MOST, ENTRIES)  # about a quarter of a second for the steps, and as much for the table
-QUICK = Effort(1 << 14, 1 << 20)  # a sixteenth of it, which is enough for usual schemas
+WHOLE = Effort(MOST, ENTRIES)  # each limit takes about a quarter of a second
+QUICK = Effort(1 << 14, 1 << 20)  # a sixteenth of WHOLE, which suffices for common schemas
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A property."""
+    """A property of a schema, as a row."""
 
     name: str
-    beginning: tuple[int, ...]  # its first tokens
-    start: int  # state of the table, after them
-    value: Callable[[str], object]  # of its text
+    beginning: tuple[int, ...]  # the first tokens of the row
+    start: int  # the state of the table after these tokens
+    value: Callable[[str], object]  # converts the row's text to the value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schema:
-    """A schema for one tokenizer, and for rows that are named in one way."""
+    """A compiled schema for one tokenizer and one naming of rows."""
 
-    where: str  # as messages name it: its file, or "schema"
-    text: str  # its JSON
-    names: tuple[str, ...]  # of the properties, in its order
+    where: str  # its name in messages: the file, or "schema"
+    text: str  # the schema as JSON
+    names: tuple[str, ...]  # names of the properties, in the schema's order
     rows: tuple[Row, ...]  # in the order of the grid
     table: Table
-    spelled: Sequence[bytes]  # by each token
+    spelled: Sequence[bytes]  # the bytes of each token
 
     @property
     def given(self) -> RowPrefixes:
-        """The known part of the rows of an answer."""
+        """Returns the known beginnings of an answer's rows."""
         return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
     def grammar(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
-        """The grammar of a batch; `bounds`: tokens of a row at the most in each example, None: of the grid."""
+        """Returns the grammar of a batch.
+
+        Args:
+          strategy: the strategy of the answers.
+          bounds: by example, the most tokens of a row; None: the limits of the grid.
+        """
         rows, times = strategy.places
         starts, first, last = (np.zeros((len(bounds), rows), np.int32) for _ in range(3))
         for i, row in enumerate(self.rows):
@@ -90,31 +95,31 @@ class Schema:
         return Grammar(self.table, starts, first, last, ends_of(strategy))
 
     def dump_row(self, number: int, tokens: Sequence[int]) -> str:
-        """The JSON of a property, its name included, from all tokens of its row."""
+        """Returns the JSON of a property, including its name, from all tokens of its row."""
         row = self.rows[number]
         value = row.value(b"".join(self.spelled[token] for token in tokens[len(row.beginning) :]).decode())
         return f"{json.dumps(row.name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
 
     def dump(self, rows: Sequence[Sequence[int]]) -> str:
-        """The JSON of an answer, from the tokens of each row of the grid."""
+        """Returns the JSON of an answer, from the tokens of each row of the grid."""
         pairs = {row.name: self.dump_row(i, rows[i]) for i, row in enumerate(self.rows)}
         return f"{{{', '.join(pairs[name] for name in self.names)}}}"
 
 
 def usual(size: int) -> Schema:
-    """A schema whose table has the shape of usual ones, for a vocabulary of that size: what it needs serves them."""
+    """Returns a schema whose table has the shape of common schemas, for warming up programs."""
     return Schema("schema", "{}", ("",), (Row("", (0,), 1, str),), Table.least(size), ())
 
 
 class Uncompiled(Exception):
-    """The schema is not compiled, or could not be compiled with the given effort."""
+    """Raised if the schema is not compiled yet, or not compilable with the given effort."""
 
 
 class Schemas:
-    """The schemas that were asked for last, compiled, and refusals; threads may share it."""
+    """A cache of the most recently used schemas, compiled or refused. Threads may share it."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Creates an empty cache."""
         self._found: dict[tuple[object, ...], Schema] = {}
         self._refused: dict[tuple[object, ...], dict[str, str]] = {}
         self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in (QUICK, WHOLE)}
@@ -130,10 +135,20 @@ class Schemas:
         effort: Effort | None = WHOLE,
         pause: Callable[[], None] | None = None,
     ) -> Schema:
-        """Returns the compiled schema, if answers of the method can follow it.
+        """Returns the compiled schema, from the cache or compiled now.
 
-        Raises Uncompiled for a new schema if `effort` is None, or QUICK and not sufficient. `pause` is called from time
-        to time during compilation, to let other threads work.
+        Args:
+          given: the schema, or the path of its file.
+          method: the method of the answers.
+          strategy: the method's strategy.
+          config: the experiment.
+          tokenizer: the model's tokenizer.
+          effort: the limits of the compilation; None: use only the cache.
+          pause: called from time to time during compilation, to let other threads work.
+
+        Raises:
+          UserError: answers of the method cannot follow the schema.
+          Uncompiled: the schema is new, and `effort` is None, or QUICK and not sufficient.
         """
         where = str(given) if isinstance(given, str | Path) else "schema"
         check(method, config, where)
@@ -143,8 +158,8 @@ class Schemas:
             return there
         if effort is None:
             raise Uncompiled
-        with self._compiling[effort]:  # one after the other
-            if there := self._look_up(key):  # another thread was first
+        with self._compiling[effort]:  # one compilation at a time
+            if there := self._look_up(key):  # another thread has compiled it meanwhile
                 return there
             assert config.model is not None
             try:
@@ -161,12 +176,16 @@ class Schemas:
             return made
 
     def _look_up(self, key: tuple[object, ...]) -> Schema | None:
-        """Raises a UserError if it was refused."""
+        """Returns the schema if it is in the cache.
+
+        Raises:
+          UserError: it was refused before.
+        """
         if fields := self._refused.get(key):
             raise UserError(**fields)
         with self._lock:
             if key in self._found:
-                self._found[key] = self._found.pop(key)  # the last to go
+                self._found[key] = self._found.pop(key)  # most recently used, so removed last
             return self._found.get(key)
 
     def _keep(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
@@ -186,13 +205,13 @@ def check(method: Method, config: Config, where: str = "schema") -> None:
 
 
 def read(given: Mapping[str, object] | str | Path, where: str) -> object:
-    """The JSON of a schema: an object, or the file that holds it."""
+    """Returns the JSON of a schema: the given object, or the content of the file at the given path."""
     try:
         found = (
             strict_json.loads(Path(given).read_text(encoding="utf-8-sig")) if isinstance(given, str | Path) else given
         )
         text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-        text.encode()  # fails for half a surrogate pair
+        text.encode()  # fails for half of a surrogate pair
         return strict_json.loads(text)
     except strict_json.DuplicateKey as error:
         raise UserError(where, found=error.found, expected=error.expected) from error
@@ -213,10 +232,21 @@ def make(
     effort: Effort = WHOLE,
     pause: Callable[[], None] | None = None,
 ) -> Schema:
-    """Compiles a schema; raises a UserError if rows cannot follow it or the tokenizer cannot write them.
+    """Compiles a schema.
 
-    `row_names`: the beginnings of rows in training, by property, in their order; `size`: V of the vocabulary. For
-    `effort` and `pause` see `Schemas.find`.
+    Args:
+      schema: the schema's JSON.
+      where: its name in messages.
+      tokenizer: the model's tokenizer.
+      row_names: the beginnings of rows in training, by property and in order.
+      size: the vocabulary size, V.
+      strategy: the strategy of the answers.
+      effort: see `Schemas.find`.
+      pause: see `Schemas.find`.
+
+    Raises:
+      UserError: rows cannot follow the schema, or the tokenizer cannot write them.
+      Uncompiled: the effort is not sufficient.
     """
     if tokenizer is None:
         raise UserError(where, "the checkpoint has no tokenizer", expected="one, which spells the rows")
@@ -258,7 +288,10 @@ def make(
 
 
 def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
-    """The error for a schema that needs more work than `effort`: Uncompiled if more may suffice, else a UserError."""
+    """Returns the exception for a schema that needs more work than `effort` allows.
+
+    It is Uncompiled if a higher effort may suffice, else a UserError.
+    """
     if effort != WHOLE:
         return Uncompiled()
     place = f": {error.place}" if isinstance(error, TooLarge) and error.place else ""
@@ -271,7 +304,7 @@ def _spelled(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence[bytes], where: str) -> None:
-    """Says which values that the schema spells out the tokenizer cannot write."""
+    """Warns about values listed in the schema that the tokenizer cannot write."""
     pieces = {*spelled} - {b""}
     longest = max(map(len, pieces))
 

@@ -1,18 +1,18 @@
-"""The bytes of text that each token of a vocabulary writes, whatever stands before it."""
+"""The bytes of text that each token of a vocabulary writes, independent of the tokens before it."""
 
 from pipejax.data.tokenizer import BYTE, Tokenizer
 from pipejax.system.errors import UserError
 
-SPACE = "▁"  # stands for a space in the pieces of SentencePiece
+SPACE = "▁"  # represents a space in the pieces of SentencePiece
 
 
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """The bytes of ids up to `size`; none of special and unknown ones. A space before all is no character."""
+    """Returns the bytes of the ids below `size`; special and unknown tokens have none."""
     pieces = [tokenizer.piece(i) if tokenizer.is_word(i) else "" for i in range(size)]
     kinds = tokenizer.decoders()
     if kinds is None and all(piece <= "\xff" for piece in pieces):  # ByT5's
         return [piece.encode("latin-1") for piece in pieces]
-    if kinds == ():  # words, between which it puts a space
+    if kinds == ():  # a vocabulary of words, which the tokenizer joins with spaces
         return [f" {piece}".encode() if piece else b"" for piece in pieces]
     if kinds == ("ByteLevel",):
         codes = _byte_level()
@@ -28,7 +28,10 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 def _byte_level() -> dict[str, int]:
-    """The character that stands for each byte in GPT-2's vocabularies: itself if it can be seen, else one of others."""
+    """Returns the byte of each character in GPT-2's vocabularies.
+
+    Visible characters represent themselves; other bytes are represented by other characters.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,1 +1,1 @@
-"""A checkpoint over HTTP as OpenAI's clients ask for it, above the engine that batches their requests."""
+"""Serves a checkpoint over HTTP with OpenAI's API, on top of an engine that batches the requests."""

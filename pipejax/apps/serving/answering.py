@@ -1,4 +1,4 @@
-"""A request's answers: from the engine's thread into the event loop, as pieces of text."""
+"""A request's answers: transfers them from the engine's thread to the event loop, as pieces of text."""
 
 import asyncio
 import contextlib
@@ -18,29 +18,39 @@ from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError, out_of_memory
 
-RETRY = 1  # seconds, until a queue that is full may have room
+RETRY = 1  # seconds until a full queue may have room
 
 
 @dataclasses.dataclass
 class Choice:
+    """One answer of a request, an element of "choices" in the response."""
+
     index: int
     writing: Writing | ObjectWriting
-    answer: Answer  # the engine's, to listen to
+    answer: Answer  # the engine's answer
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     tokens: int = 0
     record: Record | None = None
-    reason: str | None = None  # the cause of its end: "stop" or "length"
+    reason: str | None = None  # the reason of its end: "stop" or "length"
 
 
 class Completion:
+    """All answers of a request."""
+
     def __init__(self, asked: ClientRequest, generator: Generator, engine: Engine, counters: Counters) -> None:
-        """Asks the engine for all of them, or for none."""
+        """Submits all answers of the request to the engine, or none of them.
+
+        Raises:
+          UserError: the model does not support the request.
+          Full: the queue has no room.
+          Closed: the engine is closed.
+        """
         self.asked, self._counters = asked, counters
         self._scored = asked.logprobs is not None or generator.config.decode.scores
-        self._whole = generator.tokenizer is None or asked.rows  # with the record
+        self._whole = generator.tokenizer is None or asked.rows  # whether responses contain records
         self._begun = time.perf_counter()
         self.choices = list[Choice]()
-        self._has_begun = False  # the first of them
+        self._has_begun = False  # whether a result has arrived
         start = generator.make_strategy(asked.strategy, drafts=False).start
         write: Callable[[], Writing | ObjectWriting] = functools.partial(
             Writing,
@@ -72,17 +82,23 @@ class Completion:
         counters.prompt_tokens.inc(asked.prompt_tokens)
 
     async def run(self, silence: float) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
-        """Yields what was added to which choices, until all are complete; nothing after so many seconds of silence."""
+        """Yields the new pieces of each choice, until all choices are complete.
+
+        After `silence` seconds without a result, yields an empty list.
+
+        Raises:
+          BaseException: the error of an answer.
+        """
         each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[list[_Item]]()
 
         def hear(i: int, found: Found) -> None:
-            """Called by the engine's thread."""
+            """Passes results to the event loop. Called by the engine's thread."""
             if i == 0 and not self._has_begun and found and not isinstance(found[0], BaseException):
                 self._has_begun = True
                 self._counters.first.observe(time.perf_counter() - self._begun)
             if items := [(i, item) for item in found if each or not isinstance(item, Event)]:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody reads
+                with contextlib.suppress(RuntimeError):  # the loop has ended, so there is no reader
                     loop.call_soon_threadsafe(inbox.put_nowait, items)
 
         for choice in self.choices:
@@ -110,7 +126,7 @@ class Completion:
                     continue
                 choice.record = item
                 pieces += choice.writing.end()
-                choice.tokens = sum(map(len, item["row_ids"]))  # without those of rows that were left out
+                choice.tokens = sum(map(len, item["row_ids"]))  # without the tokens of rows that were left out
                 is_cut = item["truncated"] and not choice.writing.stopped
                 self._end(choice, "length" if is_cut else "stop")
             for i, pieces in added.items():
@@ -118,6 +134,7 @@ class Completion:
             yield [(self.choices[i], pieces) for i, pieces in added.items()]
 
     async def finish(self, silence: float) -> None:
+        """Waits until all choices are complete."""
         async for _ in self.run(silence):
             pass
 
@@ -127,23 +144,27 @@ class Completion:
         self._counters.tokens.inc(choice.tokens)
 
     def close(self, reason: str = "cancelled") -> None:
+        """Cancels the choices that are not complete; `reason` is for the counters."""
         for choice in self.choices:
             if choice.reason is None:
                 choice.answer.cancel()
                 self._end(choice, reason)
 
     def usage(self) -> dict[str, int]:
+        """Returns the counts of tokens, as in OpenAI's "usage"."""
         written = sum(choice.tokens for choice in self.choices)
         found = {"prompt_tokens": self.asked.prompt_tokens, "completion_tokens": written}
         found["total_tokens"] = sum(found.values())
         return found | ({"cut_tokens": self.asked.cut_tokens} if self.asked.cut_tokens else {})
 
     def text_of(self, choice: Choice) -> str:
+        """Returns the text of a choice."""
         if choice.record is not None and not self.asked.stop:
             return choice.record["text"] or ""
         return "".join(piece.text for piece in choice.pieces)
 
     def record_of(self, choice: Choice) -> dict[str, object]:
+        """Returns {"record": record} if the response contains records, else {}."""
         if not self._whole or choice.record is None:
             return {}
         record: dict[str, object] = {**choice.record}
@@ -152,11 +173,11 @@ class Completion:
         return {"record": record | ({"sample": choice.index % self.asked.n} if self.asked.n > 1 else {})}
 
 
-_Item = tuple[int, Event | Record | BaseException]  # of the answer with that number
+_Item = tuple[int, Event | Record | BaseException]  # a result and the index of its choice
 
 
 def told(error: BaseException) -> Refused:
-    """The refusal that tells a client of any error; what the client cannot mend is a mistake of the server."""
+    """Returns the response for an exception. An exception that the client did not cause is an error of the server."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, Full):

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, keys, limits, and errors that are all JSON."""
+"""The HTTP application: routes, API keys, limits, and errors as JSON."""
 
 import asyncio
 import contextlib
@@ -49,26 +49,29 @@ with extra("serve", "pipejax serve"):
 
 logger = logging.getLogger(__name__)
 
-SILENCE = 15.0  # seconds without an event, after which a stream says that it lives: proxies end silent connections
-CHUNKS = 2**14  # bytes of framing that a body may have beyond an eighth of its content: about 3,300 chunks
-KEPT_BODY = 99_999  # the most bytes of an unread body after which the connection is kept
-GONE = 499  # nobody sees it but the counters
-READERS = 4  # threads that read requests; new schemas are compiled in others
+# Seconds without an event after which a stream sends a comment, because proxies close silent connections.
+SILENCE = 15.0
+CHUNKS = 2**14  # bytes of chunk framing that a body may have, plus an eighth of its content: about 3,300 chunks
+KEPT_BODY = 99_999  # the most unread bytes of a body with which the connection is kept open after the response
+GONE = 499  # a status for counters only: the client has disconnected
+READERS = 4  # threads that parse requests; new schemas are compiled in other threads
 SHARES = {QUICK: 0.5, WHOLE: 0.5}  # the share of the interpreter's time for compiling schemas
-WAITING = {QUICK: 64, WHOLE: 4}  # new schemas of a client that may wait
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # that a client may give
+WAITING = {QUICK: 64, WHOLE: 4}  # the most new schemas of a client that may wait
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # the form of a client's request id
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    body: int  # bytes
-    seconds: float  # until its last byte
-    answers: int  # of one request
-    schemas: bool = True  # whether it may have one
+    """The limits of a request."""
+
+    body: int  # the most bytes of a body
+    seconds: float  # the most seconds until the last byte of the response
+    answers: int  # the most answers of one request
+    schemas: bool = True  # whether requests may have schemas
 
 
-# Of each route the fields of what is asked, and the objects of the answers.
+# For each route: the fields of a request, and the class of its response objects.
 POSTS: dict[str, tuple[RequestFields, type[Completions] | type[Responses]]] = {
     "/v1/completions": (requests.COMPLETIONS, Completions),
     "/v1/chat/completions": (requests.CHAT, Chats),
@@ -77,6 +80,8 @@ POSTS: dict[str, tuple[RequestFields, type[Completions] | type[Responses]]] = {
 
 
 class Service:
+    """Answers requests with a generator, and keeps the state that all connections share."""
+
     def __init__(
         self,
         generator: Generator,
@@ -89,7 +94,18 @@ class Service:
         hosts: Sequence[str] | None = None,
         access_log: bool = False,
     ) -> None:
-        """`hosts`: names other than this machine's that a request's Host header may have; None: any."""
+        """Registers the counters; accepts requests as soon as it is part of an application (`make_app`).
+
+        Args:
+          generator: the model.
+          engine: decodes its requests.
+          name: the model's name in the API.
+          limits: the limits of each request.
+          keys: API keys; empty: no key is required.
+          origins: origins whose pages may use the API (CORS).
+          hosts: names other than this machine's that a Host header may have; None: any name.
+          access_log: whether to log each request.
+        """
         self.models = {name: generator} | generator.adapters
         self.engine, self.name, self.limits = engine, name, limits
         self.keys, self.origins, self.hosts = [key.encode() for key in keys], origins, hosts
@@ -97,7 +113,7 @@ class Service:
         self.counters = Counters()
         self._readers = ThreadPoolExecutor(READERS, "reader")
         self._compiling = {effort: Turns("schema", most) for effort, most in WAITING.items()}
-        self.active = 0  # requests for answers
+        self.active = 0  # requests for answers in progress
         self.draining = False
         self._told_of_turns = False
         self.started = int(time.time())
@@ -107,7 +123,7 @@ class Service:
         watch("places", "Answers of a strategy that can be written at once", lambda: engine.places)
         watch("places_in_use", "Answers that are being written", lambda: engine.running)
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
-        # None of the kept encodings: whoever asks for a text would see there whether it was asked for before.
+        # Cached encodings are not counted here, because clients could see whether a text was requested before.
         watch("warming_up", "1 until all is compiled that was planned", lambda: not self.is_warm)
         watch("draining", "1 once the server has been told to end", lambda: self.draining)
 
@@ -150,10 +166,11 @@ class Service:
 
     @property
     def is_warm(self) -> bool:
+        """Whether all planned programs are compiled."""
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
     async def _read(self, body: bytes, form: RequestFields, client: Hashable) -> ClientRequest:
-        """Reads a request. A new schema is compiled in another thread, and in a second one if it takes long."""
+        """Parses a request. A new schema is compiled in one thread, or in another one if it takes long."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
         given = await run(self._readers, requests.parse_body, body)
 
@@ -173,13 +190,13 @@ class Service:
         return await asyncio.wrap_future(self._compiling[WHOLE].submit(client, partial(read, WHOLE)))
 
     def _client_of(self, scope: Scope) -> Hashable:
-        """The sender of a request: its key, or its address if the server requires no key."""
+        """Identifies the sender of a request: by its key, or by its address if no key is required."""
         if self.keys:
             return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         return (scope.get("client") or ("",))[0]
 
     async def show_models(self, request: Request) -> Response:
-        """GET /v1/models and /v1/models/NAME."""
+        """Answers GET /v1/models and /v1/models/NAME."""
         name = request.path_params.get("name")
         if name is None:
             return _json({"object": "list", "data": [self._shown(each) for each in self.models]})
@@ -208,21 +225,26 @@ class Service:
         }
 
     async def health(self, request: Request) -> Response:
+        """Answers GET /health."""
         return _json({"status": "draining" if self.draining else "ok"}, 503 if self.draining else 200)
 
     async def live(self, request: Request) -> Response:
+        """Answers GET /livez: the process runs."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
+        """Answers GET /readyz: 200 once all planned programs are compiled, 503 before that and while draining."""
         status = "draining" if self.draining else "ok" if self.is_warm else "warming up"
         found = {"prepared": self.engine.compiler.prepared, "planned": self.engine.compiler.planned}
         return _json({"status": status, "programs": found}, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
+        """Answers GET /metrics in the format of Prometheus."""
         return Response(self.counters.text(), media_type=CONTENT_TYPE)
 
 
 def make_app(service: Service) -> ASGIApp:
+    """Returns the ASGI application with all routes, the checks of hosts and keys, and JSON errors."""
     page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
@@ -232,7 +254,7 @@ def make_app(service: Service) -> ASGIApp:
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             found, headers = f"{request.method} {request.url.path}", dict(error.headers or {})
-            if "Allow" in headers:  # of a path that is there
+            if "Allow" in headers:  # the path exists, for other methods
                 headers["Allow"] = ", ".join(sorted([*headers["Allow"].split(", "), "OPTIONS"]))
                 if request.method == "OPTIONS":
                     return Response(status_code=204, headers=headers)
@@ -252,8 +274,8 @@ def make_app(service: Service) -> ASGIApp:
     ]
     handlers = {HTTPException: refuse, Refused: refuse, Exception: refuse}
     middleware = [Middleware(_Door, keys=service.keys)]
-    if service.origins:  # before the door, as a browser asks without a key whether it may ask with one
-        # What pages of other sites may do and read. Clients have many headers of their own.
+    if service.origins:  # before `_Door`, because browsers send preflight requests without a key
+        # The permissions of pages from other sites. Any header is allowed, because clients send many.
         sites = Middleware(
             CORSMiddleware,
             allow_origins=service.origins,
@@ -265,20 +287,20 @@ def make_app(service: Service) -> ASGIApp:
     if service.hosts is not None:
         middleware.insert(0, Middleware(_Hosts, names=service.hosts))
     made = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    made.router.redirect_slashes = False  # such an answer would lead to the host that the request names
+    made.router.redirect_slashes = False  # a redirect would lead to the host named in the request
     return _Desk(made, service)
 
 
 PROBES = "/health", "/livez", "/readyz", "/metrics", "/"
 ROUTES = (*(f"POST {path}" for path in POSTS), "GET /v1/models", *(f"GET {path}" for path in PROBES))
-_request_id = ContextVar("request_id", default="")  # of the request that is answered
+_request_id = ContextVar("request_id", default="")  # the id of the current request
 
 
 class _Desk:
-    """Gives each request an id, the client's or a new one, which the response and the log contain.
+    """Assigns an id to each request, the client's or a new one, which the response and the log contain.
 
     The connection is closed after the response in three cases: the server drains; the request has both a length and
-    chunks, since a proxy may have used the other one (RFC 9112, 6.1); or most of its body was not read.
+    chunks, because a proxy may have used the other one (RFC 9112, 6.1); or most of its body was not read.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -338,7 +360,7 @@ class _Hosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
         app = self._app
-        if given and not self._is_known(host_of(given[0])):  # browsers always send one, HTTP/1.0 may not
+        if given and not self._is_known(host_of(given[0])):  # browsers always send one; HTTP/1.0 clients may not
             message = f"Host: found {shown_value(given[0])}; expected this machine, or a name of --allow-host"
             app = refusal(Refused(421, message, code="unknown_host"))
         await app(scope, receive, send)
@@ -353,7 +375,7 @@ class _Hosts:
 
 
 def host_of(text: str) -> str:
-    """The name or address in a Host header or a similar text, without its port; "" if there is none."""
+    """Returns the name or address in a Host header, without the port; "" if there is none."""
     try:
         parts = urlsplit(f"//{text}")
         _ = parts.port
@@ -363,7 +385,7 @@ def host_of(text: str) -> str:
 
 
 class _Door:
-    """Lets nobody without a key to what begins with /v1/, if there are keys. Which methods there are is no secret."""
+    """Requires an API key for paths that begin with /v1/, if there are keys. OPTIONS needs none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
         self._app, self._keys = app, keys
@@ -384,8 +406,13 @@ class _Door:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
+    """Reads the body of a request.
+
+    Raises:
+      Refused: its type, size, chunks or duration are not allowed.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # what a page of another site may send without asking is none
+    if kind != "application/json":  # pages of other sites can send other types without a preflight request
         raise Refused(415, UserError("Content-Type", found=kind[:80] or "none", expected="application/json"))
     if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise Refused(415, UserError("Content-Encoding", found=packed[:80], expected="none"))
@@ -413,7 +440,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 async def _stream(completion: Completion, objects: Objects, receive: Receive, send: Send, *, ends: float) -> None:
-    """Answers with server-sent events while it is written; an error is the last of them."""
+    """Sends a completion as server-sent events while it is decoded. An error becomes the last event."""
 
     async def say(*events: str, more: bool = True) -> None:
         body = "".join(f"{event}\n\n" for event in events).encode("utf-8", "replace")
@@ -429,7 +456,7 @@ async def _stream(completion: Completion, objects: Objects, receive: Receive, se
         await say(*objects.end(), more=False)
 
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-    headers += [(b"x-accel-buffering", b"no")]  # proxies of this kind would collect the events
+    headers += [(b"x-accel-buffering", b"no")]  # else nginx would buffer the events
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         await _race(write(), receive, ends)
@@ -437,13 +464,18 @@ async def _stream(completion: Completion, objects: Objects, receive: Receive, se
         raise
     except Exception as error:
         completion.close("error")
-        with contextlib.suppress(TimeoutError):  # a client that reads nothing gets no error either
+        with contextlib.suppress(TimeoutError):  # a client that does not read cannot get the error either
             async with asyncio.timeout(5):
                 await say(*objects.fail(_note(error)), more=False)
 
 
 async def _race(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
-    """Does the work, unless the client goes away or the time is over."""
+    """Awaits the work until the client disconnects or the time is over.
+
+    Raises:
+      ClientDisconnect: the client has disconnected.
+      Refused: the time is over.
+    """
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -465,7 +497,7 @@ async def _race(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
 
 
 def _note(error: Exception) -> Refused:
-    """The refusal that the client is told; of our own mistakes the log gets the traceback."""
+    """Returns the response for an exception; logs the traceback if it is an error of the server."""
     refused = told(error)
     if refused.status == 500:
         own = _request_id.get()
@@ -475,12 +507,13 @@ def _note(error: Exception) -> Refused:
 
 
 def refusal(error: Exception) -> Response:
+    """Returns the HTTP response for an exception."""
     refused = _note(error)
     return _json(refused.body(), refused.status, refused.headers)
 
 
 MALFORMED = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
-# The responses to connections without a readable request, by reason.
+# The responses on connections without a readable request, by reason.
 WITHOUT_REQUEST = {
     "malformed": Refused(400, MALFORMED, code="malformed_request"),
     "full": Refused(503, "too many connections are open; try again", code="too_many_connections"),
@@ -488,7 +521,10 @@ WITHOUT_REQUEST = {
 
 
 def refuse_connection(reason: str, *, access_log: bool) -> bytes:
-    """The bytes of the response, with an id, to a connection without a request; `reason`: a key of WITHOUT_REQUEST."""
+    """Returns the bytes of the response, with an id, on a connection without a readable request.
+
+    `reason` is a key of WITHOUT_REQUEST.
+    """
     refused, own = WITHOUT_REQUEST[reason], secrets.token_hex(16)
     body = dump(refused.body()).encode()
     head = [f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}", "Content-Type: application/json"]

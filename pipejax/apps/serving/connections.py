@@ -1,7 +1,8 @@
-"""Connections of the HTTP server: limits their number and the work of each, and closes them without losing answers.
+"""Connections of the HTTP server: limits their number and their work, and closes them without losing responses.
 
-`Listener` accepts connections up to a limit. `Connection` is uvicorn's HTTP/1.1 with bounded work for each of them, and
-`_Transport` lets a client read its response before the connection is closed.
+`Listener` accepts connections up to a limit; at the limit it closes an idle connection or refuses the new one.
+`Connection` is uvicorn's HTTP/1.1 protocol that parses a bounded number of bytes at a time, so that one client cannot
+block the event loop. `_Transport` delays closing a socket until the client has read its response.
 """
 
 import asyncio
@@ -21,19 +22,22 @@ with extra("serve", "pipejax serve"):
 
 logger = logging.getLogger(__name__)
 
-READ = 2**12  # bytes of a connection that are parsed before other connections are served
+READ = 2**12  # bytes of one connection that are parsed before other connections are served
 DISCARDED = 2**26  # bytes that are read and discarded after a response
-SILENCE, LONGEST = 1.0, 30.0  # seconds without a byte, and in all, after which a discarding connection is closed
-FRAMING = "pipejax.framing"  # key of a request's state: bytes of framing in its body, such as the sizes of chunks
+SILENCE, LONGEST = 1.0, 30.0  # seconds without a byte, and in total, after which a discarding connection is closed
+FRAMING = "pipejax.framing"  # key of a request's state: bytes of chunk framing in its body
 BACKLOG = 2048  # the system's backlog of connections to accept
-BATCH = 32  # connections accepted before other tasks run
-SPARE = 32  # connections above the limit that are refused at the same time
-PAUSE = 0.05  # seconds until another try to accept
+BATCH = 32  # connections that are accepted before other tasks run
+SPARE = 32  # connections above the limit that may be refused at the same time
+PAUSE = 0.05  # seconds until accepting is tried again after an error
 QUIET = 60.0  # seconds between two log lines about the limit
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """HTTP/1.1 of one client. A `BufferedProtocol` decides how many bytes are read, and so parsed, at a time."""
+    """The HTTP/1.1 protocol of one client.
+
+    A `BufferedProtocol` determines how many bytes are read, and thereby parsed, at a time.
+    """
 
     def __init__(self, listener: "Listener", **given: Any) -> None:
         super().__init__(**given)
@@ -75,8 +79,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def _refuse(self, reason: str) -> None:
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self.transport.write(self._listener.refusal(reason))  # otherwise the response in progress would be cut off
-        if self.cycle is not None:  # the task that answers it is not needed any more
+            # Otherwise the refusal would be written into the response in progress.
+            self.transport.write(self._listener.refusal(reason))
+        if self.cycle is not None:  # its task is not needed any more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
@@ -94,7 +99,7 @@ class _Transport:
     def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._inner, self._loop = inner, loop
         self._left, self._discards = DISCARDED, False
-        self._heard = self._ends = 0.0  # times of the loop
+        self._heard = self._ends = 0.0  # in the loop's time
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -116,7 +121,7 @@ class _Transport:
         self._watch()
 
     def discard(self, count: int) -> bool:
-        """Whether incoming bytes are discarded; called with their number."""
+        """Counts incoming bytes; returns whether they are to be discarded."""
         if self._discards:
             self._left, self._heard = self._left - count, self._loop.time()
             if self._left < 0:
@@ -136,17 +141,23 @@ class _Transport:
 
 
 class Listener:
-    """Accepts connections. At the limit it closes the one that has been idle longest, or else refuses the new one."""
+    """Accepts connections. At the limit it closes the connection that has been idle longest, or refuses the new one."""
 
     def __init__(
         self, listener: socket.socket, server: uvicorn.Server, most: int, refusal: Callable[[str], bytes]
     ) -> None:
-        """`most`: the limit of open connections. `refusal`: makes the response to a connection without a request.
+        """Prepares accepting on a socket.
 
-        The argument of `refusal` is "malformed" for bytes that are not a request, or "full" above the limit.
+        Args:
+          listener: the listening socket.
+          server: the server that the connections belong to.
+          most: the limit of open connections.
+          refusal: returns the response to a connection without a request, for the reason "malformed" (the bytes are not
+            a
+            request) or "full" (the limit is reached).
         """
         self._socket, self._server, self.most, self.refusal = listener, server, most, refusal
-        self.idle = OrderedDict[Connection, None]()  # those without a complete request, longest idle first
+        self.idle = OrderedDict[Connection, None]()  # connections without a complete request, longest idle first
         self._open = set[Connection]()
         self._connecting = set[asyncio.Task[object]]()
         listener.setblocking(False)
@@ -167,6 +178,7 @@ class Listener:
         return len(self._open) <= self.most
 
     def forget(self, connection: Connection) -> None:
+        """Removes a closed connection."""
         self.idle.pop(connection, None)
         self._open.discard(connection)
 
@@ -184,7 +196,7 @@ class Listener:
                 client, _ = await loop.sock_accept(self._socket)
             except ConnectionError:  # the client is gone
                 continue
-            except OSError as error:  # no descriptor is left, or no memory
+            except OSError as error:  # no file descriptor or no memory is left
                 self._warn(f"no connection can be accepted now ({error.strerror})")
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._close_idle()
@@ -197,7 +209,7 @@ class Listener:
         try:
             while True:
                 self._connect(self._socket.accept()[0])
-        except OSError:  # none waits
+        except OSError:  # the backlog is empty
             pass
         self._socket.close()
 
@@ -212,7 +224,7 @@ class Listener:
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(lambda: made, client))
-        self._connecting.add(task)  # the loop keeps no reference
+        self._connecting.add(task)  # the loop keeps only a weak reference
         task.add_done_callback(self._connecting.discard)
 
     def _close_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""The counters of the server, in the text format of Prometheus."""
+"""The server's counters, in the text format of Prometheus."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 
 
 class Counters:
-    """Of one server; all names begin with pipejax_."""
+    """The counters of one server; all names begin with pipejax_."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -32,8 +32,9 @@ class Counters:
         self.first = histogram("first_token_seconds", "From the request to the first token of its answer")
 
     def watch(self, name: str, said: str, measure: Callable[[], float]) -> None:
-        """Adds a value that is asked for when it is read."""
+        """Adds a gauge whose value is measured when it is read."""
         Gauge(f"pipejax_{name}", said, registry=self._registry).set_function(measure)
 
     def text(self) -> bytes:
+        """Returns all counters in the text format of Prometheus."""
         return generate_latest(self._registry)

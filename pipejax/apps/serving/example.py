@@ -1,4 +1,4 @@
-"""An example of a prompt that a model can answer, for the page that the server shows."""
+"""The example prompt on the server's page."""
 
 from pipejax.config import Config
 from pipejax.data import make_task
@@ -17,10 +17,11 @@ Prompt = str | list[int] | dict[str, str]
 
 
 def example_of(generator: Generator) -> Prompt | None:
-    """A prompt in the model's own template that is not cut; None if the tokenizer cannot read it.
+    """Returns a prompt in the model's template that is not truncated; None if the tokenizer cannot read it.
 
-    The embedded tasks have a document of their own. Other models get a few sentences, as many words as they read: all
-    in the last field of a template, the first sentence in the others. Without a tokenizer the prompt is token ids.
+    The built-in tasks provide a document. Other models get as many words of a few sentences as they read: all of them
+    in the last field of the template, the first sentence in the other fields. Without a tokenizer the prompt is token
+    ids.
     """
     config, architecture = generator.config, generator.architecture
     most = config.data.max_source

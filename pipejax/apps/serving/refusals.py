@@ -1,4 +1,4 @@
-"""The server's answer when it does not do what is asked: OpenAI's error object with the status that says who errs."""
+"""Error responses: OpenAI's error object, with an HTTP status that tells errors of the client from the server's."""
 
 from collections.abc import Mapping
 
@@ -10,6 +10,8 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 
 class Refused(Exception):
+    """An error response to a client."""
+
     def __init__(
         self,
         status: int,
@@ -19,7 +21,15 @@ class Refused(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`error` goes to the client, so it may tell nothing about the machine; the fields of a UserError go along."""
+        """Creates an error response.
+
+        Args:
+          status: the HTTP status.
+          message: the message for the client; it must not reveal anything about this machine.
+          field: the field of the body that causes the error.
+          code: OpenAI's code of the error.
+          headers: additional headers.
+        """
         message = _cut(str(error))
         self.details = (
             {name: _cut(text) for name, text in error.fields().items()} if isinstance(error, UserError) else {}
@@ -30,6 +40,7 @@ class Refused(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
+        """Returns OpenAI's error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         known = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
         return {"error": known | self.details}
@@ -40,10 +51,10 @@ def _cut(text: str) -> str:
 
 
 def unsuitable(place: str, found: object, expected: str, *, status: int = 400, code: str | None = None) -> Refused:
-    """The refusal of a field of the body that holds something else than it must."""
+    """Returns the error response for an invalid field of the body."""
     said, field = found if isinstance(found, Shown) else shown_value(found), place.partition(" ")[0]
     return Refused(status, UserError(named(place), found=said, expected=expected), field=field, code=code)
 
 
 class Shown(str):
-    """Words about what was found, instead of the value itself."""
+    """A description of an invalid value, shown in place of the value."""

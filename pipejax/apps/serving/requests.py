@@ -1,4 +1,4 @@
-"""The body of a request, field by field: what may be asked on which route, and what is refused with which words."""
+"""Parses the body of a request, field by field: the fields of each route, and the errors for unsupported values."""
 
 import codecs
 import dataclasses
@@ -20,22 +20,22 @@ from pipejax.inference.sources import Source, check_fields, fields_of, template_
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 
-Apply = Callable[[Mapping[str, object], Generator, str], Generator]  # of a schema, a model, and a strategy's name
-Neutral = Mapping[str, tuple[object, ...]]  # by field the values that change nothing
+Apply = Callable[[Mapping[str, object], Generator, str], Generator]  # applies a schema to a model and a strategy
+Neutral = Mapping[str, tuple[object, ...]]  # by field, the values that have no effect
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestFields:
-    """The fields of a route's bodies: where they stand, and which of OpenAI's mean nothing here."""
+    """The fields in the bodies of a route, and which of OpenAI's fields are ignored or refused."""
 
     prompts: Callable[
         [Object, str, Config], tuple[list[object], bool]
-    ]  # the sources, and whether some of it is not read
-    source: str  # the field that holds them
-    most_tokens: tuple[str, ...]  # fields of which one may bound the tokens of an answer
-    more: tuple[str, ...]  # fields that not all routes have
-    neutral: Neutral  # fields that are not supported, and the values which change nothing
-    unused: tuple[str, ...]  # fields that change nothing
+    ]  # returns the sources, and whether parts of the input are ignored
+    source: str  # the field with the sources
+    most_tokens: tuple[str, ...]  # fields that may limit the tokens of an answer; a request may have one of them
+    more: tuple[str, ...]  # fields that only some routes have
+    neutral: Neutral  # unsupported fields, with their values that have no effect
+    unused: tuple[str, ...]  # fields that are ignored
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -43,8 +43,8 @@ class RequestFields:
 
 
 SHARED = ("temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "strategy", "truncate")
-SEEDS = 2**31  # that are drawn for requests without one
-STOPS, STOP_LENGTH = 4, 200  # texts, characters
+SEEDS = 2**31  # seeds are drawn below this number for requests without one
+STOPS, STOP_LENGTH = 4, 200  # the most stop texts, and the most characters of each
 ROLES = ("user", "system", "developer", "assistant", "tool", "function")
 TEXTS = ("text", "input_text")  # types of the parts of a message that are read
 FORMATS = "json_schema", "json_object", "text"
@@ -53,17 +53,17 @@ FORMAT_FIELDS: dict[str, type] = {"type": str, "name": str, "description": str, 
 
 @dataclasses.dataclass(frozen=True)
 class ClientRequest:
-    """A request, read and checked; sample k of prompt i is choice i * n + k."""
+    """A parsed and checked request. Sample k of prompt i is choice i * n + k."""
 
-    model: str  # its name
+    model: str  # the model's name
     sources: tuple[Source, ...]  # token ids
-    cut_tokens: int  # of the prompts, that the model will not read
+    cut_tokens: int  # tokens of the prompts beyond the model's limit
     strategy: str
-    sampling: Sampling  # its seed is not yet the source's own
+    sampling: Sampling  # with the request's seed, from which the seed of each source is derived
     n: int
     max_tokens: int | None
-    row_tokens: int | None  # of each row, in the place of `max_tokens` if answers follow a schema
-    echoed: Object  # as a response says it: the format of the answers, and what was asked beside it
+    row_tokens: int | None  # the most tokens of each row, in place of `max_tokens`, if answers follow a schema
+    echoed: Object  # fields that a response repeats, with the format of the answers
     logprobs: int | None
     stop: tuple[str, ...]
     stream: bool
@@ -81,6 +81,11 @@ class ClientRequest:
 
 
 def parse_body(body: bytes) -> dict[str, object]:
+    """Parses the JSON object of a body.
+
+    Raises:
+      Refused: the body is not a JSON object.
+    """
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         found = strict_json.loads(body.decode("utf-8"), parse_constant=_no_number)
@@ -112,7 +117,18 @@ def read_request(
     most: int,
     apply: Apply | None,
 ) -> ClientRequest:
-    """The request in a body. `most`: see `app.Limits.answers`; `apply`: see `apply_format`."""
+    """Parses and checks a request.
+
+    Args:
+      body: the JSON object.
+      form: the fields of the route.
+      models: the models by name.
+      most: the most answers of a request.
+      apply: applies schemas; None: schemas are refused.
+
+    Raises:
+      Refused: a field is unknown, invalid or not supported.
+    """
     given = _supported(body, form)
     model = given.get("model", next(iter(models)))
     if not isinstance(model, str) or model not in models:
@@ -186,7 +202,11 @@ ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
 
 
 def _supported(body: Object, form: RequestFields) -> Object:
-    """The fields of a body that ask for something; refuses unknown ones, and values that are not supported."""
+    """Returns the fields of a body without those that have no effect.
+
+    Raises:
+      Refused: a field is unknown, or its value is not supported.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in [*given.items()]:
         if (neutral := form.neutral.get(name)) is not None:
@@ -244,7 +264,7 @@ KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "n
 
 
 def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
-    """One for each source: a text, an object or a list of ids."""
+    """Returns the prompts, one for each source: a text, an object, or a list of token ids."""
     prompt = given.get(field)
     expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
     if prompt is None:
@@ -253,7 +273,7 @@ def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], b
         return [prompt], False
     if not isinstance(prompt, list) or not prompt:
         raise unsuitable("prompt", prompt, expected)
-    if all(isinstance(one, int | float) for one in prompt):  # ids, if they are whole
+    if all(isinstance(one, int | float) for one in prompt):  # a list of token ids; non-integers are refused later
         return [prompt], False
     kinds = dict.fromkeys(KINDS.get(type(one), "null") for one in prompt)
     if len(kinds) > 1 or "null" in kinds:
@@ -261,11 +281,11 @@ def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], b
     return prompt, False
 
 
-# Of a conversation an encoder-decoder reads one text, the user's last message.
+# An encoder-decoder reads one text of a conversation: the user's last message.
 
 
 def _last_message(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
-    """The source in `messages` or `input`, and whether there are messages or instructions that are not read."""
+    """Returns the source in `messages` or `input`, and whether other messages or instructions are ignored."""
     messages = given.get(field)
     if field == "input" and isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -281,7 +301,7 @@ def _last_message(given: Object, field: str, config: Config) -> tuple[list[objec
     if not users:
         raise unsuitable(field, Shown("no message of a user"), "at least one: the last of them is the source")
     text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
-    # A template of one field is filled by the text. One of several cannot be, so the text is the whole source then.
+    # With a template of one field, the text fills that field. With several fields, the text is the whole source.
     fields = {*template_of(config).fields}
     ignored_settings = len(messages) > 1 or bool(given.get("instructions"))
     return [{fields.pop(): text} if len(fields) == 1 else text], ignored_settings
@@ -301,7 +321,7 @@ def _text_of_parts(content: object, place: str) -> str:
     return "\n".join(texts)
 
 
-# A JSON schema that answers follow: the fields response_format and text.format.
+# The JSON schema of answers: the fields response_format and text.format.
 
 
 def apply_format(
@@ -310,9 +330,12 @@ def apply_format(
     strategy: str,
     apply: Apply | None,
 ) -> Generator:
-    """The generator under the schema of a request, by `apply`; the unchanged generator if there is no schema.
+    """Returns the generator with the schema of the request; without a schema, the generator unchanged.
 
     `apply` is None if the server refuses schemas.
+
+    Raises:
+      Refused: the format is invalid, or the schema is not supported.
     """
     field, found = _format(given)
     kind = found.get("type") if isinstance(found, Mapping) else None
@@ -345,7 +368,7 @@ def apply_format(
 
 
 def echo(given: Object) -> dict[str, object]:
-    """The format that `apply_format` took, as a response says it: the fields of OpenAI's, of their types."""
+    """Returns the format that `apply_format` used, with OpenAI's fields and types, for the response."""
     _, found = _format(given)
     if not isinstance(found, Mapping) or found["type"] == "text":
         return {"type": "text"}
@@ -362,7 +385,7 @@ def _format(given: Object) -> tuple[str, object]:
 
 
 def bound_rows(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
-    """The tokens that each row of an answer may have, so that all have at most so many as the field bounds them to."""
+    """Returns the most tokens of each row, so that all rows together do not exceed the limit of the request."""
     schema = generator.schema
     if schema is None or most is None:
         return None

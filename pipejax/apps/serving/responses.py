@@ -1,8 +1,8 @@
 """OpenAI's objects for a request's answers: completions, chats and responses.
 
-`whole` is the object of answers that are complete. Of a stream, `begin` has the events before the first piece, `add`
-those for what was added to which choices, `end` those once all is complete, and `fail` the one that ends it instead;
-each is a line as it is sent, without the blank one after it.
+`whole` is the object of completed answers. For a stream, `begin` returns the events before the first piece, `add` the
+events for new pieces of choices, `end` the events after completion, and `fail` the event that ends the stream after an
+error. An event is the text that is sent, without the blank line after it.
 """
 
 import json
@@ -15,18 +15,18 @@ from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.row_text import Piece
 
 Json = dict[str, object]
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity
+LEAST_LOG_PROB = -9999.0  # in place of -inf, which JSON does not have
 
 
 class Completions:
-    """Completion objects, and chunks of a stream: one for each piece, and one at the end of a choice."""
+    """Completion objects, and the chunks of a stream: one per piece, and one at the end of a choice."""
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, completion: Completion, *, model: str, fingerprint: object) -> None:
         self._completion, self._model, self._fingerprint = completion, model, fingerprint
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._offsets = [0] * len(completion.choices)  # characters of each that were shown with log-probabilities
+        self._offsets = [0] * len(completion.choices)  # by choice, the number of characters sent with log-probabilities
 
     def whole(self) -> Json:
         choices = [
@@ -93,7 +93,7 @@ class Completions:
 
 
 class Chats(Completions):
-    """Chat completions: the answer is a message of the assistant's, which a stream begins with its role."""
+    """Chat completions: the answer is a message of the assistant; a stream begins with the role."""
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -111,13 +111,13 @@ class Chats(Completions):
 
 
 class Responses:
-    """Response objects: one answer, which is the only part of the only message of the output."""
+    """Response objects with one answer, which is the only part of the only output message."""
 
     def __init__(self, completion: Completion, *, model: str, fingerprint: object) -> None:
         self._completion, self._model = completion, model
         self._id, self._item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._created = int(time.time())
-        self._number = 0  # of the next event
+        self._number = 0  # the number of the next event
 
     def whole(self) -> Json:
         (choice,), asked = self._completion.choices, self._completion.asked
@@ -167,7 +167,7 @@ class Responses:
         ]
 
     def add(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[str]:
-        """Pieces without text have no event."""
+        """Returns the events for new pieces; pieces without text have none."""
         texts = [piece.text for _, pieces in added for piece in pieces if piece.text]
         return [self._part("response.output_text.delta", delta=text, logprobs=[]) for text in texts]
 
@@ -181,7 +181,10 @@ class Responses:
         ]
 
     def fail(self, error: Refused) -> list[str]:
-        """Some clients read the event's fields, others raise what is in `error`."""
+        """Returns the error event.
+
+        It has the error twice, because some clients read the event's fields, and others `error`.
+        """
         found = error.body()["error"]
         return [self._event("error", code=error.code, message=error.message, param=error.field, error=found)]
 
@@ -213,5 +216,9 @@ def event(content: object) -> str:
 
 
 def dump(content: object) -> str:
-    """JSON as it is sent: in one line, and without numbers that are not finite."""
+    """Returns JSON in one line.
+
+    Raises:
+      ValueError: a number is not finite.
+    """
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

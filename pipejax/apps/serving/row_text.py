@@ -1,4 +1,4 @@
-"""From tokens to the pieces of text that a client gets: what each token adds, in which order, and up to where."""
+"""Converts tokens to the pieces of text that a client gets: the text of each token, in order, up to a stop text."""
 
 import dataclasses
 from collections import defaultdict, deque
@@ -11,7 +11,7 @@ from pipejax.inference.streaming import Repeats
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The text that a token adds; token None: the rest of a row, which no single token wrote."""
+    """The text that a token adds. Token None: remaining text of a row that belongs to no single token."""
 
     row: int
     token: int | None
@@ -20,11 +20,11 @@ class Piece:
 
 
 class Writing:
-    """The text of one answer while it is written, as pieces to be sent.
+    """The text of one answer during decoding, as pieces to be sent.
 
-    Rows are written side by side. Clients put the pieces one after the other, so the first unfinished row comes at once
-    and later ones wait for it; `as_written` gives all pieces as they come. With `unique`, a row that repeats one above
-    has no pieces, so those of a row wait while it may yet do so.
+    Rows are decoded in parallel, but clients concatenate the pieces. So the pieces of the first unfinished row are sent
+    at once, and the pieces of later rows wait for it; with `as_written` all pieces are sent at once. With `unique`, a
+    row that repeats an earlier row has no pieces, so the pieces of a row wait as long as it may still repeat one.
     """
 
     def __init__(
@@ -37,21 +37,37 @@ class Writing:
         as_written: bool = False,
         unique: bool = False,
     ) -> None:
+        """Begins an empty answer.
+
+        Args:
+          tokenizer: None: pieces have no text.
+          start: the time-step at which each row starts.
+          separator: the text between rows.
+          stop: texts that end the answer.
+          as_written: send pieces of all rows at once.
+          unique: leave out rows that repeat earlier ones.
+        """
         self._start, self._separator, self._as_written = start, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
-        self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # of later rows
-        self._due: dict[int, int] = {}  # of rows that are not finished, the time of the next token
-        self._row = self._latest = 0  # the first that is not finished, and the last that has begun
-        self._last: int | None = None  # the row of the last text
+        self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # pieces of later rows
+        self._due: dict[int, int] = {}  # by unfinished row, the time of its next token
+        self._row = self._latest = 0  # the first unfinished row, and the last row that has begun
+        self._last: int | None = None  # the row of the last piece with text
         self._cut = _Cut(stop)
         self._repeats = Repeats() if unique else None
 
     @property
     def stopped(self) -> bool:
+        """Whether a stop text was found."""
         return self._cut.reached
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """The pieces that can be sent. Tokens come step by step, so a row that got none in its turn has ended."""
+        """Adds a token; returns the pieces that can be sent.
+
+        Tokens arrive in the order of steps, and within a step in the order of rows. So a row whose next token is
+        overdue
+        has ended.
+        """
         time = self._due.pop(row, self._start(row))
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             self._finish(other)
@@ -63,6 +79,7 @@ class Writing:
         return self._release()
 
     def end(self) -> list[Piece]:
+        """Ends the answer; returns the remaining pieces."""
         for row in [*self._due]:
             self._finish(row)
         return [*self._release(), *self._cut.rest()]
@@ -95,7 +112,7 @@ class Writing:
         return row in self._due and self._repeats is not None and self._repeats.may_repeat(row, over=False)
 
     def _parted(self, piece: Piece) -> Piece:
-        """With the separator before it, if it is the first text of a later row. Rows without text are no rows."""
+        """Puts the separator before the first text of a later row. Rows without text do not count."""
         if not piece.text or piece.row == self._last:
             return piece
         is_first, self._last = self._last is None, piece.row
@@ -103,14 +120,15 @@ class Writing:
 
 
 class ObjectWriting:
-    """The JSON of an answer that follows a schema: a piece for each property, in the schema's order."""
+    """The JSON of an answer that follows a schema: one piece per property, in the schema's order."""
 
-    stopped = False  # no text stops it
+    stopped = False  # stop texts are not supported
 
     def __init__(self, schema: Schema, *, start: Callable[[int], int]) -> None:
         self._schema, self._start = schema, start
         self._tokens: list[list[int]] = [[] for _ in schema.rows]
-        self._due = {row: start(row) for row in range(len(schema.rows))}  # of rows that are not finished
+        # By unfinished row, the time of its next token.
+        self._due = {row: start(row) for row in range(len(schema.rows))}
         self._waiting = deque(schema.names)
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
@@ -123,7 +141,8 @@ class ObjectWriting:
 
     def end(self) -> list[Piece]:
         self._due.clear()
-        return self._release() if any(self._tokens) else []  # tokens are told only to those who do not wait for the end
+        # There are no tokens if the client waits for the complete answer.
+        return self._release() if any(self._tokens) else []
 
     def _release(self) -> list[Piece]:
         pieces, rows = list[Piece](), {row.name: i for i, row in enumerate(self._schema.rows)}
@@ -136,7 +155,7 @@ class ObjectWriting:
 
 
 class _Cut:
-    """Holds back what may be the beginning of a stop text, and everything after one."""
+    """Holds back text that may be the beginning of a stop text; drops everything from a stop text on."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop, self._held, self.reached = stop, list[Piece](), False
@@ -158,7 +177,7 @@ class _Cut:
         return [] if self.reached else held
 
     def _give(self, length: int) -> list[Piece]:
-        """The held pieces within the first so many characters; if the text is cut there, the last in part."""
+        """Releases the held pieces within the first `length` characters; at a stop text, the last one in part."""
         given = []
         while self._held and len(self._held[0].text) <= length:
             piece = self._held.pop(0)

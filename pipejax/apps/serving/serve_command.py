@@ -2,10 +2,10 @@
 
     pipejax serve --checkpoint runs/demo [--port 8000] [--api-key-file FILE] [--set ...]
 
-http://HOST:PORT/ is a page to try it. The first SIGTERM or Ctrl-C ends it in good order: what is under way is finished,
-within --drain seconds, and nothing new is begun. A second one ends it at once. API keys are in the file or in
-$PIPEJAX_API_KEY, one a line; without any, everybody who reaches the port may ask. There is no TLS: put a proxy before
-it.
+http://HOST:PORT/ is a page to try it. The first SIGTERM or Ctrl-C ends the server gracefully: requests in progress are
+completed within --drain seconds, and new ones are refused. A second signal ends it at once. API keys are in the file or
+in $PIPEJAX_API_KEY, one per line; without keys, anyone who can reach the port can use the server. There is no TLS: put
+a proxy in front of it.
 """
 
 import argparse
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 KEY = "PIPEJAX_API_KEY"
 LEVELS = "debug", "info", "warning", "error"
-PORTS = {"http": 80, "https": 443}  # that an origin does not name
+PORTS = {"http": 80, "https": 443}  # default ports, which an origin does not contain
 CONNECTIONS = 4096  # the default limit of open connections
 FILES = 160  # files that the server may open in addition to its connections
-GRACE = 1.0  # seconds at shutdown in which requests on open connections are refused instead of cut off
-OTHERS = "uvicorn", "asyncio", "py.warnings"  # loggers of libraries whose lines are written like the server's own
-NAME = re.compile("[A-Za-z0-9._-]+")  # of a host, international ones as browsers send them
-MARK = "\ufeff"  # of the byte order, at the beginning of a file
+GRACE = 1.0  # seconds at shutdown in which requests on open connections are refused instead of dropped
+OTHERS = "uvicorn", "asyncio", "py.warnings"  # loggers of libraries whose lines are written like the server's
+NAME = re.compile("[A-Za-z0-9._-]+")  # a host name; international names have the ASCII form that browsers send
+MARK = "\ufeff"  # the byte order mark at the beginning of a file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,10 +129,11 @@ def start(flags: argparse.Namespace) -> int:
     is_guarded = flags.allow_host or (not keys and is_local(listener.getsockname()[0]))
     from pipejax.apps.serving.app import Limits, Service
     from pipejax.apps.serving.engine import Engine
-    from pipejax.inference.loading import load  # starts JAX: after the flags and the port are known to be good
+    from pipejax.inference.loading import load  # imports JAX, so it follows the checks of the flags and the port
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
-    # Schemas compile in Python, and the engine asks for the interpreter many times a step: 5 ms each by default.
+    # Schemas are compiled in Python, and the engine needs the interpreter many times per step. The default switch
+    # interval would cost 5 ms each time.
     sys.setswitchinterval(0.0005)
     engine = Engine(generator, places=flags.places, queue=flags.queue, encodings=flags.encoding_cache)
     service = Service(
@@ -165,7 +166,7 @@ def start(flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def told_to_end() -> Iterator[None]:
-    """A block that SIGTERM ends in a line; while the server runs, it has a handler of its own."""
+    """A context in which SIGTERM ends the process with one line; the running server has its own handler."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         logger.info("stopped by SIGTERM before the server had started")
@@ -179,11 +180,11 @@ def told_to_end() -> Iterator[None]:
 
 
 def origin(text: str) -> str:
-    """The argparse type of the origin of pages, as browsers send it: another spelling would never be met."""
+    """The argparse type of a page's origin, in the spelling that browsers send; others would never match."""
     try:
         parts = urlsplit(text.strip().lower())
         port = "" if parts.port in (None, PORTS.get(parts.scheme)) else f":{parts.port}"
-    except ValueError:  # of the port
+    except ValueError:  # an invalid port
         parts, port = urlsplit(""), ""
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
     spelt = f"{parts.scheme}://{host}{port}" if parts.scheme and host and text.isascii() else "https://app.example"
@@ -232,7 +233,11 @@ def most_connections(given: int | None) -> int:
 
 
 def read_keys(path: str | None) -> list[str]:
-    """The keys that clients may use; none: nobody is asked for one."""
+    """Returns the API keys; an empty list means that no key is required.
+
+    Raises:
+      UserError: the file cannot be read, or a key is invalid.
+    """
     place, text = f"${KEY}", os.environ.get(KEY)
     if path is not None:
         place = f"--api-key-file {path}"
@@ -243,7 +248,7 @@ def read_keys(path: str | None) -> list[str]:
             raise UserError(place, f"cannot be read ({reason})") from error
     if text is None:
         return []
-    lines = [line.strip().removeprefix(MARK) for line in text.splitlines()]  # files put together have several marks
+    lines = [line.strip().removeprefix(MARK) for line in text.splitlines()]  # concatenated files have several marks
     if strange := next((i for i, line in enumerate(lines, 1) if not line.isprintable()), None):
         raise UserError(f"{place}: line {strange}", found="an invisible character", expected="a key")
     if not any(lines):
@@ -268,7 +273,8 @@ def listen(host: str, port: int) -> socket.socket:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host}", found="no such address", expected="one of this machine") from error
-    # Of a socket that names its protocol asyncio sends what is written at once, and 40 ms later of another one.
+    # asyncio disables Nagle's algorithm only for sockets with an explicit protocol; else responses would be delayed by
+    # 40 ms.
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -288,14 +294,23 @@ def run(
     drain: float = 300,
     shown: bool = True,
 ) -> None:
-    """Serves until a signal asks for the end and all requests are answered, or `drain` seconds are over."""
+    """Serves until a signal ends the server and all requests are answered, or `drain` seconds have passed.
+
+    Args:
+      service: the application's service.
+      listener: the listening socket.
+      connections: the limit of open connections.
+      keep_alive: seconds until an idle connection is closed.
+      drain: the most seconds for requests in progress after the first signal.
+      shown: whether to log the server's address and its end.
+    """
     with extra("serve", "pipejax serve"):
         import uvicorn
     from pipejax.apps.serving.app import make_app, refuse_connection
     from pipejax.apps.serving.connections import Connection, Listener
 
     class Server(uvicorn.Server):
-        """The first signal drains: clients get a refusal instead of a connection that is refused."""
+        """A server whose first signal starts draining: clients get an error response instead of no connection."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if service.draining:

@@ -1,4 +1,4 @@
-"""Runs work of requests in threads beside the event loop, one piece at a time, with turns among clients."""
+"""Runs work of requests in threads outside the event loop, one piece at a time, with clients taking turns."""
 
 import threading
 import time
@@ -14,17 +14,21 @@ TURN = 0.002  # seconds of work without a pause
 
 
 class Turns:
-    """A thread that does one piece of work at a time. Clients with waiting work take turns."""
+    """A thread that runs one piece of work at a time. Clients with waiting work take turns."""
 
     def __init__(self, name: str, most: int) -> None:
-        """`most`: the most pieces of work of a client that may wait."""
+        """Starts the thread. `most` is the limit of waiting pieces per client."""
         self._most = most
         self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._change = threading.Condition()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, client: Hashable, work: Callable[[], Any]) -> Future[Any]:
-        """Queues a piece of work; raises Full if too many pieces of the client wait."""
+        """Queues a piece of work.
+
+        Raises:
+          Full: too many pieces of the client wait.
+        """
         future: Future[Any] = Future()
         with self._change:
             if len(self._waiting.get(client, ())) >= self._most:
@@ -42,7 +46,7 @@ class Turns:
                 waiting = self._waiting.pop(client)
                 future, work = waiting.popleft()
                 if waiting:
-                    self._waiting[client] = waiting  # behind the others
+                    self._waiting[client] = waiting  # goes behind the other clients
             if future.set_running_or_notify_cancel():
                 with cli.unneeded():
                     self._do(future, work)
@@ -51,7 +55,7 @@ class Turns:
     def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
         try:
             found = work()
-        except BaseException as error:  # of any kind: pass it to the waiting request
+        except BaseException as error:  # any exception is passed to the waiting request
             future.set_exception(error)
         else:
             future.set_result(found)
