@@ -6,7 +6,7 @@ import tokenize
 from typing import Any
 
 import pipejax
-from pipejax.config import Config
+from pipejax.config import SETTINGS, Config
 from pipejax.system import fields
 
 # Beside a public name: the lines of its directive of autodoc, where all members would be too many or too few.
@@ -44,7 +44,7 @@ def table(name: str) -> str:
     said, kinds = comments(cls), fields.types_of(cls)
     lines = ["| key | default | values | |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
-        if not name and not field.metadata:
+        if not name and field.name not in SETTINGS:
             continue  # a section
         cells = [f"`{prefix}{field.name}`", default(field), values(field, kinds[field.name]), said[field.name]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -13,7 +13,7 @@ import pipejax
 from pipejax import config
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = [field.name for field in dataclasses.fields(config.Config) if not field.metadata]
+SECTIONS = [field.name for field in dataclasses.fields(config.Config) if field.name not in config.SETTINGS]
 
 
 def test_runner_finds_shown_and_hidden_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,10 @@ def test_the_template_makes_the_ids_of_decode(
         (["--platforms", "cpu,gpu"], "argument --platforms: found 'gpu'; expected some of cpu,cuda,tpu"),
         (["--batch", "0"], "argument --batch: found 0; expected at least 1"),
         (["--source", "1"], "argument --source: found 1; expected at least 2"),
-        (["--set", "data.task=demo"], "--set data.task=demo: cannot change in an export; expected a key of grid"),
+        (
+            ["--set", "data.task=demo"],
+            "--set: data.task cannot change in an export; expected one of grid, decode, method",
+        ),
         (["--set", "grid.delay=-1"], "grid.delay: found -1; expected at least 0"),
         (["--strategy", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),
         (["--set", "decode.temperature=0.5"], "decode.temperature: found 0.5; expected 0.0, all that an export knows"),

@@ -141,7 +141,7 @@ def test_settings_are_refused_in_pythons_words(
 
 def test_each_setting_has_one_plain_name() -> None:
     assert len(settings.NAMES) == len(dataclasses.fields(GridConfig)) + len(dataclasses.fields(DecodeConfig))
-    assert {*settings.LOADED} < {*settings.NAMES}
+    assert {*settings.WITH_WEIGHTS} < {*settings.NAMES}
 
 
 def test_another_grid_than_in_training_is_told_once(t5: pipejax.Generator, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from pipejax.apps.probe import measuring
 from pipejax.apps.serving import requests
 from pipejax.apps.teach import lessons
 from pipejax.checkpoint import Restored
-from pipejax.config import Config, DataConfig, MeshConfig, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig, TrainConfig
 from pipejax.inference import settings
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
@@ -121,15 +121,16 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
-def give(command: str, setting: str) -> object:
+def give(command: str, setting: str) -> None:
     """Gives a setting to a command, of a checkpoint that does not exist where the command opens one itself."""
     if command == "decode":
-        return load("/nowhere/x", overrides=[setting])
-    if command == "export":
-        return programs_as_files.export("/nowhere/x", "/nowhere/out", platforms=["cpu"], overrides=[setting])
-    if command == "probe":
-        return measuring.prepare("/nowhere/x", "y", None, best=False, limit=None, most=1, overrides=[setting])
-    return lessons.lesson(CONFIG, "/nowhere/x", [setting])
+        load("/nowhere/x", overrides=[setting])
+    elif command == "export":
+        programs_as_files.export("/nowhere/x", "/nowhere/out", platforms=["cpu"], overrides=[setting])
+    elif command == "probe":
+        measuring.prepare("/nowhere/x", "y", None, best=False, limit=None, most=1, overrides=[setting])
+    else:
+        lessons.lesson(CONFIG, "/nowhere/x", [setting])
 
 
 def test_lists_above_name_every_key() -> None:
@@ -168,6 +169,12 @@ def test_call_takes_what_needs_no_new_weights() -> None:
 def test_request_may_send_these_settings() -> None:
     for form in (requests.COMPLETIONS, requests.CHAT, requests.RESPONSES):
         assert DECODE & {*form.fields} == {"temperature", "top_k", "top_p", "seed"}
+
+
+def test_exported_programs_follow_these_settings() -> None:
+    followed = {field.name for field in dataclasses.fields(DecodeConfig) if field.metadata.get("exported")}
+    expected = {"max_length", "beams", "length_penalty", "draft", "draft_tokens", "batch_size", "dtype", "weights"}
+    assert followed == expected
 
 
 def test_spaces_at_the_ends_count_in_these_keys() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from pipejax import moved
 from pipejax.config.row_names import names_of, quoted
-from pipejax.config.sections import Config, check
+from pipejax.config.sections import SETTINGS, Config, check
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.registry import BACKBONES
@@ -29,6 +29,7 @@ from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import (
     NAMES,
     SEQUENCES,
+    Command,
     alternatives,
     parse_value,
     plain_value,
@@ -44,8 +45,12 @@ if typing.TYPE_CHECKING:
 _Section = typing.TypeVar("_Section", bound="DataclassInstance")
 # Sections that may be of any class with this attribute: (attribute, name of the base class).
 OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}
-# Settings whose leading and trailing spaces count.
-SPACED = ("data.delimiter", "data.csv_delimiter", "data.separator", "data.source_template")
+COMMANDS: dict[Command, str] = {  # the words with which a message describes a command
+    "decode": "when a checkpoint is decoded",
+    "export": "in an export",
+    "probe": "when rows are probed",
+    "teach": "when rows are taught",
+}
 
 
 # Texts `section.key=value` as for --set, or values by "section.key"; the values of a section may be a nested dict.
@@ -111,7 +116,7 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
       UserError: a key is unknown, or a value is invalid.
     """
     for key, value, written in assignments(overrides, where):
-        if key == "method" or brings_backbone(key, value):
+        if key == "method" or _names_backbone(key, value):
             config = _set_own(config, key, value)
         else:
             config = _assign(config, key.split("."), value, key, written=written)
@@ -140,7 +145,7 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
             raise UserError(where, found=f"{shown_value(assignment)} in the list", expected='a text "key=value"')
         key, equals, text = assignment.partition("=")
         key = key.strip()
-        if key not in SPACED:
+        if not SETTINGS.get(key, {}).get("keeps_spaces"):
             text = text.strip()
         elif key.endswith("delimiter") and text in (r"\n", r"\t"):
             raise UserError(f"{where} {assignment}", found="two characters", expected="one: $'\\t' is a tab in bash")
@@ -256,7 +261,38 @@ def find_class(name: str, key: str = "method") -> Any:
     return found
 
 
-def brings_backbone(key: str, value: object) -> bool:
+def takes(command: Command, key: str) -> bool:
+    """Whether --set of a command may change the setting of a dotted key, or all keys of the section of this name.
+
+    A key that no section of `Config` declares, such as one of a method, has the facts of its section.
+    """
+    section = key.partition(".")[0]
+    declared = SETTINGS.get(key) or {f.name: f for f in dataclasses.fields(Config)}[section].metadata
+    return command in declared.get("commands", ())
+
+
+def check_taken(overrides: Overrides, command: Command, *, where: str = "--set") -> None:
+    """Raises a UserError for the first override that a command does not take; `where` names them in errors.
+
+    Every command takes model=MODULE:CLASS, a backbone of your own, whose module is imported here.
+    """
+    for key, value, _ in assignments(overrides, where):
+        if key.partition(".")[0] not in types_of(Config):
+            raise UserError(f"{where}: {key}", "unknown key", hint=_suggestion(key))
+        if not takes(command, key) and not _names_backbone(key, value):
+            raise not_taken(command, key, where)
+
+
+def not_taken(command: Command, key: str, where: str) -> UserError:
+    """The error of a setting that a command does not take."""
+    sections = [field.name for field in dataclasses.fields(Config) if field.name not in SETTINGS]
+    whole = [name for name in sections if takes(command, name)]
+    keys = [key for key in SETTINGS if key.partition(".")[0] not in whole and takes(command, key)]
+    expected = f"one of {', '.join([*whole, *keys])}"
+    return UserError(where, f"{key} cannot change {COMMANDS[command]}", expected=expected)
+
+
+def _names_backbone(key: str, value: object) -> bool:
     """Whether a setting names a backbone's class, model=MODULE:CLASS; if so, imports its module."""
     return key == "model" and isinstance(value, str) and ":" in value and bool(find_class(value, key))
 
@@ -271,7 +307,7 @@ def backbone(overrides: Overrides) -> type[Backbone] | None:
     """
     found: type[Backbone] | None = None
     for key, value, _ in assignments(overrides, "--set"):
-        if not brings_backbone(key, value):
+        if not _names_backbone(key, value):
             raise UserError(f"--set {key}", "cannot change here", expected="model=MODULE:CLASS, a backbone of your own")
         found = find_class(str(value), key)
     return found

@@ -10,7 +10,7 @@ from pipejax.config.row_names import bare_name, read_columns
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
-from pipejax.system.fields import check_settings, setting, shown_value
+from pipejax.system.fields import Command, Facts, check_settings, facts_of, section, setting, shown_value
 
 STRATEGIES = ("pipelined", "sequential")  # decoding strategies; beam search is sequential with decode.beams > 1
 DRAFTS = ("none", "source", "jacobi", "model")
@@ -29,6 +29,10 @@ EMPTY_TARGETS = ("keep", "skip", "refuse")
 SPECIAL_TOKENS = ("auto", "template", "eos")  # "template": the tokenizer's special tokens; "eos": the model's eos only
 METRICS = ("exact", "exact_caseless", "spans", "keyphrases", "keyphrases_kp20k", "rouge", "rouge_score")
 GRID = 2**15  # the largest time and row: coordinates on the grid are 32 bits
+ANSWERING: tuple[Command, ...] = ("decode", "export", "teach")  # commands for which a checkpoint writes answers
+READING: tuple[Command, ...] = ("decode", "probe", "teach")  # commands that read sources or examples
+LEARNING: tuple[Command, ...] = ("probe", "teach")  # commands that train weights
+EXAMPLES = ("data", "dev")  # the fingerprints of the examples of a run
 # The most positions of a grid; decoding stores several values for each, which would exceed a device's memory.
 PLACES = 2**24
 
@@ -50,33 +54,51 @@ class DataConfig:
     """The source of the examples, and their maximum lengths in tokens."""
 
     task: str = setting("jsonl")  # "jsonl" and "csv" read the files below
-    train: str = setting("")  # `jsonl`, `csv`: a path, a URL, a pattern of either, or hub:OWNER/NAME[SPLIT]; "": none
-    dev: str = setting("")  # the same for evaluations during training
-    test: str = setting("")  # the same for `pipejax evaluate`
+    train: str = setting(  # `jsonl`, `csv`: a path, a URL, a pattern of either, or hub:OWNER/NAME[SPLIT]; "": none
+        "", resume=("data",)
+    )
+    dev: str = setting("", resume=("dev",))  # the same for evaluations during training
+    test: str = setting("", resume=True)  # the same for `pipejax evaluate`
     # `jsonl`, `csv`: examples per shuffled buffer of a stream; 0: `train` is read into memory.
     stream: int = setting(0, least=0)
-    split: str = setting("")  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
-    split_seed: int = setting(0, least=0)  # another seed gives another split
-    csv_delimiter: str = setting("")  # between columns; "": a tab in .tsv, else detected from the line of names
+    split: str = setting(  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
+        "", resume=EXAMPLES
+    )
+    split_seed: int = setting(0, least=0, resume=EXAMPLES)  # another seed gives another split
+    csv_delimiter: str = setting(  # between columns; "": a tab in .tsv, else detected from the line of names
+        "", keeps_spaces=True, commands=READING, resume=EXAMPLES
+    )
     # "quote": quotes may enclose a cell; "letters": quotes are text; "auto": "letters" in .tsv, else "quote".
-    csv_quotes: str = setting("auto", choices=QUOTES)
-    skip_bad: bool = setting(False)  # `jsonl`, `csv`: skip and count lines that are not valid examples
+    csv_quotes: str = setting("auto", choices=QUOTES, commands=READING, resume=EXAMPLES)
+    skip_bad: bool = setting(False, resume=EXAMPLES)  # `jsonl`, `csv`: skip and count lines that are not valid examples
     # Training examples without an answer: "keep" or leave out.
     empty_targets: str = setting("keep", choices=EMPTY_TARGETS)
-    source_template: str = setting("")  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
+    source_template: str = setting(  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
+        "", keeps_spaces=True
+    )
     # `jsonl`, `csv`: the field with the rows; or column names, each a row.
     targets: str | tuple[str, ...] = setting("targets")
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: the form of that field: a list, or text to split
-    delimiter: str = setting("\n")  # `jsonl`, `csv`: the text between rows, if `rows` is "delimiter"
-    metric: str = setting("", choices=("", *METRICS))  # "": the task's default, which is "exact" for `jsonl` and `csv`
-    data_dir: str = setting("")  # the --data-dir of `pipejax data prepare`; "": the directory of TFDS
-    tokenizer: str = setting("")  # directory or hub id; "": the tokenizer of the task or of `train.init_from`
+    delimiter: str = setting("\n", keeps_spaces=True)  # `jsonl`, `csv`: the text between rows, if `rows` is "delimiter"
+    metric: str = setting(  # "": the task's default, which is "exact" for `jsonl` and `csv`
+        "", choices=("", *METRICS), commands=LEARNING
+    )
+    data_dir: str = setting("", resume=EXAMPLES)  # the --data-dir of `pipejax data prepare`; "": the directory of TFDS
+    tokenizer: str = setting(  # directory or hub id; "": the tokenizer of the task or of `train.init_from`
+        "", resume=("tokenizer",)
+    )
     new_tokenizer: bool = setting(False)  # allow ids to mean other pieces than in `train.init_from`
     # Added to sources; "auto": as the weights were trained.
     special_tokens: str = setting("auto", choices=SPECIAL_TOKENS)
-    max_source: int = setting(2048, least=2, most=2**20)  # longer sources are truncated; special tokens are kept
-    max_target: int = setting(512, least=2, most=2**20)  # longer targets lose their last rows (training only)
-    separator: str = setting(" ; ")  # between the rows of a sequential target and of decoded text
+    max_source: int = setting(  # longer sources are truncated; special tokens are kept
+        2048, least=2, most=2**20, commands=READING, records="tokens"
+    )
+    max_target: int = setting(  # longer targets lose their last rows (training only)
+        512, least=2, most=2**20, commands=LEARNING
+    )
+    separator: str = setting(  # between the rows of a sequential target and of decoded text
+        " ; ", keeps_spaces=True, commands=READING, records="text"
+    )
 
     def __post_init__(self) -> None:
         """Normalises `split` to a text of shares, and `targets` to a name or a tuple of names."""
@@ -102,8 +124,8 @@ class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
     # "none": weights that were not trained here.
-    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",))
-    steps: int = setting(1000, least=1)  # updates
+    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",), commands=())
+    steps: int = setting(1000, least=1, resume=True, per_update=True)  # updates
     batch_size: int = setting(24, least=1, most=2**20)  # examples per update
     accumulate: int = setting(1, least=1)  # parts of a batch, computed one after the other
     # Examples whose targets share a row of slots; 0: up to four, depending on the batch size.
@@ -112,15 +134,15 @@ class TrainConfig:
     # Recomputed in the backward pass; "auto": chosen by the memory of a GPU.
     remat: str = setting("auto", choices=REMATS)
     # The most padded shapes of batches, except for rare lengths; each is compiled once.
-    shapes: int = setting(22, least=1)
+    shapes: int = setting(22, least=1, resume=True)
     optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
     freeze: str = setting("none", choices=FREEZES)  # "encoder": the encoder and the embedding table are not trained
     # Rank of low-rank factors trained in place of the weights; 0: train the weights.
     lora_rank: int = setting(0, least=0, most=2**16)
-    learning_rate: float = setting(1e-4, above=0.0)  # after the warm-up
+    learning_rate: float = setting(1e-4, above=0.0, commands=LEARNING)  # after the warm-up
     # After the warm-up; "linear" and "cosine" decay to 0 at `steps`.
     schedule: str = setting("constant", choices=SCHEDULES)
-    warmup_steps: int = setting(100, least=0)  # updates in which the rate rises from 0
+    warmup_steps: int = setting(100, least=0, per_update=True)  # updates in which the rate rises from 0
     # As a share of `steps`, in place of `warmup_steps`; 0: use `warmup_steps`.
     warmup_share: float = setting(0.0, least=0.0, below=1.0)
     weight_decay: float = setting(0.0, least=0.0)  # decoupled: multiplied by the rate at each update
@@ -129,49 +151,87 @@ class TrainConfig:
     epsilon: float = setting(1e-8, above=0.0)  # AdamW's term added to the root of the mean square
     clip_norm: float = setting(1.0, above=0.0)  # gradients are scaled down to this global norm
     dropout: float = setting(0.1, least=0.0, below=1.0)  # in training only; rounded to a multiple of 2**-16
-    new_dropout: bool = setting(False)  # continue a run of an older release with the dropout masks of this one
-    dtype: str = setting("auto", choices=DTYPES)  # compute dtype; "auto": bfloat16 on GPU and TPU, else float32
+    new_dropout: bool = setting(  # continue a run of an older release with the dropout masks of this one
+        False, resume=True
+    )
+    dtype: str = setting(  # compute dtype; "auto": bfloat16 on GPU and TPU, else float32
+        "auto", choices=DTYPES, commands=LEARNING
+    )
     seed: int = setting(0, least=0, most=2**31 - 1)  # for initial weights, data order and dropout
     # Steps in a row with a loss or gradient that is not finite, after which training ends.
     max_bad_steps: int = setting(10, least=1)
-    init_from: str = setting("")  # a converted or trained checkpoint to start from; "" = random weights
-    init_best: bool = setting(False)  # the best evaluated step of `init_from` instead of the newest
+    init_from: str = setting(  # a converted or trained checkpoint to start from; "" = random weights
+        "", commands=(), resume=("init",)
+    )
+    init_best: bool = setting(  # the best evaluated step of `init_from` instead of the newest
+        False, commands=(), resume=("init",)
+    )
     eos_token_id: int = setting(-1, least=-1)  # the end token in training targets; -1: the model's first
-    log_every: int = setting(50, least=1)  # updates between two lines of the log
-    evaluate_every: int = setting(500, least=1)  # updates between two evaluations
-    evaluate_examples: int = setting(256, least=0)  # examples of the dev split; 0: all
-    patience: int = setting(0, least=0)  # evaluations in a row without improvement, after which training ends; 0: never
-    checkpoint_every: int = setting(500, least=1)  # updates between two checkpoints: the most that a kill can lose
-    keep_checkpoints: int = setting(3, least=1)  # the number of newest checkpoints that stay on disk
-    keep_every: int = setting(0, least=0)  # multiples of this step also stay on disk; 0: none
-    tensorboard: bool = setting(False)  # also log to WORKDIR/tensorboard; needs tensorboardX
-    wandb: str = setting("")  # also log to this project of Weights & Biases; needs wandb
-    mlflow: str = setting("")  # also log to this experiment on the MLflow server of MLFLOW_TRACKING_URI; needs mlflow
+    log_every: int = setting(50, least=1, resume=True, per_update=True)  # updates between two lines of the log
+    evaluate_every: int = setting(500, least=1, resume=True, per_update=True)  # updates between two evaluations
+    evaluate_examples: int = setting(256, least=0, resume=True)  # examples of the dev split; 0: all
+    patience: int = setting(  # evaluations in a row without improvement, after which training ends; 0: never
+        0, least=0, resume=True
+    )
+    checkpoint_every: int = setting(  # updates between two checkpoints: the most that a kill can lose
+        500, least=1, resume=True, per_update=True
+    )
+    keep_checkpoints: int = setting(3, least=1, resume=True)  # the number of newest checkpoints that stay on disk
+    keep_every: int = setting(0, least=0, resume=True)  # multiples of this step also stay on disk; 0: none
+    tensorboard: bool = setting(False, resume=True)  # also log to WORKDIR/tensorboard; needs tensorboardX
+    wandb: str = setting("", resume=True)  # also log to this project of Weights & Biases; needs wandb
+    mlflow: str = setting(  # also log to this experiment on the MLflow server of MLFLOW_TRACKING_URI; needs mlflow
+        "", resume=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """Decoding settings other than the grid's."""
 
-    max_length: int = setting(512, least=1, most=2**20)  # the most tokens of the sequential decoder, including eos
-    beams: int = setting(1, least=1)  # beams of the sequential decoder; 1: greedy
-    length_penalty: float = setting(1.0, least=-5.0, most=5.0)  # beams compare log-probability / length**length_penalty
-    temperature: float = setting(0.0, least=0.0, most=100.0)  # 0: the most likely token; else tokens are sampled
-    top_k: int = setting(0, least=0)  # sample from this many most likely tokens; 0: from all
-    top_p: float = setting(1.0, above=0.0, most=1.0)  # sample from the fewest tokens whose probabilities add up to this
-    seed: int = setting(0, least=0, most=2**31 - 1)  # for sampling
+    max_length: int = setting(  # the most tokens of the sequential decoder, including eos
+        512, least=1, most=2**20, read_by="sequential", exported=True
+    )
+    beams: int = setting(1, least=1, exported=True)  # beams of the sequential decoder; 1: greedy
+    length_penalty: float = setting(  # beams compare log-probability / length**length_penalty
+        1.0, least=-5.0, most=5.0, exported=True
+    )
+    temperature: float = setting(  # 0: the most likely token; else tokens are sampled
+        0.0, least=0.0, most=100.0, ability="sample", asks=True, request=True
+    )
+    top_k: int = setting(  # sample from this many most likely tokens; 0: from all
+        0, least=0, ability="sample", request=True
+    )
+    top_p: float = setting(  # sample from the fewest tokens whose probabilities add up to this
+        1.0, above=0.0, most=1.0, ability="sample", request=True
+    )
+    seed: int = setting(0, least=0, most=2**31 - 1, ability="sample", request=(-(2**63), 2**63 - 1))  # for sampling
     samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
     # Drop a row that repeats an earlier one; two repeated rows in succession end the answer.
-    unique_rows: bool = setting(False)
-    scores: bool = setting(False)  # records contain the log-probability of each token
-    limit: str = setting("none", choices=LIMITS)  # "source": answers contain only tokens of the source
-    draft: str = setting("none", choices=DRAFTS)  # source of draft tokens, which save decoder calls: docs/drafting.md
-    draft_checkpoint: str = setting("")  # `draft` = "model": a small T5 of the same vocabulary
-    draft_tokens: int = setting(8, least=1, most=64)  # the most draft tokens of a row per call
+    unique_rows: bool = setting(False, ability="unique", asks=True)
+    scores: bool = setting(False, ability="score", asks=True)  # records contain the log-probability of each token
+    limit: str = setting(  # "source": answers contain only tokens of the source
+        "none", choices=LIMITS, ability="limit", asks=True
+    )
+    draft: str = setting(  # source of draft tokens, which save decoder calls: docs/drafting.md
+        "none", choices=DRAFTS, ability="draft", asks=True, resume=True, records="trace", exported=True
+    )
+    draft_checkpoint: str = setting(  # `draft` = "model": a small T5 of the same vocabulary
+        "", with_weights=True, resume=True, records="trace"
+    )
+    draft_tokens: int = setting(  # the most draft tokens of a row per call
+        8, least=1, most=64, ability="draft", resume=True, records="trace", exported=True
+    )
     trace: bool = setting(False)  # records contain the drafted and the accepted tokens of each call
-    batch_size: int = setting(8, least=1, most=2**16)  # sources decoded together on one device
-    dtype: str = setting("auto", choices=DTYPES)  # compute dtype, as in train.dtype
-    weights: str = setting("auto", choices=WEIGHTS)  # dtype of stored weights; "auto": as decode.dtype
+    batch_size: int = setting(  # sources decoded together on one device
+        8, least=1, most=2**16, records="none", exported=True
+    )
+    dtype: str = setting(  # compute dtype, as in train.dtype
+        "auto", choices=DTYPES, commands=(*ANSWERING, "probe"), with_weights=True, exported=True
+    )
+    weights: str = setting(  # dtype of stored weights; "auto": as decode.dtype
+        "auto", choices=WEIGHTS, with_weights=True, exported=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +247,19 @@ class MeshConfig:
 class Config:
     """One experiment. `model` is None when the weights come from `train.init_from`."""
 
-    name: str = setting("experiment")  # a label for people
+    name: str = setting("experiment", commands=("teach",), resume=True)  # a label for people
     model: T5Config | Backbone | None = setting(None)  # the architecture, for random weights
-    method: Any = setting(None)  # a custom way to write answers: docs/methods.md; None: the method of train.objective
-    grid: GridConfig = dataclasses.field(default_factory=GridConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    method: Any = setting(  # a custom way to write answers: docs/methods.md; None: the method of train.objective
+        None, commands=("decode", "export", "probe")
+    )
+    grid: GridConfig = section(GridConfig, commands=ANSWERING, read_by="pipelined", records="tokens")
+    data: DataConfig = section(DataConfig, commands=("probe",))
+    train: TrainConfig = section(TrainConfig, commands=("teach",))
+    decode: DecodeConfig = section(DecodeConfig, commands=ANSWERING, records="tokens")
+    mesh: MeshConfig = section(MeshConfig, commands=("teach",), resume=True)
+
+
+SETTINGS: dict[str, Facts] = facts_of(Config)  # the facts of every setting, by dotted key
 
 
 def check(config: Config, *, where: str) -> None:

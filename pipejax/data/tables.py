@@ -4,10 +4,10 @@ import csv
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipejax.config import DataConfig
 from pipejax.data.lines import LONGEST, Placed, Refusal, bounded_lines, decoded, refuse_line
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".csv", ".tsv")
 DELIMITERS = (",", ";", "\t", "|")  # the delimiters that are detected
-KEYS = ("data.csv_delimiter", "data.csv_quotes")  # the settings of a `Dialect`
 
 
 class Dialect(NamedTuple):
@@ -34,6 +33,16 @@ class Dialect(NamedTuple):
     @classmethod
     def of(cls, config: DataConfig) -> "Dialect":
         return cls(config.csv_delimiter, config.csv_quotes)
+
+    @classmethod
+    def noted(cls, settings: Mapping[str, Any]) -> "Dialect":
+        """The dialect of settings by dotted key, of which `as_settings` are some; an absent one has its default."""
+        names = {name: key for name, key in zip(cls._fields, cls().as_settings(), strict=True) if key in settings}
+        return cls(**{name: settings[key] for name, key in names.items()})
+
+    def as_settings(self) -> dict[str, str]:
+        """The settings of the config that describe the dialect, by dotted key."""
+        return {f"data.csv_{name}": value for name, value in self._asdict().items()}
 
 
 _ENDS, _QUOTED, _WHOLE = re.compile(r"[\r\n]"), re.compile(r'"(?:[^"]|"")*"'), re.compile(r"-?\d+\.0")

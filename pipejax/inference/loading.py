@@ -9,16 +9,12 @@ from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
-from pipejax.data.tables import KEYS
 from pipejax.inference.generator import Generator
-from pipejax.inference.settings import LOADED
+from pipejax.inference.settings import WITH_WEIGHTS
 from pipejax.methods import Method
 from pipejax.model import lora
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
-
-# What `--set` may change when a checkpoint is decoded: sections and keys.
-DECODING_KEYS = ("grid", "decode", "method", "data.max_source", "data.separator", *KEYS)
 
 
 def load(
@@ -31,15 +27,7 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
 ) -> Generator:
     """Does the work of `pipejax.load`, which describes arguments and errors. `where` names the overrides in errors."""
-    for key, value, _ in config_lib.assignments(overrides, where):
-        section = key.partition(".")[0]
-        is_free = {section, key} & {*DECODING_KEYS} or not hasattr(Config(), section)
-        if not is_free and not config_lib.brings_backbone(key, value):
-            raise UserError(
-                where,
-                f"{key} cannot change when a checkpoint is decoded",
-                expected=f"one of {', '.join(DECODING_KEYS)}",
-            )
+    config_lib.check_taken(overrides, "decode", where=where)
     compile_cache.use_cache()
     place = Path(path)
     if not (place / ("best" if best else "checkpoints")).is_dir():
@@ -64,7 +52,7 @@ def load(
     generator.learned = restored.metadata.get("data_whole", "")
     for number, (name, own) in enumerate(found.items(), 1):
         adapted = copy.copy(generator)
-        of_base = {key: getattr(config.decode, key) for key in (*LOADED, "draft")}
+        of_base = {key: getattr(config.decode, key) for key in (*WITH_WEIGHTS, "draft")}
         trained = own.trained if method is None else dataclasses.replace(own.trained, method=method)
         own_config = override(trained, overrides, where=where)
         adapted.config = dataclasses.replace(own_config, decode=dataclasses.replace(own_config.decode, **of_base))

@@ -15,7 +15,7 @@ NAMES = {
     for section, settings in (("decode", DecodeConfig), ("grid", GridConfig))
     for field in dataclasses.fields(settings)
 }
-LOADED = ("weights", "dtype", "draft_checkpoint")
+WITH_WEIGHTS = [name for name, key in NAMES.items() if config_lib.SETTINGS[key].get("with_weights")]
 
 
 def of_call(
@@ -28,7 +28,7 @@ def of_call(
             raise UserError(f"{call}()", found=f"the setting {name!r}", expected="a key of decode or grid", hint=hint)
         if name in without:
             raise UserError(f"{call}(): {name}", found=shown_value(value), expected=f"{without[name]}")
-        if name in LOADED or (name == "draft" and value == "model" and not drafts):
+        if name in WITH_WEIGHTS or (name == "draft" and value == "model" and not drafts):
             more = ', "decode.draft_checkpoint": DIRECTORY' if name == "draft" else ""
             raise UserError(
                 f"{call}(): {name}",

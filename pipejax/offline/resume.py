@@ -4,7 +4,6 @@ A note beside the output records the settings that its records depend on, until 
 be resumed if the note matches the current settings.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipejax import config as config_lib
-from pipejax.config import DecodeConfig, GridConfig
+from pipejax.config import SETTINGS, Config
 from pipejax.data.tokenizer import source_affixes
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
@@ -27,13 +26,7 @@ from pipejax.system.files import sync, sync_output, write_text, writing
 logger = logging.getLogger(__name__)
 
 Settings = dict[str, object]  # the settings that the records depend on, as JSON
-DEFAULTS = {
-    **config_lib.flat(GridConfig(), "grid."),
-    **config_lib.flat(DecodeConfig(), "decode."),
-    "data.csv_delimiter": "",
-    "data.csv_quotes": "auto",
-    "--skip-bad": False,
-}
+DEFAULTS = {**config_lib.flat(Config()), "--skip-bad": False}  # of settings that a note of an older release may lack
 
 
 class Unfinished:
@@ -180,10 +173,13 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         content = source.content if isinstance(source.content, str) else list(map(int, source.content))
         told = [source.prefixes, source.max_rows] if source.prefixes or source.max_rows is not None else []
         digest.update(json.dumps([source.id, content, *told]).encode())
-    drafts = () if config.decode.trace else ("draft", "draft_tokens", "draft_checkpoint")
-    speed = ("batch_size", *drafts)
-    decode = {key: value for key, value in dataclasses.asdict(config.decode).items() if key not in speed}
-    decode["dtype"] = compute_dtype(config.decode.dtype).name  # resolved, because "auto" differs between devices
+    effects = {"tokens", "text", "trace"} if config.decode.trace else {"tokens", "text"}
+    noted = {key: x for key, x in config_lib.flat(config).items() if SETTINGS.get(key, {}).get("records") in effects}
+    noted["decode.dtype"] = compute_dtype(config.decode.dtype).name  # resolved, because "auto" differs between devices
+    by_section = {
+        section: {key.removeprefix(f"{section}."): x for key, x in noted.items() if key.startswith(f"{section}.")}
+        for section in ("grid", "decode")
+    }
     own: Settings = {"method": config_lib.described(config.method)} if config.method is not None else {}
     if sources and (schema := sources[0].schema) is not None:  # all sources have the same schema
         own["--schema"] = schema.text
@@ -196,10 +192,8 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         "weights": generator.origin.get("params_fp"),
         "strategy": strategy,
         **own,
-        "grid": config_lib.flat(config.grid),
-        "decode": decode,
-        "data.max_source": config.data.max_source,
-        "data.separator": config.data.separator,
+        **by_section,
+        **{key: value for key, value in noted.items() if key.partition(".")[0] not in by_section},
     }
 
 

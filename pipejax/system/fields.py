@@ -25,33 +25,64 @@ IDS = tuple[int, ...]  # the type of a setting with several token ids
 NAMES = str | TEXTS  # the type of a setting with one name or several
 SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # types of settings that may be tuples, with the type of each element
 WHOLE = 2**31 - 1  # the largest whole number of a setting, because arrays count in 32 bits
+# The commands that open a checkpoint and have --set; "decode": all that write answers with `inference.load`.
+Command = typing.Literal["decode", "export", "probe", "teach"]
+# "tokens": a record may have other tokens; "text": the same tokens, but another text; "trace": another trace alone.
+Effect = typing.Literal["tokens", "text", "trace", "none"]
 
 
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] = (),
-    untold: tuple[str, ...] = (),
-) -> Any:
-    """Returns a dataclass field with its legal values.
+class Facts(typing.TypedDict, total=False):
+    """The declaration of a setting beside its type and default: legal values, and where it may be given.
+
+    The facts of a section hold for each of its keys that does not declare another value.
+    """
+
+    least: float  # the smallest legal number
+    most: float  # the largest legal number
+    above: float  # an exclusive lower limit
+    below: float  # an exclusive upper limit
+    choices: tuple[str, ...]  # the legal texts
+    untold: tuple[str, ...]  # legal texts that messages do not list
+    keeps_spaces: bool  # whether --set keeps spaces at the ends of the value
+    commands: tuple[Command, ...]  # that may override it in a checkpoint; `pipejax train` overrides every setting
+    with_weights: bool  # whether it is read when weights are loaded, so that no call of a `Generator` can change it
+    request: bool | tuple[int, int]  # whether a request may send it; or the range of a request, if it is another one
+    resume: bool | tuple[str, ...]  # whether a resumed run may change it; or if some fingerprints are equal, which ones
+    records: Effect  # what the setting changes in a record
+    read_by: str  # the only method of pipejax that reads it
+    ability: str  # the ability without which a method does not read it, a key of `methods.ABILITIES`
+    asks: bool  # whether a value other than the default is an error, and not ignored, without the ability
+    exported: bool  # whether exported programs support values other than the default
+    per_update: bool  # whether it is a number of updates that `pipejax teach` divides, as its updates are larger
+
+
+def setting(default: Any = dataclasses.MISSING, **facts: typing.Unpack[Facts]) -> Any:
+    """Returns a dataclass field with its legal values and the other `Facts` of a setting.
 
     A limit gives an error message where a large value would otherwise cause an allocation that ends the process.
 
     Args:
       default: the default value.
-      least: the smallest legal number.
-      most: the largest legal number.
-      above: an exclusive lower limit.
-      below: an exclusive upper limit.
-      choices: the legal texts.
-      untold: legal texts that messages do not list.
+      facts: see `Facts`.
     """
-    bounds = {"least": least, "most": most, "above": above, "below": below, "choices": choices, "untold": untold}
-    return dataclasses.field(default=default, metadata=bounds)
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def section(cls: type, **facts: typing.Unpack[Facts]) -> Any:
+    """Returns a dataclass field for a section, an object of the dataclass `cls`, with the `Facts` of its keys."""
+    return dataclasses.field(default_factory=cls, metadata=facts)
+
+
+def facts_of(cls: type) -> dict[str, Facts]:
+    """Returns the facts of each setting of a dataclass and of its sections, by dotted key, in order."""
+    found = dict[str, Facts]()
+    for field in dataclasses.fields(cls):
+        own = typing.cast(Facts, dict(field.metadata))
+        if dataclasses.is_dataclass(made := field.default_factory):
+            found |= {f"{field.name}.{key}": {**own, **inner} for key, inner in facts_of(made).items()}
+        else:
+            found[field.name] = own
+    return found
 
 
 def check_settings(node: Any, prefix: str, where: str) -> None:
@@ -86,7 +117,7 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
             raise UserError(f"{where}: {key}", found=f"{value!r}", expected=f"{UTF_8 if misread else 'valid Unicode'}")
         rule = field.metadata
         if rule.get("choices") and value not in rule["choices"]:
-            told = [choice for choice in rule["choices"] if choice and choice not in rule["untold"]]
+            told = [choice for choice in rule["choices"] if choice and choice not in rule.get("untold", ())]
             raise UserError(
                 f"{where}: {key}",
                 found=f"{value!r}",

@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 from pipejax import config as config_lib
 from pipejax.checkpoint import Damaged, Restored, Store, check_place
 from pipejax.checkpoint.fingerprint import digest
-from pipejax.config import Config
+from pipejax.config import SETTINGS, Config
 from pipejax.data.tokenizer import Tokenizer, digests
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
@@ -41,31 +41,10 @@ from pipejax.training.run_log import Line
 
 logger = logging.getLogger(__name__)
 
-# The settings that may change on resume. Every other setting affects what the model learns or which step is the best,
-# so changing it makes another run. The mesh affects neither the order of the data nor the saved state. `name` is only a
-# label, trackers hold only copies of the log, `data.test` is not used in training, and drafts do not change the tokens
-# of an evaluation.
-CHANGEABLE = (
-    *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor"),
-    "train.shapes",  # the checkpoints keep the shapes that the run began with
-    *("train.steps", "train.log_every", "train.checkpoint_every", "train.evaluate_every", "train.evaluate_examples"),
-    "train.new_dropout",
-    *("train.patience", "train.keep_checkpoints", "train.keep_every"),
-    *("train.tensorboard", "train.wandb", "train.mlflow"),
-    *("decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"),
-)
-# For settings that name a place, or say how its files are read, the content is compared, by these fingerprints in a
-# checkpoint's metadata. Checkpoints of older releases may lack the fingerprints; then only another spelling of the same
-# path counts as the same.
-EXAMPLES = {
-    "data.train": ("data",),
-    "data.dev": ("dev",),
-    **dict.fromkeys(
-        ("data.data_dir", "data.split", "data.split_seed", "data.csv_delimiter", "data.csv_quotes", "data.skip_bad"),
-        ("data", "dev"),
-    ),
-}
-PLACES = (*EXAMPLES, "data.tokenizer", "train.init_from", "train.init_best")
+# Settings that name a place, or say how its files are read. On resume their content is compared, and not their value:
+# `Facts.resume` names the fingerprints of the content in a checkpoint's metadata. Checkpoints of older releases may
+# lack the fingerprints; then only another spelling of the same path counts as the same.
+PLACES = [key for key, facts in SETTINGS.items() if isinstance(facts.get("resume"), tuple)]
 
 
 class RunDirectory:
@@ -268,12 +247,16 @@ def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
 def check_resume(old: Config, new: Config, where: Path) -> None:
     """Raises a UserError with `old -> new` for the first setting that must not change on resume.
 
-    The settings in PLACES are left to `check_places`, which compares the content.
+    The settings in PLACES are left to `check_places`, which compares the content. `Facts.resume` is True for settings
+    that may change. Every other setting affects what the model learns or which step is the best, so changing it makes
+    another run. The mesh affects neither the order of the data nor the saved state. `name` is only a label, trackers
+    hold only copies of the log, `data.test` is not used in training, the checkpoints keep the shapes that the run began
+    with, and drafts do not change the tokens of an evaluation.
     """
     before, after = config_lib.flat(old), config_lib.flat(new)
     for key in [*before, *(k for k in after if k not in before)]:
         was, now = before.get(key), after.get(key)
-        if was != now and key not in (*CHANGEABLE, *PLACES):
+        if was != now and not SETTINGS.get(key, {}).get("resume"):
             raise UserError(
                 f"{where}: {key}",
                 f"{was!r} -> {now!r}",
@@ -298,13 +281,15 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
 
 def _same_content(key: str, was: object, now: object, saved: Restored, new: Config, data: Mapping[str, str]) -> bool:
     """Whether two values of a setting in PLACES have the same content, by fingerprints or else by path."""
-    if key in EXAMPLES and all(saved.metadata.get(name) == data[name] for name in EXAMPLES[key]):
+    names = SETTINGS[key]["resume"]
+    assert isinstance(names, tuple)
+    if data.keys() >= {*names} and all(saved.metadata.get(name) == data[name] for name in names):
         return True
-    if key.startswith("train.init") and (init := saved.metadata.get("init")):
+    if names == ("init",) and (init := saved.metadata.get("init")):
         return init == _params_fp(new.train.init_from, best=new.train.init_best)
     if not (isinstance(was, str) and isinstance(now, str) and was and now):
         return False
-    if key == "data.tokenizer" and (files := saved.metadata.get("tokenizer")):
+    if names == ("tokenizer",) and (files := saved.metadata.get("tokenizer")):
         with tempfile.TemporaryDirectory() as scratch:
             Tokenizer.load(now).save(scratch)
             return digests(Path(scratch)) == files

@@ -17,7 +17,7 @@ from pipejax import methods
 from pipejax.apps.bulk.blocks import EXPECTED, Block, Reader, cut
 from pipejax.apps.bulk.shards import Input, Output, Plan, Shard, Shards, name_shards
 from pipejax.data.lines import BadLines
-from pipejax.data.tables import KEYS, Dialect
+from pipejax.data.tables import Dialect
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.report import Report
@@ -110,7 +110,7 @@ def _open(work: BulkWork) -> Generator:
 def _settings(work: BulkWork, generator: Generator) -> Said:
     """Returns the settings in the form that JSON gives back, without the input, which block digests identify."""
     settings = settings_of(generator, work.strategy or generator.default_strategy, [])
-    more = {**dict(zip(KEYS, Dialect.of(generator.config.data), strict=True)), "--skip-bad": work.skip_bad}
+    more = {**Dialect.of(generator.config.data).as_settings(), "--skip-bad": work.skip_bad}
     return {key: strict_json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
 
 
@@ -119,7 +119,7 @@ class Worker:
 
     def __init__(self, work: BulkWork) -> None:
         self.work, self.shards, known = work, Shards(Path(work.output), work.run), work.settings or {}
-        self.reader = Reader(Path(work.root), Dialect(*(known[key] for key in KEYS if key in known)))
+        self.reader = Reader(Path(work.root), Dialect.noted(known))
         self.generator: Generator | None = None
 
     def __call__(self, name: str, block: Block) -> Said:
@@ -242,7 +242,7 @@ def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list
     Raises:
       UserError: an input lacks a field of the template in all records.
     """
-    inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect(*(described["settings"][key] for key in KEYS))
+    inputs, blocks, dialect = list[Input](), list[list[Block]](), Dialect.noted(described["settings"])
     reader = Reader(Path(), dialect)
     with contextlib.closing(Progress("reading", len(files), unit="file")) as progress:
         for path in files:

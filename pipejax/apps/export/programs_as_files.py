@@ -45,9 +45,6 @@ from pipejax.system.files import absolute, new_directory
 logger = logging.getLogger(__name__)
 Unpacked = Callable[[Sequence[jax.Array]], Ready]  # makes the weights from the arrays of a file
 
-KEYS = ("grid", "decode", "method")  # sections that `--set` may change
-# The keys of `decode` that a program follows; the others must have their defaults.
-FOLLOWED = (*("max_length", "beams", "length_penalty", "draft", "draft_tokens"), *("batch_size", "dtype", "weights"))
 WEIGHTS, DESCRIPTION = "weights.npz", "export.json"
 COMPATIBILITY = {  # promises of JAX about loading a program with another version than it was exported with
     "newer_at_most": "6 months",
@@ -82,12 +79,7 @@ def export(
     Raises:
       UserError: a setting or method cannot be exported, or the directory cannot be written.
     """
-    for assignment in overrides:
-        key, _, value = map(str.strip, assignment.partition("="))
-        if key.partition(".")[0] not in KEYS and not config_lib.brings_backbone(key, value):
-            raise UserError(
-                f"--set {assignment}", "cannot change in an export", expected=f"a key of {' or '.join(KEYS)}"
-            )
+    config_lib.check_taken(overrides, "export")
     out = absolute(out)
     checkpoint.require_free(out)
     with extra("export", "export"):
@@ -98,7 +90,7 @@ def export(
         raise UserError("decode.draft", found="model", expected="another drafter: an export holds one T5")
     for field in dataclasses.fields(config.decode):
         found = getattr(config.decode, field.name)
-        if field.name not in FOLLOWED and found != field.default:
+        if not field.metadata.get("exported") and found != field.default:
             raise UserError(f"decode.{field.name}", found=found, expected=f"{field.default}, all that an export knows")
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}

@@ -32,7 +32,6 @@ from pipejax.system.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-FREE = ("data", "method", "decode.dtype", "train.dtype", "train.learning_rate")  # settings that `--set` may change
 WINDOW = 16  # batches that are sorted by length and written together
 DECIMALS = 5  # decimals of nats in the output
 
@@ -83,9 +82,7 @@ def prepare(
     Raises:
       UserError: the checkpoint, a setting or an example cannot be used.
     """
-    for key, value, _ in config_lib.assignments(overrides, "--set"):
-        if not {key.partition(".")[0], key} & {*FREE} and not config_lib.brings_backbone(key, value):
-            raise UserError("--set", f"{key} cannot change when rows are probed", expected=f"one of {', '.join(FREE)}")
+    config_lib.check_taken(overrides, "probe")
     compile_cache.use_cache()
     restored = checkpoints.open_run(checkpoint, best=best, packed=not learned)
     config = override(restored.config, overrides, where="--set")

@@ -11,7 +11,7 @@ from typing import cast
 
 from pipejax import config as config_lib
 from pipejax import methods, metrics
-from pipejax.config import Config
+from pipejax.config import Config, DecodeConfig
 from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.examples import Example
@@ -21,7 +21,7 @@ from pipejax.data.tables import Dialect
 from pipejax.data.text import normalized, sentences
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator
-from pipejax.inference.loading import DECODING_KEYS, load
+from pipejax.inference.loading import load
 from pipejax.inference.sources import Source
 from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.model import sharding
@@ -40,22 +40,18 @@ logger = logging.getLogger(__name__)
 
 FULL = 2000  # updates of a full fine-tuning as in configs/jsonl.py, assumed for a checkpoint that was not trained here
 PART = 4  # teaching takes 1 / PART of the updates, with PART times as many examples per update
-# Settings in updates, which are all divided by PART.
-COUNTED = ("steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every")
-# The sections and keys that overrides may change. All other settings are the checkpoint's.
-FREE = (
-    *("name", "grid", "decode", "train", "mesh"),
-    *("data.max_source", "data.max_target", "data.separator", "data.csv_delimiter", "data.csv_quotes", "data.metric"),
-)
 # Labels are decoded greedily, regardless of the checkpoint's settings.
-GREEDILY = ("decode.beams=1", "decode.temperature=0", "decode.top_k=0", "decode.top_p=1", "decode.samples=1")
-SET_HERE = ("train.objective", "train.init_from", "train.init_best")
+GREEDILY = (
+    *("decode.beams=1", "decode.samples=1"),
+    *(
+        f"{key}={getattr(DecodeConfig, key.removeprefix('decode.'))}"
+        for key, facts in config_lib.SETTINGS.items()
+        if facts.get("ability") == "sample" and key != "decode.seed"
+    ),
+)
 STRATEGY = "sequential"  # the strategy with which the checkpoint answers
 ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
 SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
-# Settings of records that may change later: the grid is only used in training, and answers are split into rows at each
-# start.
-LATER = ("grid", "data.separator")
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
 
 
@@ -110,8 +106,7 @@ def teach(
             raise UserError(
                 workdir, found="a run without labels/", expected="a new or an empty directory, or one of teach"
             )
-        ours = {*DECODING_KEYS, "model"} - {"method"}  # keys that `lesson` refuses
-        own = [a for a in overrides if {a.partition(".")[0].strip(), a.partition("=")[0].strip()} & ours]
+        own = [a for a in overrides if _is_of_checkpoint(a.partition("=")[0].strip())]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
@@ -154,7 +149,8 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
     if not methods.trained(saved).parts_text:
         raise UserError(checkpoint, found="a checkpoint that writes rows already", expected="a sequential one")
-    counts = {key: -(-getattr(full, key) // PART) for key in COUNTED}
+    counted = [field.name for field in dataclasses.fields(full) if field.metadata.get("per_update")]
+    counts = {key: -(-getattr(full, key) // PART) for key in counted}
     train = dataclasses.replace(
         full,
         objective="pipelined",
@@ -171,11 +167,8 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     config = config_lib.override(base, overrides)
     before, after = config_lib.flat(base), config_lib.flat(config)
     for key, value in after.items():
-        free = key not in SET_HERE and {key, key.partition(".")[0]} & {*FREE}
-        if value != before.get(key) and not free:
-            raise UserError(
-                f"--set {key}={value}", "cannot change when rows are taught", expected=f"one of {', '.join(FREE)}"
-            )
+        if value != before.get(key) and not config_lib.takes("teach", key):
+            raise config_lib.not_taken("teach", key, "--set")
     chosen = config.train
     if all(getattr(chosen, key) == getattr(train, key) for key in ("batch_size", "accumulate", "pack")):
         chosen = dataclasses.replace(chosen, pack=pack_size(full))
@@ -188,6 +181,13 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     if not tells_rows_apart(config.data.separator):
         sentences("")
     return config
+
+
+def _is_of_checkpoint(key: str) -> bool:
+    """Whether a setting is one of the checkpoint that answers; `lesson` refuses a method, so `load` does not get it."""
+    section = key.partition(".")[0]
+    is_known = section in {field.name for field in dataclasses.fields(Config)}
+    return section == "model" or (is_known and section != "method" and config_lib.takes("decode", key))
 
 
 def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
@@ -255,7 +255,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
       UserError: a setting has changed.
     """
     known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
-    settings = flattened({key: value for key, value in known.items() if key not in LATER})
+    settings = {key: value for key, value in flattened(known).items() if _changes_label(key)}
     path = directory / SETTINGS
     if not path.is_file():
         make_directories(directory)
@@ -275,6 +275,12 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
                 f"{change}",
                 expected="no change, as the labels there were made with it; take another --workdir",
             )
+
+
+def _changes_label(key: str) -> bool:
+    """Whether an answer depends on a noted setting; the tokens of an answer are split into rows at every start."""
+    facts = config_lib.SETTINGS.get(key, {})
+    return facts.get("records") != "text" and facts.get("read_by", STRATEGY) == STRATEGY
 
 
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Record]:
