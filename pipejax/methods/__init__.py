@@ -4,11 +4,12 @@ A config can name a custom method, as `method=Branching(0.3)` or `method="module
 """
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING
 
 from pipejax import moved
 from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
-from pipejax.methods.method import ABILITIES, Ids, InTorch, Method, RowPrefixes, Target
+from pipejax.methods.method import ABILITIES, Ability, Ids, InTorch, Method, RowPrefixes, Target
 from pipejax.methods.method_checks import check_target, ignored_settings, strategy_of
 from pipejax.methods.pipelined import NamedRows, PipelinedMethod
 from pipejax.methods.sequential import Beams, SequentialMethod, joined_change, split_rows, tells_rows_apart
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABILITIES",
+    "Ability",
     "Beams",
     "Ids",
     "InTorch",
@@ -143,15 +145,9 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
             found=f"{decode.samples} with decode.temperature = 0",
             expected="a temperature above 0, since all of them would be the same",
         )
-    for ability, key, plain in (
-        ("sample", "temperature", 0.0),
-        ("score", "scores", False),
-        ("limit", "limit", "none"),
-        ("unique", "unique_rows", False),
-        ("draft", "draft", "none"),
-    ):
-        if (found := getattr(decode, key)) != plain:
-            method.require(ability, f"decode.{key}", f"{found}", plain)
+    for field in dataclasses.fields(decode):
+        if field.metadata.get("asks") and (found := getattr(decode, field.name)) != field.default:
+            method.require(field.metadata["ability"], f"decode.{field.name}", f"{found}", field.default)
     if drafts:
         method.require("draft", "drafter", "one")
     elif decode.trace and decode.draft == "none":

@@ -24,22 +24,31 @@ if TYPE_CHECKING:
     from pipejax.decoding import Strategy
     from pipejax.model.backbone import Backbone
 
-# The abilities beyond plain decoding, with the verb phrases that error messages use. A request that needs an ability
-# raises a UserError unless `Method.can` contains it.
+
+class Ability(NamedTuple):
+    """An ability beyond plain decoding, and what the strategy of a method with this ability must have."""
+
+    does: str  # the verb phrase that error messages use
+    by_place: bool = False  # whether it locates tokens by the row and time of a query
+    grows: bool = False  # whether it reads rows before they have ended, so that tokens may only be added at their end
+    needs: tuple[str, ...] = ()  # attributes of the strategy, beside those of every strategy
+
+
+# The abilities by name. A request that needs an ability raises a UserError unless `Method.can` contains the name.
 ABILITIES = {
-    "sample": "draw tokens by a temperature",
-    "score": "keep log-probabilities",
-    "limit": "write tokens of the source alone",
-    "unique": "leave out rows that repeat one above",
-    "draft": "verify drafts",
-    "stream": "show rows as they are written",
-    "serve": "decode requests that come and go",
-    "prefix": "begin a row as it is told",
-    "rows": "begin several rows as they are told, or end after so many",
-    "draw": "write rows that `pipejax picture` can draw",
-    "probe": "lay targets out in rows that `pipejax probe` can hide from one another",
-    "export": "write rows that are read without its class: those of the grid, from the first",
-    "generate": "be written by transformers' generate",
+    "sample": Ability("draw tokens by a temperature"),
+    "score": Ability("keep log-probabilities", by_place=True),
+    "limit": Ability("write tokens of the source alone"),
+    "unique": Ability("leave out rows that repeat one above"),
+    "draft": Ability("verify drafts", needs=("on_grid", "cut")),
+    "prefix": Ability("begin a row as it is told", by_place=True),
+    "rows": Ability("begin several rows as they are told, or end after so many", by_place=True),
+    "stream": Ability("show rows as they are written", by_place=True, grows=True, needs=("stop",)),
+    "serve": Ability("decode requests that come and go", by_place=True, grows=True, needs=("stop",)),
+    "draw": Ability("write rows that `pipejax picture` can draw"),
+    "probe": Ability("lay targets out in rows that `pipejax probe` can hide from one another"),
+    "export": Ability("write rows that are read without its class: those of the grid, from the first"),
+    "generate": Ability("be written by transformers' generate"),
 }
 
 
@@ -240,7 +249,7 @@ class Method:
           expected: what the place may hold with a method that lacks the ability.
         """
         if ability not in self.can:
-            lacks = f"not {ABILITIES[ability]}"
+            lacks = f"not {ABILITIES[ability].does}"
             if not place:
                 place, _, name = self.setting.partition(": found ")
                 raise UserError(place, found=name, expected=f"another, since it does {lacks}")

@@ -1,24 +1,19 @@
 """Checks rules that a method could otherwise break silently. Each violation raises a one-line UserError."""
 
-import dataclasses
 import functools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipejax.config import STRATEGIES, Config, GridConfig
+from pipejax.config import SETTINGS, STRATEGIES, Config
 from pipejax.methods.method import ABILITIES, Ids, Method, Target
 from pipejax.system.errors import UserError, did_you_mean
+from pipejax.system.fields import Facts
 
 if TYPE_CHECKING:
     from pipejax.decoding import Strategy
 
-ORDERED = ("score", "prefix", "rows", "stream", "serve")  # abilities that locate tokens by the row and time of a query
-NEEDS = {"stop": ("stream", "serve"), "on_grid": ("draft",), "cut": ("draft",)}  # attributes of strategies -> abilities
-READ = {"pipelined": "grid.", "sequential": "decode.max_length"}  # built-in method -> prefix of the settings it reads
-# Setting of the section decode -> the ability without which it is ignored.
-IDLE = {"temperature": "sample", "top_k": "sample", "top_p": "sample", "seed": "sample", "draft_tokens": "draft"}
 SIDE = 64  # the largest number of rows and of times whose positions are compared
 
 
@@ -55,13 +50,15 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
         hint = did_you_mean(ability, ABILITIES)
         raise UserError(f"{name}.can", found=f"{ability!r}", expected=f"some of {', '.join(ABILITIES)}", hint=hint)
     parts = {part: "" for kind in Strategy.__mro__[:2] for part in vars(kind) if not part.startswith("_")}
-    parts |= {part: f", for {each}" for part, abilities in NEEDS.items() for each in abilities if each in can}
+    able = {name: ability for name, ability in ABILITIES.items() if name in can}
+    parts |= {part: f", for {name}" for name, ability in able.items() for part in ability.needs}
     for part in sorted(parts):
         if not hasattr(made, part):
             raise UserError(
                 f"{type(made).__name__}.{part}", "missing", expected=f"it as Strategy describes it{parts[part]}"
             )
-    ordered, grows = (" and ".join(x for x in which if x in can) for which in (ORDERED, NEEDS["stop"]))
+    ordered = " and ".join(name for name, ability in able.items() if ability.by_place)
+    grows = " and ".join(name for name, ability in able.items() if ability.grows)
     rows, times = made.places
     if ordered and not rows * times:
         expected = f"rows and times of the answers that are tokens, or a method that cannot {ordered}"
@@ -117,14 +114,20 @@ def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()
       config: the config. For a custom method, settings that differ from the defaults count as given.
       asked: the keys of settings that a call or a command gave.
     """
-    read, plain = READ.get(method.name), Config()
-    keys = [f"grid.{field.name}" for field in dataclasses.fields(GridConfig)] + ["decode.max_length"]
-    keys += [f"decode.{name}" for name, ability in IDLE.items() if ability not in method.can]
+    plain = Config()
+    keys = [key for key, facts in SETTINGS.items() if _ignores(method, facts)]
 
     def given(key: str) -> bool:
         section, name = key.split(".")
         changed = getattr(getattr(config, section), name) != getattr(getattr(plain, section), name)
         return key in asked or (changed and method.name not in STRATEGIES)
 
-    found = [key for key in keys if not (read and key.startswith(read)) and given(key)]
+    found = list(filter(given, keys))
     return [f"{', '.join(found)}: {method.label} does not read {'it' if len(found) == 1 else 'them'}"] if found else []
+
+
+def _ignores(method: Method, facts: Facts) -> bool:
+    """Whether decoding with the method ignores a setting. A setting that asks for an ability is an error instead."""
+    if "ability" in facts:
+        return facts["ability"] not in method.can and not facts.get("asks")
+    return facts.get("read_by", method.name) != method.name

@@ -153,7 +153,7 @@ def read_request(
     stop = _stop(given)
     for name, asks in (("stream", stream), ("stop", stop)):
         if asks and "stream" not in (method := served[strategy]).can:
-            raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream']}")
+            raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream'].does}")
     if stop and rows:
         raise unsuitable("stop", given["stop"], "none with rows: a record is of a whole answer")
     options = given.get("stream_options", {})
