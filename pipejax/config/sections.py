@@ -41,8 +41,9 @@ PLACES = 2**24
 class GridConfig:
     """The pipelined decoder's grid (paper section 3.4; times and rows are counts)."""
 
-    # Δt: a new row starts every `delay` time-steps; 0: all rows start at once.
-    delay: int = setting(1, least=0, most=GRID)
+    delay: int = setting(  # Δt: a new row starts every `delay` time-steps; 0: all rows start at once.
+        1, least=0, most=GRID
+    )
     time_max: int = setting(50, least=1, most=GRID)  # the most time-steps
     sub_max: int = setting(20, least=1, most=GRID)  # the most rows
     stop: str = setting("empty_row", choices=STOPS)  # "literal": the stopping rule of Algorithm 1 as published
@@ -59,8 +60,9 @@ class DataConfig:
     )
     dev: str = setting("", resume=("dev",))  # the same for evaluations during training
     test: str = setting("", resume=True)  # the same for `pipejax evaluate`
-    # `jsonl`, `csv`: examples per shuffled buffer of a stream; 0: `train` is read into memory.
-    stream: int = setting(0, least=0)
+    stream: int = setting(  # `jsonl`, `csv`: examples per shuffled buffer of a stream; 0: `train` is read into memory.
+        0, least=0
+    )
     split: str = setting(  # `jsonl`, `csv`: shares of train, dev and test in `train`, such as "0.8,0.1,0.1"
         "", resume=EXAMPLES
     )
@@ -68,16 +70,23 @@ class DataConfig:
     csv_delimiter: str = setting(  # between columns; "": a tab in .tsv, else detected from the line of names
         "", keeps_spaces=True, commands=READING, resume=EXAMPLES
     )
-    # "quote": quotes may enclose a cell; "letters": quotes are text; "auto": "letters" in .tsv, else "quote".
-    csv_quotes: str = setting("auto", choices=QUOTES, commands=READING, resume=EXAMPLES)
+    csv_quotes: str = setting(  # "quote": quotes may enclose a cell;
+        # "letters": quotes are text; "auto": "letters" in .tsv, else "quote".
+        "auto",
+        choices=QUOTES,
+        commands=READING,
+        resume=EXAMPLES,
+    )
     skip_bad: bool = setting(False, resume=EXAMPLES)  # `jsonl`, `csv`: skip and count lines that are not valid examples
-    # Training examples without an answer: "keep" or leave out.
-    empty_targets: str = setting("keep", choices=EMPTY_TARGETS)
+    empty_targets: str = setting(  # Training examples without an answer: "keep" or leave out.
+        "keep", choices=EMPTY_TARGETS
+    )
     source_template: str = setting(  # `jsonl`, `csv`: "Title: {title} Context: {text}"; "" = the field "source"
         "", keeps_spaces=True
     )
-    # `jsonl`, `csv`: the field with the rows; or column names, each a row.
-    targets: str | tuple[str, ...] = setting("targets")
+    targets: str | tuple[str, ...] = setting(  # `jsonl`, `csv`: the field with the rows; or column names, each a row.
+        "targets"
+    )
     rows: str = setting("list", choices=ROWS)  # `jsonl`, `csv`: the form of that field: a list, or text to split
     delimiter: str = setting("\n", keeps_spaces=True)  # `jsonl`, `csv`: the text between rows, if `rows` is "delimiter"
     metric: str = setting(  # "": the task's default, which is "exact" for `jsonl` and `csv`
@@ -88,8 +97,9 @@ class DataConfig:
         "", resume=("tokenizer",)
     )
     new_tokenizer: bool = setting(False)  # allow ids to mean other pieces than in `train.init_from`
-    # Added to sources; "auto": as the weights were trained.
-    special_tokens: str = setting("auto", choices=SPECIAL_TOKENS)
+    special_tokens: str = setting(  # Added to sources; "auto": as the weights were trained.
+        "auto", choices=SPECIAL_TOKENS
+    )
     max_source: int = setting(  # longer sources are truncated; special tokens are kept
         2048, least=2, most=2**20, commands=READING, records="tokens"
     )
@@ -123,28 +133,35 @@ class DataConfig:
 class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
-    # "none": weights that were not trained here.
-    objective: str = setting("pipelined", choices=OBJECTIVES, untold=("none",), commands=())
+    objective: str = setting(  # "none": weights that were not trained here.
+        "pipelined", choices=OBJECTIVES, untold=("none",), commands=()
+    )
     steps: int = setting(1000, least=1, resume=True, per_update=True)  # updates
     batch_size: int = setting(24, least=1, most=2**20)  # examples per update
     accumulate: int = setting(1, least=1)  # parts of a batch, computed one after the other
-    # Examples whose targets share a row of slots; 0: up to four, depending on the batch size.
-    pack: int = setting(0, least=0)
+    pack: int = setting(  # Examples whose targets share a row of slots; 0: up to four, depending on the batch size.
+        0, least=0
+    )
     length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: no sorting
-    # Recomputed in the backward pass; "auto": chosen by the memory of a GPU.
-    remat: str = setting("auto", choices=REMATS)
-    # The most padded shapes of batches, except for rare lengths; each is compiled once.
-    shapes: int = setting(22, least=1, resume=True)
+    remat: str = setting(  # Recomputed in the backward pass; "auto": chosen by the memory of a GPU.
+        "auto", choices=REMATS
+    )
+    shapes: int = setting(  # The most padded shapes of batches, except for rare lengths; each is compiled once.
+        22, least=1, resume=True
+    )
     optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
     freeze: str = setting("none", choices=FREEZES)  # "encoder": the encoder and the embedding table are not trained
-    # Rank of low-rank factors trained in place of the weights; 0: train the weights.
-    lora_rank: int = setting(0, least=0, most=2**16)
+    lora_rank: int = setting(  # Rank of low-rank factors trained in place of the weights; 0: train the weights.
+        0, least=0, most=2**16
+    )
     learning_rate: float = setting(1e-4, above=0.0, commands=LEARNING)  # after the warm-up
-    # After the warm-up; "linear" and "cosine" decay to 0 at `steps`.
-    schedule: str = setting("constant", choices=SCHEDULES)
+    schedule: str = setting(  # After the warm-up; "linear" and "cosine" decay to 0 at `steps`.
+        "constant", choices=SCHEDULES
+    )
     warmup_steps: int = setting(100, least=0, per_update=True)  # updates in which the rate rises from 0
-    # As a share of `steps`, in place of `warmup_steps`; 0: use `warmup_steps`.
-    warmup_share: float = setting(0.0, least=0.0, below=1.0)
+    warmup_share: float = setting(  # As a share of `steps`, in place of `warmup_steps`; 0: use `warmup_steps`.
+        0.0, least=0.0, below=1.0
+    )
     weight_decay: float = setting(0.0, least=0.0)  # decoupled: multiplied by the rate at each update
     beta1: float = setting(0.9, least=0.0, below=1.0)  # AdamW's decay of the mean gradient
     beta2: float = setting(0.999, least=0.0, below=1.0)  # AdamW's decay of the mean square
@@ -158,8 +175,11 @@ class TrainConfig:
         "auto", choices=DTYPES, commands=LEARNING
     )
     seed: int = setting(0, least=0, most=2**31 - 1)  # for initial weights, data order and dropout
-    # Steps in a row with a loss or gradient that is not finite, after which training ends.
-    max_bad_steps: int = setting(10, least=1)
+    max_bad_steps: int = setting(  # Steps in a row with a loss or gradient that is not finite,
+        # after which training ends.
+        10,
+        least=1,
+    )
     init_from: str = setting(  # a converted or trained checkpoint to start from; "" = random weights
         "", commands=(), resume=("init",)
     )
@@ -207,8 +227,12 @@ class DecodeConfig:
     )
     seed: int = setting(0, least=0, most=2**31 - 1, ability="sample", request=(-(2**63), 2**63 - 1))  # for sampling
     samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
-    # Drop a row that repeats an earlier one; two repeated rows in succession end the answer.
-    unique_rows: bool = setting(False, ability="unique", asks=True)
+    unique_rows: bool = setting(  # Drop a row that repeats an earlier one;
+        # two repeated rows in succession end the answer.
+        False,
+        ability="unique",
+        asks=True,
+    )
     scores: bool = setting(False, ability="score", asks=True)  # records contain the log-probability of each token
     limit: str = setting(  # "source": answers contain only tokens of the source
         "none", choices=LIMITS, ability="limit", asks=True
