@@ -14,12 +14,12 @@ SMALL = [kind for kind in archives.KINDS if "6 GiB" not in kind.name]
 
 
 @pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
-def test_what_cannot_be_read(kind, tmp_path):
+def test_unreadable_archive_is_refused(kind, tmp_path):
     result = archives.attempt(kind, tmp_path / "here")
     assert result["ok"] and result["kept"], result
 
 
-def test_a_whole_one_is_read(tmp_path):
+def test_complete_archive_is_read(tmp_path):
     archives._zip(tmp_path)
     published = PUBLISHED["kptimes"]
     splits = published.read(manual.Manual(tmp_path / "manual", expected=published.files))
@@ -27,7 +27,7 @@ def test_a_whole_one_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("name, lead", [("train.jsonl", b""), ("train.json", b"["), ("train.csv", b"")])
-def test_what_holds_far_more_than_it_is_large(name, lead, tmp_path, monkeypatch):
+def test_archive_that_expands_too_much_is_refused(name, lead, tmp_path, monkeypatch):
     """No more is read than a record may have: the rest of the member is damaged, and nobody notices."""
     monkeypatch.setattr(lines, "LONGEST", 1000)
     monkeypatch.setattr(manual, "WHOLE", 2**20)

@@ -139,7 +139,7 @@ def test_kernels_by_kind() -> None:
     assert program.kernels("second_step") == {"sort": 1, "custom call xla_ffi_python_callback": 1}
 
 
-def test_bytes_of_what_moves() -> None:
+def test_bytes_moved_by_each_operation() -> None:
     # lookup: a row of 8 bytes and its place (4), 8 written; convert 8 + 16; update: 16 + 4 read, 16 written;
     # product: 128 + 64 + 128; copy 128 + 128.
     assert Program(BY_HAND).bytes("first_step") == (8 + 4 + 8) + (8 + 16) + (16 + 4 + 16) + (128 + 64 + 128) + 256
@@ -150,7 +150,7 @@ def test_trouble_is_found() -> None:
     assert (program.largest("sort"), program.largest("scatter"), program.host_transfers()) == (32, 0, 1)
 
 
-def test_turns_are_counted_and_what_a_fusion_makes_is_no_buffer() -> None:
+def test_moved_bytes_count_loop_trips_and_fusion_results_are_no_buffers() -> None:
     step = Program(BY_HAND).bytes("first_step")
     second = Program(BY_HAND).bytes("second_step")
     assert Program(BY_HAND).moved() == step + second  # as if each loop made a turn
@@ -183,7 +183,9 @@ def test_a_step_that_takes_more_than_it_may_is_trouble() -> None:
 
 
 @pytest.mark.parametrize(("name", "copies"), [("pipelined, batch 1, 9 slots", True), ("train, batch 24", False)])
-def test_trouble_is_told(name: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_troubles_are_listed_and_copies_count_for_caches_only(
+    name: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy is trouble where it is that of a cache; small ones and small sorts are not."""
     memory = SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in ("argument", "output", "temp", "alias")})
     monkeypatch.setattr(Program, "loops", lambda self: ["first_step", "second_step"])

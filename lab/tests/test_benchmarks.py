@@ -50,7 +50,7 @@ def test_no_patterns(text):
 
 
 @pytest.mark.slow
-def test_ours_decode_what_is_asked_for(params):
+def test_pipejax_systems_decode_rows_of_the_requested_lengths(params):
     strategies = {"grid": Pipelined(2, 30, 6), "chain": Sequential(40)}
     rows = [[3, 1, 5], [7]]
     grid, chain = build(SIZES["tiny"], params, "float32", strategies=strategies)
@@ -66,7 +66,7 @@ def test_ours_decode_what_is_asked_for(params):
 
 
 @pytest.mark.parametrize("name", ["hf", "hf-bf16", "hf-int8"])
-def test_hugging_face_decodes_what_is_asked_for(name, params, tmp_path):
+def test_hugging_face_decodes_answers_of_the_requested_lengths(name, params, tmp_path):
     system = HuggingFace(name, write(SIZES["tiny"], params, tmp_path), threads=1)
     found = system.run(SOURCE.tolist(), [6, 5])
     assert [row.index(1) for row in found.tokens] == [5, 4] and found.encode_s > 0
@@ -183,7 +183,7 @@ def test_a_server_is_measured(tmp_path, capsys, monkeypatch):
         (["--concurrency", "0"], "expected whole numbers"),
     ],
 )
-def test_servers_that_there_are_not(flags, said):
+def test_invalid_server_flags_are_refused(flags, said):
     with pytest.raises(UserError, match=said):
         serve.main(["--model", "tiny", *flags])
 
@@ -219,7 +219,7 @@ def test_documents_are_decoded_from_text_to_text(tmp_path, tokenizer_files, caps
             documents.main([*flags, *more])
 
 
-def test_bytes_of_a_step_are_those_of_its_arguments(params):
+def test_bytes_of_a_step_equal_its_weights_and_source(params):
     config = SIZES["tiny"]
     (system,) = build(config, params, "float32", strategies={"chain": Sequential(8)})
     weights = system.decoder.ready.decoding
@@ -312,6 +312,6 @@ def test_lengths_of_a_batch(text, lengths):
 
 
 @pytest.mark.parametrize("text", ["", "0", "3x", "x5", "3x64+2", "5+"])
-def test_a_batch_that_is_none_is_refused(text):
+def test_invalid_batch_is_refused(text):
     with pytest.raises(UserError, match=r"--sources: found .*; expected such as 512"):
         trees.lengths_of(text)

@@ -30,7 +30,7 @@ def test_rows_lost_by_the_runs_of_the_page() -> None:
     assert found["running_total"]["least_lost"] == [0, 0, 0]  # one of its seeds alone failed
 
 
-def test_files_that_say_nothing(tmp_path: Path) -> None:
+def test_files_without_results(tmp_path: Path) -> None:
     for text in ("", "{}", json.dumps({"cells": []})):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(UserError, match=r"^--trained .*x\.json: found .*; expected what lab\.experiments\.probes"):
@@ -45,7 +45,7 @@ def test_the_table() -> None:
     assert lines[-1].endswith("1.00 with the mean of the seeds, 0.50 with the better seed of each.")
 
 
-def test_a_gap_is_told_by_its_size_and_its_error() -> None:
+def test_sign_of_a_gap_needs_enough_size_and_small_error() -> None:
     """Three answers of two tokens, by 0.3, 0.1 and 0.2 nats a token apart."""
     dear, cheap = [[1.0, 2.0], [1.0, 1.0], [3.0, 1.0]], [[0.4, 2.0], [1.0, 0.8], [2.6, 1.0]]
     found = real_dependence.gap(dear, cheap)

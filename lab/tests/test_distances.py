@@ -47,7 +47,7 @@ def test_by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [1, 3])
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_decoding_is_that_of_plain_lists(distance, delay):
+def test_decoding_equals_plain_python(distance, delay):
     model = DistanceConfig(**vars(FEW_WORDS), distance=distance)
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(5))
     generator = Generator(Config(model=model, method=Places(delay, rows=4, times=14)), params, None)
@@ -71,7 +71,7 @@ def test_decoding_is_that_of_plain_lists(distance, delay):
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_training_is_that_of_plain_lists(distance):
+def test_training_loss_equals_plain_python(distance):
     """Several examples in a row of slots: the others' tokens do not count."""
     method, model = Places(2, rows=4, times=12), DistanceConfig(**vars(MODEL), distance=distance)
     config = dataclasses.replace(change(RUN_ON_ONE, train={"batch_size": 6}), method=method, model=model)

@@ -32,7 +32,7 @@ def test_a_short_run(tmp_path):
     assert not list(tmp_path.glob("faults-*")), "the runs are removed"
 
 
-def test_what_is_not_as_it_must_be_is_said():
+def test_table_marks_failed_part():
     results = {"parts": {"damage": {"trials": 3, "wrong_states_accepted": 1, "ok": False, "seconds": 2}}}
     assert "| Damaged checkpoints | **no** | trials 3; wrong states accepted 1 | 2 |" in table(results)
 
@@ -50,7 +50,7 @@ def test_what_is_not_as_it_must_be_is_said():
         (70, ["Traceback", "error: in.jsonl"], False),
     ],
 )
-def test_what_is_taken_must_be_said_and_what_is_refused_must_be_named(code, lines, ok, tmp_path, monkeypatch):
+def test_accepted_input_needs_a_message_and_refused_input_its_name(code, lines, ok, tmp_path, monkeypatch):
     class Fake:
         def start(self, name, *arguments, devices=1):
             (Path(arguments[0]) / "out.jsonl").write_text("new")

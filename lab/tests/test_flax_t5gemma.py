@@ -75,7 +75,7 @@ def theirs(model: T5GemmaConfig, params: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}: see requirements/peers/gemma.txt")
 @pytest.mark.slow
-def test_logits_are_those_of_deepminds_own(tmp_path):
+def test_logits_equal_deepminds_flax_model(tmp_path):
     """Up to the encoder's window; beyond it DeepMind's leaves out the outermost positions of each side."""
     params, rng = varied(MODEL, 0, centered=True), np.random.default_rng(0)
     given = {name: rng.integers(3, MODEL.vocab_size, (2, size)) for name, size in (("short", WINDOW), ("long", 13))}

@@ -57,7 +57,7 @@ def test_refused(kind, run, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, {"feed_forward": "gated-gelu"}, {"tied_head": False, "num_layers": 3}])
-def test_the_table_of_parameters_is_what_the_model_has(changes):
+def test_parameter_table_equals_parameters_of_the_module(changes):
     """The table that is checked against, and the modules that are built."""
     model = dataclasses.replace(MODEL, **changes)
     built = flatten_dict(jax.eval_shape(lambda key: model.init_params(key), jax.random.key(0)), sep="/")

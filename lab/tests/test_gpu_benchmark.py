@@ -100,7 +100,7 @@ def test_parts_that_are_asked_for_share_the_time_of_all(capsys):
     assert "found 'trian'; expected some of train, train-peers," in capsys.readouterr().err
 
 
-def test_what_was_known_is_there_when_all_is_ended(tmp_path, monkeypatch):
+def test_results_so_far_survive_the_end_of_the_process(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGTERM, gpu.interrupted)
     try:
         ends = part("ends", 60, "import os, time; os.kill(os.getppid(), 15); time.sleep(60)", "[2]")
@@ -129,7 +129,7 @@ def test_there_must_be_a_gpu_or_a_rehearsal(tmp_path, monkeypatch, capsys):
     assert said.startswith("A rehearsal") and "not installed: no wheels" in said and "about kernels: failed" in said
 
 
-def test_what_stands_in_the_table_is_taken_by_the_programs(monkeypatch):
+def test_programs_accept_all_flags_in_the_table(monkeypatch):
     """On a GPU there is no time for a flag that is spelt wrong. Each program stops where its work begins."""
 
     class Begun(BaseException):
@@ -188,7 +188,7 @@ def wheel(directory, name, needs=""):
 
 
 @pytest.mark.slow
-def test_what_a_machine_lacks_is_installed_and_no_more(tmp_path):
+def test_only_missing_wheels_are_installed(tmp_path):
     (tmp_path / "wheels").mkdir()
     wheel(tmp_path / "wheels", "pipejax_lacks_this", "Requires-Dist: numpy\nRequires-Dist: pipejax-lacks-that\n")
     wheel(tmp_path / "wheels", "pipejax_lacks_that")
@@ -228,7 +228,7 @@ def test_a_system_that_fails_is_left_out():
 
 
 @pytest.mark.parametrize("taken, code", [(lambda flags: "+WHILE" not in flags, 0), (lambda flags: not flags, 1)])
-def test_the_first_spelling_that_is_taken_is_measured(taken, code, tmp_path, monkeypatch):
+def test_first_accepted_spelling_of_a_flag_is_measured(taken, code, tmp_path, monkeypatch):
     seen = []
 
     def measured(flags, arguments):
@@ -247,7 +247,7 @@ def test_the_first_spelling_that_is_taken_is_measured(taken, code, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_xla_refuses_flags_that_it_does_not_know() -> None:
+def test_xla_refuses_unknown_flags() -> None:
     said, results = buffers.measured("--xla_gpu_enable_command_buffer=+NONSENSE", ["--model", "tiny"])
     assert said.startswith("error: XLA_FLAGS") and results == []
 
@@ -500,7 +500,7 @@ def test_the_page_says_what_was_found(line):
     assert line in gpu_tables.page(json.loads(json.dumps(SUMMARY)))
 
 
-def test_the_page_says_that_nobody_has_run_it() -> None:
+def test_page_without_results_says_that_it_was_never_run() -> None:
     said = "\n".join(gpu_tables.page(None))
     assert "Nobody has run this" in said and "lab/benchmarks/gpu.sh" in said and "make gpu-wheels" in said
 
@@ -525,7 +525,7 @@ def step_check(config):
     return True
 
 
-def test_kernels_and_waiting_are_told_apart():
+def test_profile_separates_kernel_time_from_gaps():
     """By hand: two streams that overlap, a gap of the host's, and one that is too short to be one."""
     found = profile.kernels([("b", 2.0, 3.0), ("a", 0.0, 1.0), ("a", 0.5, 1.5), ("c", 3.000001, 4.0), ("d", 3.1, 3.2)])
     assert found["kernels"] == 5 and found["gaps"] == 1 and found["gaps_s"] == pytest.approx(0.5)
@@ -534,7 +534,7 @@ def test_kernels_and_waiting_are_told_apart():
     assert profile.kernels([])["busy_s"] == 0
 
 
-def test_the_kernels_of_a_trace_are_those_of_the_streams():
+def test_trace_kernels_come_from_device_streams_only():
     event = "events {{ metadata_id: {0} offset_ps: {1} duration_ps: 2000000000 }}"
     names = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "k{i}" }} }} ' for i in (1, 2))
     lines = f'lines {{ name: "Stream #7(Compute)" timestamp_ns: 1000 {event.format(1, 0)} }} '

@@ -105,7 +105,7 @@ def check_decodes(name: str, case: int, seeds: range) -> int:
 
 
 @pytest.mark.parametrize("name, case", [("small", 0), ("v1.1", 1)])
-def test_tokens_are_those_of_the_step_decoder(name: str, case: int) -> None:
+def test_tokens_equal_step_decoder(name: str, case: int) -> None:
     assert check_decodes(name, case, range(2))
 
 
@@ -153,7 +153,7 @@ def test_arguments_are_given_in_the_order_of_their_structs() -> None:
     assert (*launch.ROW, "live", "fed", "time") == (*members("Row"),)
 
 
-def test_it_pauses_and_goes_on_with_either() -> None:
+def test_paused_decode_continues_with_either_decoder() -> None:
     """After some steps; as soon as a watched example is done; where the cache is full. Slots of each example apart."""
     config, strategy, batch = change(num_decoder_layers=1), Pipelined(1, 12, 4), 3
     encode, theirs = programs(config, strategy, batch)
@@ -201,7 +201,7 @@ def test_it_pauses_and_goes_on_with_either() -> None:
     assert seen[0][0][1] == 0 and 0 < seen[0][1][1] < 50 and not seen[0][2][0] and seen[0][3][0]
 
 
-def test_each_step_is_that_of_the_step_decoder() -> None:
+def test_each_step_equals_step_decoder() -> None:
     """Also where no row is open until the next one begins, and beside examples that are done, some of them cut."""
     config, strategy, batch = change(num_decoder_layers=1), Pipelined(4, 11, 4), 3
     encode, _ = programs(config, strategy, batch)
@@ -244,7 +244,7 @@ def test_a_block_that_never_comes_is_reported() -> None:
     assert failed
 
 
-def test_what_the_kernel_does_not_know_is_not_asked() -> None:
+def test_unsupported_settings_do_not_use_the_kernel() -> None:
     config, strategy = SMALL, Pipelined(1, 12, 4)
 
     def fits(

@@ -4,7 +4,7 @@ from lab.experiments import named_rows as experiment
 from pipejax.data.examples import Example
 
 
-def test_a_letter_tells_what_its_rows_say():
+def test_rows_follow_from_the_letter():
     letters, seen = experiment.examples("test"), set()
     for letter in letters:
         said = dict(
@@ -20,7 +20,7 @@ def test_a_letter_tells_what_its_rows_say():
     assert not {letter.source for letter in letters} & {letter.source for letter in experiment.examples("train")}
 
 
-def test_what_is_well_formed():
+def test_well_formed_record_has_all_rows_in_order():
     rows = [f"{name} x" for name in experiment.NAMES]
     assert experiment.well_formed({"rows": rows, "truncated": None})
     for record in ({"rows": rows, "truncated": "time_max"}, {"rows": rows[:9], "truncated": None}):

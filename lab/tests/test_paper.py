@@ -10,7 +10,7 @@ from support.paper_configs import EXPERIMENTS, TASKS, experiment, says
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_a_config_says_of_itself(task):
+def test_config_docstring_has_command_and_reported_numbers(task):
     text, words = says(task), says(task).split()
     assert f"--config configs/{task}.py --workdir runs/{Cell(task, 'base', 'pipelined').name}" in text
     assert f"prepare {task} --manual-dir" in text and "from-hf google-t5/t5-base checkpoints/t5-base" in text
@@ -23,5 +23,5 @@ def test_what_a_config_says_of_itself(task):
 
 
 @pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
-def test_the_tables_train_what_the_config_says(task, size, objective):
+def test_table_cell_trains_the_config_of_the_experiment(task, size, objective):
     assert Cell(task, size, objective).config([]) == experiment(task, size, objective)

@@ -87,12 +87,12 @@ def test_a_peer_without_batches_answers_the_first_example(start):
         ("dies", RuntimeError, r"the process ended \(no memory\)"),
     ],
 )
-def test_a_peer_that_fails_says_why(start, name, error, words):
+def test_failing_peer_reports_the_reason(start, name, error, words):
     with pytest.raises(error, match=words):
         start(name).run(SOURCE, [[1, 2], [4]])
 
 
-def test_a_peer_that_does_not_load_says_why(start):
+def test_peer_that_does_not_load_reports_the_reason(start):
     with pytest.raises(RuntimeError, match=r"^ValueError: no model$"):
         start("broken")
 
@@ -186,7 +186,7 @@ NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_those_of_plain_pytorch(name, directory):
+def test_greedy_tokens_equal_pytorch(name, directory):
     """All of an answer in float32; in fewer bytes the first token of most sources."""
     environment = PEERS[name].environment
     if environment and process.python_of(name) == sys.executable:

@@ -206,7 +206,7 @@ def test_other_settings_do_not_mix(tmp_path, monkeypatch) -> None:
         probes.main(arguments)
 
 
-def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys) -> None:
+def test_interrupted_run_resumes_without_repeating_finished_trainings(tmp_path, monkeypatch, capsys) -> None:
     trained = canned(monkeypatch)
     finish: Any = vars(probes)["fit"]
     arguments = ["--kinds", "sorted", "--delays", "1,2", "--seeds", "1", "--workdir", str(tmp_path)]

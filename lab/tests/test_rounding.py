@@ -26,7 +26,7 @@ CONFIG = Config(
 
 
 @pytest.mark.slow
-def test_what_fewer_bytes_cost_is_what_decoding_both_ways_says(tokenizer_files, tmp_path, capsys, monkeypatch):
+def test_cost_of_rounding_equals_difference_of_both_decodes(tokenizer_files, tmp_path, capsys, monkeypatch):
     """The shares and means of the table, from records by `load` alone."""
     monkeypatch.setattr(rounding, "use_threads", lambda count: None)  # the suite keeps its own
     texts = [demo.examples("test")[i].source for i in range(5)]

@@ -79,7 +79,7 @@ def collected(tmp_path, capsys):
     return tmp_path / "out"
 
 
-def test_ours_beside_the_papers(collected):
+def test_table_shows_our_scores_beside_the_papers(collected):
     text = (collected / "tables.md").read_text()
     head = cells_of(text, "Table 2", "data set", "model", "decoder")
     line = cells_of(text, "Table 2", "MSQA", "base", "pipelined", "float32")
@@ -138,7 +138,7 @@ def test_the_papers_own_numbers_agree_with_one_another():
         assert rates[0] / rates[1] == pytest.approx(ratio, abs=0.06)  # both rates are rounded
 
 
-def test_a_run_that_went_on_is_not_read(tmp_path, said):
+def test_resumed_run_is_not_read(tmp_path, said):
     cell = Cell("msqa", "base", "sequential")
     lay(tmp_path, cell, "test", right=1, seconds=1.0)
     assert read(cell, tmp_path, "test", Way("sequential")) and not said
@@ -150,7 +150,7 @@ def test_a_run_that_went_on_is_not_read(tmp_path, said):
 
 
 @pytest.mark.long
-def test_it_trains_and_evaluates_what_is_missing(tmp_path, monkeypatch, said):
+def test_missing_cells_are_trained_and_evaluated(tmp_path, monkeypatch, said):
     cell = Cell("demo", "scratch", "pipelined", 2)
     config = tmp_path / "demo_scratch.py"
     text = config_lib.to_json(CONFIG)
