@@ -229,7 +229,7 @@ def test_the_base_of_an_adapter_is_of_its_revision(base: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_known_is_one_line(
+def test_unsupported_adapter_is_one_line(
     fault: str, adapter: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "slow" in fault:
@@ -246,7 +246,7 @@ def test_what_is_not_known_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_has_no_adapter_gives_none(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_directory_without_adapter_gives_none(base: Path, adapter: Path, tmp_path: Path) -> None:
     from_hf(base, tmp_path / "plain")
     from_hf(adapter, tmp_path / "adapted")
     given: list[tuple[str, dict[str, Any], str]] = [

@@ -27,7 +27,7 @@ def draw(shape, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("shape", [(B, H, Q, C), (1, H, Q, C), (B, 1, Q, C), (B, 1, 1, C), (1, 1, 1, C)], ids=str)
-def test_value_and_gradient_are_those_of_softmax(shape, rate):
+def test_value_and_gradient_equal_softmax(shape, rate):
     queries, keys, values = draw((B, H, Q, K), 0), draw((B, H, C, K), 1), draw((B, H, C, K), 2)
     bias = draw(shape, 3).at[..., 2].set(-1e9)
     seed = dropout.make_seed(jax.random.key(0)) if rate else None
@@ -62,7 +62,7 @@ def test_in_bfloat16_too_the_gradients_of_a_row_of_scores_cancel():
     assert abs(float((gradient.sum(-1) * jnp.sign(rows)).sum() / jnp.abs(rows).sum())) < 4e-4
 
 
-def test_a_query_that_sees_nothing_sees_everything_alike():
+def test_query_without_visible_keys_attends_uniformly():
     queries, keys, values = draw((B, H, Q, K), 0), draw((B, H, C, K), 1), draw((B, H, C, K), 2)
     found = attend(queries, keys, values, jnp.full((1, 1, 1, C), -1e9), None, 0.0)
     np.testing.assert_allclose(found, jnp.broadcast_to(values.mean(2, keepdims=True), found.shape), atol=1e-6)

@@ -181,7 +181,7 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, briefly,
         (nn.Embed, "setup"),
     ],
 )
-def test_any_change_of_the_stock_t5_is_seen(place, name, monkeypatch):
+def test_changed_stock_t5_is_detected(place, name, monkeypatch):
     """By the identity of its functions; a subclass is another module as well."""
     assert isinstance(backends.fastest(FEW_WORDS, jnp.float32), Xla)
     monkeypatch.setattr(place, name, lambda *given, **more: None)
@@ -216,7 +216,7 @@ def test_layer_by_layer_is_the_stock_decoder(weights, model):
 
 
 @pytest.mark.slow
-def test_a_run_imports_no_backbone_by_itself(page, tmp_path, monkeypatch, capsys):
+def test_opening_a_run_imports_no_backbone(page, tmp_path, monkeypatch, capsys):
     """It is asked for in Python by importing it, on the command line by name; its sizes may be those of a T5."""
     config = config_lib.override(RUN, ["model=linear:LinearConfig", "model.d_kv=8"])
     assert config.model == page(**{**vars(RUN.model), "d_kv": 8})
@@ -244,7 +244,7 @@ class FlaxFeedForward(layers.FeedForward):
         return x + nn.Dense(self.config.d_model, use_bias=False, name="wo")(hidden)
 
 
-def test_scales_and_factors_that_nobody_reads_are_refused(monkeypatch):
+def test_unread_scales_and_factors_are_refused(monkeypatch):
     """Flax would ignore them: int8 weights would decode as noise, and factors would be trained for nothing."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(3))
     for layer in (t5.EncoderLayer, t5.DecoderLayer):
@@ -291,7 +291,7 @@ class GatedConfig(T5Config):
         return super().tensors() | (own if self.named else {})
 
 
-def test_parameters_of_its_own_are_asked_for_before_the_first_step(tmp_path, monkeypatch):
+def test_additional_parameters_are_checked_before_the_first_step(tmp_path, monkeypatch):
     """A number has no axes."""
     model = GatedConfig(**vars(RUN.model))
     checkpoint.save_params(
@@ -305,7 +305,7 @@ def test_parameters_of_its_own_are_asked_for_before_the_first_step(tmp_path, mon
         Trainer(dataclasses.replace(RUN, model=model))
 
 
-def test_classes_of_a_file_that_is_run_are_refused(monkeypatch):
+def test_classes_of_the_main_script_are_refused(monkeypatch):
     """Nobody could open the run again."""
     monkeypatch.setattr(UMT5Config, "__module__", "<run_path>")
     with pytest.raises(UserError, match="model: found UMT5Config, a class of the file that is run; expected one of a"):
@@ -336,7 +336,7 @@ def test_former_module_names_give_the_present_modules_with_a_warning():
     assert [line.split()[0] for line in said] == [f"pipejax.{name}" for name in names]
 
 
-def test_what_a_backbone_does_not_say_is_one_line():
+def test_unknown_backbone_class_is_one_line():
     line = "model: found nowhere:Nothing, by which this model was trained; expected its module imported: by --set "
     with pytest.raises(UserError, match=line):
         config_lib.from_json('{"model": {"class": "nowhere:Nothing"}}', where="here")
@@ -391,7 +391,7 @@ class Twice(Named):
 
 
 @pytest.mark.parametrize("kind", [Inherits, Adds, Contradicts])
-def test_a_backbone_that_says_no_name_of_its_own_is_not_written_as_a_t5(kind, tmp_path):
+def test_backbone_without_its_own_model_type_is_not_exported_as_t5(kind, tmp_path):
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
     with pytest.raises(
         UserError, match=rf"^model: {kind.__name__}\.model_types: found [^\n]*; expected a name of its own"
@@ -402,7 +402,7 @@ def test_a_backbone_that_says_no_name_of_its_own_is_not_written_as_a_t5(kind, tm
 
 @pytest.mark.parametrize("kind", [Named, Grandchild, Prefixed])
 @pytest.mark.parametrize("model", [FEW_WORDS, T5Config(**vars(TINY))], ids=["v1.0", "v1.1"])
-def test_a_backbone_that_says_a_name_goes_there_and_back(kind, model, tmp_path):
+def test_backbone_with_model_type_round_trips(kind, model, tmp_path):
     """Neither transformers nor pipejax takes it for a T5; head and scale come back."""
     params = oracle.random_params(model, np.random.default_rng(1))
     write_hf(kind(**vars(model)), params, tmp_path / "there", None)
@@ -434,7 +434,7 @@ def test_names_that_begin_with_model_may_have_a_wrapper_as_well(prefix, tmp_path
 
 
 @pytest.mark.parametrize("kind", [Named, Prefixed])
-def test_a_file_without_a_decoder_is_told(kind, tmp_path):
+def test_file_without_decoder_is_refused(kind, tmp_path):
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
     write_hf(kind(**vars(FEW_WORDS)), params, tmp_path / "there", None)
     rewritten(tmp_path / "there", lambda name: "" if "decoder" in name else name)
@@ -526,7 +526,7 @@ def page(tmp_path, monkeypatch) -> Any:
 
 
 @pytest.mark.slow
-def test_the_backbone_of_the_page_looks_less_at_what_lies_far_back(page):
+def test_backbone_of_the_page_attends_less_to_distant_tokens(page):
     """It is the T5 whose table of biases holds its slopes, a bucket for each distance, and decodes as it is forced."""
     own = page(**vars(FEW_WORDS))
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(5))
@@ -556,7 +556,7 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
 @pytest.mark.parametrize(
     "spelling", [["--set", "model=pipejax.backbones.umt5:{}"], ["--backbone", "pipejax.backbones.umt5:{}"]]
 )
-def test_the_commands_bring_a_backbone_in(spelling, tmp_path, capsys):
+def test_commands_import_a_backbone_by_setting(spelling, tmp_path, capsys):
     """In two spellings, of which the help shows the first."""
     theirs = tmp_path / "theirs"
     write_hf(TINY, varied(TINY, 0), theirs, None)

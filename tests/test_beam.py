@@ -81,7 +81,7 @@ def until_eos(tokens):
     SETTINGS,
     ids=lambda x: x.feed_forward if isinstance(x, T5Config) else None,
 )
-def test_beam_search_is_that_of_transformers(config, beams, penalty, max_length, batch, queries, slots, in_torch):
+def test_beam_search_equals_transformers(config, beams, penalty, max_length, batch, queries, slots, in_torch):
     decode = DecodeConfig(max_length=max_length, beams=beams, length_penalty=penalty)
     strategy = make("sequential", GridConfig(), decode, bos=0, eos=1)
     program = compiled(config, strategy, Sizes.fit(strategy, batch, queries=queries, slots=slots))

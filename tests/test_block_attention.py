@@ -141,7 +141,7 @@ def compared(
     return [difference(a, b) for a, b in zip(computed(whole), computed(in_blocks), strict=True)]
 
 
-def test_a_packed_grid_with_dropout_is_as_attend_has_it() -> None:
+def test_packed_grid_with_dropout_equals_attend() -> None:
     rng = np.random.default_rng(0)
     assert max(apart(rng, decoder(rng, 1, 70), rate=0.1, heads=1)) < 1e-5
     # The same program for places far from each other: whole blocks of pairs have one of the two outermost buckets.
@@ -152,13 +152,13 @@ def test_a_packed_grid_with_dropout_is_as_attend_has_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_a_source_is_as_attend_has_it(rate: float) -> None:
+def test_source_attention_equals_attend(rate: float) -> None:
     rng = np.random.default_rng(1)
     assert max(apart(rng, encoder(rng, 2, 300), rate=rate)) < 1e-5
 
 
 @pytest.mark.slow
-def test_slots_look_at_their_own_sources() -> None:
+def test_slots_attend_to_their_own_sources() -> None:
     rng = np.random.default_rng(2)
     assert max(apart(rng, across(rng, 2, 50, 131), rate=0.1)) < 1e-5
 
@@ -198,7 +198,7 @@ def test_random_cases(number: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "layers"])
-def test_a_training_step_is_as_it_is_with_arrays(remat: str) -> None:
+def test_training_step_equals_step_with_arrays(remat: str) -> None:
     """The loss and all gradients, the bias tables' included; with the same bits of dropout."""
     config = T5Config(100, 32, 16, 64, 2, 1, 1)
     rng = np.random.default_rng(4)
@@ -302,7 +302,7 @@ def test_each_device_has_the_slots_and_lines_of_its_examples(monkeypatch: pytest
 GPU: Any = SimpleNamespace(platform="cuda")
 
 
-def test_the_stock_t5_is_attended_for_in_blocks_on_a_gpu() -> None:
+def test_stock_t5_uses_block_attention_on_a_gpu() -> None:
     split = batch_sharding(make_mesh(2, 1, 1))
     assert choose_blocks(ARCHITECTURES["base"], GPU, split) == Blocks(split)
     assert choose_blocks(ARCHITECTURES["base"], jax.devices()[0]) is None
@@ -321,7 +321,7 @@ class Foreign(T5Config):
         (Foreign(9, 16, 64, 16, 1, 1, 1), (1, 1, 1), "Foreign names no head_width"),
     ],
 )
-def test_what_keeps_its_arrays_is_said_once(
+def test_reason_for_attention_by_arrays_is_logged_once(
     config: T5Config, mesh: tuple[int, int, int], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     backbone._warn.cache_clear()
@@ -359,7 +359,7 @@ def test_the_trial_runs_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) ->
     block_attention.trial.cache_clear()
 
 
-def test_decoding_and_training_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_and_training_use_block_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the device and the mesh on which they run."""
     asked: list[Any] = []
 
@@ -377,7 +377,7 @@ def test_decoding_and_training_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_source_is_encoded_as_it_is_with_arrays() -> None:
+def test_encoding_equals_encoding_with_arrays() -> None:
     rng, config = np.random.default_rng(8), T5Config(100, 32, 16, 64, 2, 1, 1)
     params = jax.tree.map(
         lambda x: 0.3 * rng.standard_normal(x.shape, np.float32), jax.eval_shape(config.init_params, jax.random.key(0))

@@ -195,7 +195,7 @@ def test_each_line_of_a_tsv_is_a_row_in_a_block(tmp_path: Path, name: str, diale
 
 
 @pytest.mark.parametrize("flags", [(), ("data.csv_quotes=quote",)])
-def test_a_worker_reads_quotes_as_its_leader_does(run: Run, flags: tuple[str, ...], monkeypatch: Any) -> None:
+def test_worker_uses_the_quote_setting_of_its_leader(run: Run, flags: tuple[str, ...], monkeypatch: Any) -> None:
     """By the setting of the checkpoint or the command; the manifest has it."""
     read = list[object]()
 
@@ -231,7 +231,7 @@ def test_a_block_of_parquet_is_known_by_its_rows(tmp_path: Path) -> None:
     assert [value for _, value in Reader(tmp_path).read(mended[2])] == values[10:]
 
 
-def test_a_block_whose_lines_have_changed_is_not_read(tmp_path: Path) -> None:
+def test_changed_block_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(lines_of(VALUES))
     blocks = cut("x.jsonl" if Path.cwd() == tmp_path else str(path), 6)
@@ -244,7 +244,7 @@ def test_a_block_whose_lines_have_changed_is_not_read(tmp_path: Path) -> None:
 # Shards.
 
 
-def test_shards_are_what_decode_writes(run: Run, trained: Path) -> None:
+def test_shards_equal_output_of_decode(run: Run, trained: Path) -> None:
     """Of files of all kinds; lines without an id have their number in the file."""
     without = [{"source": value["source"]} for value in VALUES]
     Path("a.jsonl").write_text("\n" + lines_of(without) + "\n")
@@ -270,7 +270,7 @@ def test_several_answers_of_each_line(run: Run, trained: Path) -> None:
     assert [shard["records"] for shard in manifest()["shards"]] == [6, 4]
 
 
-def test_what_is_written_is_not_decoded_again(run: Run, trained: Path, said: list[str]) -> None:
+def test_finished_shards_are_not_decoded_again(run: Run, trained: Path, said: list[str]) -> None:
     Path("a.jsonl").write_text(lines_of(VALUES))
     with pytest.raises(KeyboardInterrupt):
         run("a.jsonl", killed_after=2)
@@ -285,7 +285,7 @@ def test_what_is_written_is_not_decoded_again(run: Run, trained: Path, said: lis
     assert run("a.jsonl").asked == []
 
 
-def test_a_shard_of_a_worker_that_died_before_it_said_so(run: Run, trained: Path, monkeypatch: Any) -> None:
+def test_unreported_shard_of_a_dead_worker_is_kept(run: Run, trained: Path, monkeypatch: Any) -> None:
     """The block is given to another worker, which finds it done."""
     Path("a.jsonl").write_text(lines_of(VALUES))
     run("a.jsonl")
@@ -339,7 +339,7 @@ def test_bad_lines_are_left_out_and_stay_known(run: Run, trained: Path, said: li
     assert run("a.jsonl", "b.csv", skip_bad=True).asked == [] and manifest() == found
 
 
-def test_a_file_of_bad_lines_alone_is_told_in_the_end(run: Run) -> None:
+def test_file_of_only_bad_lines_is_reported_at_the_end(run: Run) -> None:
     Path("a.jsonl").write_text(lines_of(VALUES[:3]))
     Path("b.jsonl").write_text('{"source": 3}\n[]\n')
     with pytest.raises(UserError, match=r"^b\.jsonl: found bad lines and no good one; first b\.jsonl:1: "):
@@ -362,7 +362,7 @@ def test_mending_parquet_costs_the_block_of_the_bad_row_alone(run: Run, trained:
     assert content() == decoded(trained, "a.parquet") and manifest()["complete"]
 
 
-def test_a_field_that_no_line_of_a_file_has_is_told_first(run: Run, monkeypatch: Any) -> None:
+def test_field_missing_from_all_lines_is_refused_first(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setattr(bulk, "fields_of", lambda config: ("title", "source"))
     Path("a.jsonl").write_text('{"source": "b"\n{"title": "a"}\n{"source": "b"}\n')
     Path("b.jsonl").write_text('{"source": "b", "titel": "a"}\n')
@@ -408,7 +408,7 @@ def test_a_worker_that_outlives_its_leader_does_not_stop_the_next(tmp_path: Path
         ("locked", "--output out: another pipejax bulk is at work here"),
     ],
 )
-def test_other_work_is_refused(run: Run, change: str, words: str) -> None:
+def test_output_of_another_decode_is_refused(run: Run, change: str, words: str) -> None:
     Path("a.jsonl").write_text(lines_of(VALUES))
     run("a.jsonl")
     options: dict[str, Any] = {}
@@ -443,7 +443,7 @@ def test_other_work_is_refused(run: Run, change: str, words: str) -> None:
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
-def test_inputs_and_outputs_that_are_none(run: Run, tmp_path: Path) -> None:
+def test_invalid_inputs_and_outputs_are_refused(run: Run, tmp_path: Path) -> None:
     Path("empty.jsonl").touch()
     Path("table.csv").touch()
     Path("folder").mkdir()
@@ -477,7 +477,7 @@ def test_without_ray_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, which the tests do not require")
-def test_two_workers_one_of_which_is_killed(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_worker_does_not_change_output(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First a bad line, which is one line of output; then a kill of a worker, and the records are those of decode."""
     monkeypatch.chdir(tmp_path)
     values = [{"id": f"r{i}", "source": " ".join(WORDS[i % 20][: 1 + i % 12])} for i in range(600)]

@@ -166,7 +166,7 @@ def test_a_stream_that_fails(client: TestClient, engine: ScriptedEngine) -> None
 
 
 @pytest.mark.parametrize("path, given", [(CHAT, {"messages": TURNS}), (RESPONSES, {"input": TEXT})])
-def test_the_engine_gets_what_is_asked_for(
+def test_engine_receives_settings_of_the_request(
     client: TestClient, engine: ScriptedEngine, path: str, given: dict[str, Any]
 ) -> None:
     names = ("max_tokens", "max_completion_tokens") if path == CHAT else ("max_output_tokens",)
@@ -251,7 +251,7 @@ def test_refusals(client: TestClient, engine: ScriptedEngine, path: str, body: A
     assert found["param"] == field and found["type"] == "invalid_request_error" and not engine.requests
 
 
-def test_turns_that_are_not_read_are_told_once(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_turns_are_logged_once(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     client = connect(service(engine))
     with caplog.at_level(logging.WARNING, "pipejax.apps.serving"):
         client.post(CHAT, json={"messages": TURNS[3:4]})

@@ -80,7 +80,7 @@ def test_a_cache_by_any_of_its_names(tmp_path, monkeypatch, spelling):
 
 
 @pytest.mark.parametrize("keep, keep_every, expected", [(2, 0, [5, 4]), (1, 3, [5, 3]), (None, 0, [5, 4, 3, 2, 1])])
-def test_what_stays(tmp_path, keep, keep_every, expected):
+def test_steps_that_are_kept(tmp_path, keep, keep_every, expected):
     save_all(Store(tmp_path, keep=keep, keep_every=keep_every, writable=True), 1, 2, 3, 4, 5)
     assert Store(tmp_path).steps() == expected
 
@@ -146,7 +146,7 @@ def test_a_step_that_a_kill_left_beside_its_successor_goes(tmp_path):
     assert store.steps() == [3] and Store(tmp_path).restore(3).items["params"]["a"][0, 0] == 3
 
 
-def test_a_step_that_goes_while_its_bytes_are_counted(tmp_path, monkeypatch, capsys):
+def test_step_removed_while_its_bytes_are_counted(tmp_path, monkeypatch, capsys):
     """As a training removes old steps: after it was found good, its folders go one after the other."""
     save_all(Store(tmp_path / "checkpoints", writable=True), 4, 8)
     scan, store = os.scandir, Store(tmp_path / "checkpoints")
@@ -193,7 +193,7 @@ def test_verify(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, found", [("nowhere", "no such directory"), ("", "found no checkpoints/")])
-def test_verify_of_what_is_no_run(tmp_path, name, found):
+def test_verify_refuses_a_directory_without_a_run(tmp_path, name, found):
     with pytest.raises(UserError, match=f"{found}; expected a run directory"):
         main(["verify", str(tmp_path / name)])
 
@@ -305,7 +305,7 @@ def test_orbax_and_we_read_each_other(tmp_path):
         ({"a": np.zeros((2, 3), np.int32), "b": np.zeros(2, np.float32)}, r"expected int32 \[2, 3\]"),
     ],
 )
-def test_other_arrays_than_those_that_are_wanted_are_damage(tmp_path, wanted, problem):
+def test_unexpected_arrays_are_damage(tmp_path, wanted, problem):
     for write in arrays.begin_item(tmp_path / "x", {"a": jnp.zeros((2, 3)), "b": jnp.zeros(2)}):
         write.result()
     arrays.finish_item(tmp_path / "x")
@@ -314,7 +314,7 @@ def test_other_arrays_than_those_that_are_wanted_are_damage(tmp_path, wanted, pr
             look(tmp_path / "x", jax.tree.map(host, wanted), {})
 
 
-def test_reads_that_are_abandoned_say_nothing(tmp_path):
+def test_abandoned_reads_log_nothing(tmp_path):
     """All arrays are read at once; the first that is damaged ends that."""
     save_all(Store(tmp_path, writable=True), 1)
     flip(tmp_path / "1/params")
@@ -341,7 +341,7 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said
 
 
 @pytest.mark.slow
-def test_a_damaged_best_step_is_kept_aside_when_training_goes_on(config, finished, tmp_path, said):
+def test_resume_keeps_damaged_best_step_aside(config, finished, tmp_path, said):
     shutil.copytree(finished, tmp_path / "run")
     flip(tmp_path / f"run/best/{Store(finished / 'best').steps()[0]}")
     longer = config_lib.override(config, ["train.steps=9"])
@@ -370,7 +370,7 @@ def test_a_run_killed_before_older_steps_were_removed_removes_them(config, finis
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(config, finished, tmp_path):
+def test_run_resumes_on_another_mesh(config, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     longer = ["train.steps=9", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     assert fit(config_lib.override(config, longer), tmp_path / "run") == 0

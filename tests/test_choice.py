@@ -110,7 +110,7 @@ def generator(strategy="pipelined", params=None, **decode):
         pytest.param("sequential", "source", marks=pytest.mark.long),
     ],
 )
-def test_log_probabilities_are_the_models(strategy, draft):
+def test_log_probabilities_equal_the_models(strategy, draft):
     """Of greedy and drawn tokens, beside one pass over the whole answer; drafts change neither tokens nor scores."""
     made = generator(strategy, temperature=1.5, scores=True, draft=draft, seed=3)
     records = made.decode(TEXTS)
@@ -149,7 +149,7 @@ def test_samples_do_not_depend_on_the_batch():
     assert [record["row_ids"] for record in other] != [record["row_ids"] for record in records]
 
 
-def test_rows_begin_as_they_are_told():
+def test_rows_begin_with_requested_prefixes():
     given = [{"source_ids": text, "row_prefixes": [[4, 5], [6]], "max_rows": 2} for text in TEXTS]
     for record in generator().decode(given):
         assert len(record["row_ids"]) == 2 and record["truncated"] is None
@@ -166,7 +166,7 @@ def test_only_tokens_of_the_source_are_written(strategy):
         assert {token for row in record["row_ids"] for token in row} <= {*text}
 
 
-def test_what_parts_rows_may_be_written_beside_them(tokenizer):
+def test_separator_tokens_are_always_allowed(tokenizer):
     """The separator's tokens, and none of the letters that it is encoded between."""
     made = generator("sequential", params=None)
     allowed = made.method().allowed(tokenizer)
@@ -206,12 +206,12 @@ def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
         ({"row_prefixes": [[3], [4]], "max_rows": 1}, "at most"),
     ],
 )
-def test_what_cannot_be_begun_with_is_refused(given, found):
+def test_invalid_row_prefixes_are_refused(given, found):
     with pytest.raises(UserError, match=found):
         generator().decode([{"source_ids": [3, 1], **given}])
 
 
-def test_what_does_not_go_together_is_refused():
+def test_contradictory_settings_are_refused():
     with pytest.raises(UserError, match="source 0: found several row_prefixes with sequential decoding"):
         generator("sequential").decode([{"source_ids": [3, 1], "row_prefixes": [[3], [4]]}])
     with pytest.raises(UserError, match=r"decode\.samples: found 2 with decode\.temperature = 0"):

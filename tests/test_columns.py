@@ -353,7 +353,7 @@ def test_converted_model_keeps_its_columns() -> None:
     assert (found.data.columns, found.grid.row_names) == (COLUMNS, NAMES)
 
 
-def test_columns_are_read_as_they_are_needed(tmp_path: Path) -> None:
+def test_stream_of_a_table_has_its_columns(tmp_path: Path) -> None:
     data = DataConfig(**{**TABLE, "train": str(write(tmp_path / "a.csv")), "stream": 2})
     task: Any = make_task(data)
     first, second = (batch for batch in task.stream().read([data.train]))

@@ -66,14 +66,16 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
         ),
     ],
 )
-def test_what_is_misspelt(command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_argument_is_refused_and_writes_nothing(
+    command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=line) as refused:
         main(command.format(root=ROOT).split())
     assert "none" not in str(refused.value).split(";")[0] and not any(tmp_path.iterdir())
 
 
-def test_nobody_is_advised_to_train_for_nothing() -> None:
+def test_suggestion_for_misspelt_objective_is_an_objective() -> None:
     with pytest.raises(UserError, match=r"expected one of pipelined, sequential \(did you mean sequential\?\)$"):
         main(["train", f"--config={ROOT}/configs/demo.py", "--workdir=r", "--set", "train.objective=seqential"])
 
@@ -100,7 +102,7 @@ HIDE = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
 
 
 @pytest.mark.parametrize("module", ["pipejax", "train", "decode", "lab.demo"])
-def test_a_system_without_what_is_needed_is_one_line(module: str) -> None:
+def test_system_without_required_modules_is_one_line(module: str) -> None:
     names = "fcntl", "resource"
     code = f"import runpy; sys.argv = ['-m']; runpy._run_module_as_main({module!r})"
     ended = python("-c", HIDE.format(names=names) + code, cwd=ROOT)
@@ -177,7 +179,7 @@ def test_a_library_is_installed_from_the_file_that_has_it(library: str, file: st
     assert extras.requirements_of(library) == file
 
 
-def test_a_mistake_of_ours_still_has_its_traceback(tmp_path: Path) -> None:
+def test_internal_error_shows_its_traceback(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from pipejax.system import cli\ncli.explain_imports()\n")
@@ -252,7 +254,7 @@ def test_a_second_interrupt_says_that_nothing_was_saved(
 
 
 @pytest.mark.parametrize("flags, reason", [(os.ST_RDONLY, errno.EROFS), (0, errno.EACCES)])
-def test_a_disk_that_is_read_only_is_called_so(
+def test_read_only_disk_is_named_in_the_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, reason: int
 ) -> None:
     """Of a directory, of a file that is there, and of the target of a link."""

@@ -199,7 +199,7 @@ def test_refused(assignment, message):
     assert assignment.partition("=")[0] in said
 
 
-def test_keys_of_a_model_that_is_not_there():
+def test_keys_of_an_absent_model_are_refused():
     assert refusal(override, Config(), ["model.d_model=8"]).startswith("model.d_model: found no model in this")
 
 
@@ -325,7 +325,7 @@ def test_no_file(tmp_path):
         load(tmp_path / "slow.py")
 
 
-def test_every_key_has_a_range_or_none_to_need():
+def test_every_key_has_a_range_or_needs_none():
     """Whole numbers are bounded below and words have choices, save names, paths and the separator."""
     for section in (T5Config, GridConfig, DataConfig, TrainConfig, DecodeConfig, MeshConfig):
         for field in dataclasses.fields(section):

@@ -245,7 +245,7 @@ def check_read(kind: str, facts: Facts) -> str:
 
 
 @pytest.mark.parametrize("kind, places", [*cases()])
-def test_a_key_is_read_as_the_config_class_reads_it(kind: str, places: Any) -> None:
+def test_key_is_read_as_in_config_class(kind: str, places: Any) -> None:
     facts = whole(kind)
     for way, change in places:
         facts = changed(facts, way, change)
@@ -262,7 +262,7 @@ def test_only_model_type_is_required() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_defaults_are_those_of_the_config_class(name: str) -> None:
+def test_defaults_equal_config_class(name: str) -> None:
     """Compares each row of the table; a default of None is computed from other keys."""
     keys, kind = TABLES[name]
     config = kind()
@@ -400,7 +400,7 @@ def test_feed_forward_and_layer_counts_equal_config_class(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
-def test_other_spellings_of_sizes_are_read_as_the_config_class_reads_them(kind: str) -> None:
+def test_other_spellings_of_sizes_are_read_as_in_config_class(kind: str) -> None:
     """A file has the general name of a size in place of T5's."""
     facts, spellings = whole(kind), CLASSES[kind][1].attribute_map
     read = {name: key for name, key in spellings.items() if key in ("d_model", "d_kv", "num_heads", "num_layers")}
@@ -688,7 +688,7 @@ def check_answers(model: Any, params: Any, torchs: Any, sources: list[list[int]]
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_random_config_is_computed_as_transformers_does(kind: str, tmp_path: Path) -> None:
+def test_random_config_computes_logits_of_transformers(kind: str, tmp_path: Path) -> None:
     check_case(kind, 0, tmp_path, decodes=False)
 
 

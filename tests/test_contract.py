@@ -232,7 +232,7 @@ def test_queries_of_all_steps_need_slots() -> None:
     assert methods.strategy_of(broken(advance=endless, slots=18), IDS)
 
 
-def test_an_answer_that_is_not_kept_is_no_token() -> None:
+def test_answer_that_is_not_kept_adds_no_token() -> None:
     """Each step asks again for the tokens of the one before, at its times."""
 
     def query(self: Lines, state: Any) -> Any:
@@ -265,7 +265,7 @@ def test_a_number_of_all_examples_cannot_be_served() -> None:
 
 
 @pytest.mark.parametrize("part", ["most_queries", "start", "eos", "calls", "stop", "init"])
-def test_a_part_that_lacks_is_named(part: str) -> None:
+def test_missing_part_is_named(part: str) -> None:
     """As by a strategy that was written for the earlier name of `most_queries`."""
 
     class Old:
@@ -290,7 +290,7 @@ def test_a_training_is_refused_before_its_first_step() -> None:
         Trainer(dataclasses.replace(RUN, method=broken(position=lambda self, row, time: -row)))
 
 
-def test_shapes_are_told_while_the_loop_is_traced() -> None:
+def test_wrong_shapes_are_refused_while_tracing() -> None:
     """Of a strategy that came past a method, too."""
     for strategy, line in (
         (broken(Pairs, most_queries=ROWS_ALONE), "Steps.query: live: found bool[2, 6]; expected bool[2, 3]"),
@@ -310,7 +310,7 @@ def test_shapes_are_told_while_the_loop_is_traced() -> None:
             jax.make_jaxpr(lambda x, made=made: decoding.decode(made, NoModel(), x, sizes=sizes, slots=30))(carry)
 
 
-def test_ours_are_not_rehearsed() -> None:
+def test_built_in_strategies_skip_the_dry_run() -> None:
     """Whatever their size: only facts are looked at."""
     made = methods.strategy_of(methods.PipelinedMethod(GridConfig(time_max=900, sub_max=400)), IDS)
     assert made.places == (400, 900)
@@ -337,7 +337,7 @@ def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
         decoding.drafted(again(1, 9, 3), DecodeConfig(draft="source"))
 
 
-def test_what_says_that_it_can_be_drafted_is() -> None:
+def test_strategy_that_declares_drafts_is_drafted() -> None:
     on_grid = property(lambda self: Pipelined(self.delay, self.time_max, self.sub_max))
     says = type("Says", (Longer,), {"on_grid": on_grid})
     apart = type("Apart", (Pipelined,), {"position": lambda self, row, time: 5 * row + time})
@@ -395,7 +395,7 @@ def test_a_layout_that_breaks_a_rule_is_one_line(parts: Any, line: str) -> None:
 
 
 @pytest.mark.parametrize("slots, line", [(6, "found 7 slots; expected 1 to 6"), (0, "found 7 slots; expected 1 to 0")])
-def test_more_slots_than_it_said_are_one_line(slots: int, line: str) -> None:
+def test_more_slots_than_declared_are_one_line(slots: int, line: str) -> None:
     example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
     config = dataclasses.replace(RUN, method=broken(method={"most_slots": lambda self, most: slots}))
     with pytest.raises(UserError, match=rf"^example x: Broken\.target: {line}, as most_slots says of \d+ tokens$"):
@@ -408,7 +408,7 @@ def test_more_slots_than_it_said_are_one_line(slots: int, line: str) -> None:
 # Settings that nobody reads.
 
 
-def test_settings_that_a_method_does_not_read_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_unread_by_a_method_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     config = Config(model=FEW_WORDS, method=Uneven(), grid=GridConfig(delay=3), decode=DecodeConfig(max_length=9))
     generator = Generator(config, {"w": np.zeros(1)}, None)
     for _ in range(2):
@@ -428,7 +428,7 @@ def test_settings_that_a_method_does_not_read_are_told_once(caplog: pytest.LogCa
         ("uneven", {"scores": True, "batch_size": 2}, None),
     ],
 )
-def test_settings_of_a_call_are_told(
+def test_unread_settings_of_a_call_are_logged(
     name: str, settings: dict[str, Any], line: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     generator = Generator(Config(model=FEW_WORDS, method=Uneven()), {"w": np.zeros(1)}, None)
@@ -503,7 +503,7 @@ def test_a_layout_that_is_not_decoded_is_one_line(kind: Any, line: str) -> None:
         testing.check_method(kind())
 
 
-def test_targets_of_ones_own_are_laid_out() -> None:
+def test_custom_targets_are_laid_out() -> None:
     with refused("Cut.target: found none of 1 that decoding writes whole"):
         testing.check_method(Cut(), targets=[["red", "blue"]])
 
@@ -658,7 +658,7 @@ def test_a_backbone_whose_names_break_a_rule_is_one_line(made: Any, line: str) -
         (lambda: backbone(encoder=Padded), "the padding of a source"),
     ],
 )
-def test_a_backbone_that_looks_where_it_must_not_is_one_line(made: Any, line: str) -> None:
+def test_backbone_that_reads_hidden_tokens_is_one_line(made: Any, line: str) -> None:
     config = made()
     params = testing.random_params(config, 1)
     with pytest.raises(UserError, match=rf"^Own\.module: {line}: found logits that change by [^\n]*; expected"):
@@ -699,7 +699,7 @@ def test_a_backbone_whose_attention_in_blocks_is_another_is_one_line(says: bool)
             testing._check_passes(config, params)
 
 
-def test_a_width_that_is_not_that_of_the_heads_is_one_line() -> None:
+def test_head_width_that_differs_from_the_keys_is_one_line() -> None:
     config = backbone(head_width=lambda self: 16)
     with refused("Own.module: encode: keys: found bfloat16[1, 2, 8, 9]; expected bfloat16[1, 2, 16, 9]"):
         testing._check_passes(config, testing.random_params(config, 1))
@@ -719,5 +719,5 @@ def test_backbones_that_keep_all_rules_pass() -> None:
         assert re.fullmatch(r"T5Config: \d+ parameters, and \d answers are as computed anew", found)
 
 
-def test_it_is_a_name_of_the_package() -> None:
+def test_testing_is_a_public_name() -> None:
     assert pipejax.testing is testing

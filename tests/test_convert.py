@@ -149,7 +149,7 @@ def test_paths_and_orientation(models: Models) -> None:
 
 @pytest.mark.parametrize("model_type", ["t5", "mt5"])
 @pytest.mark.parametrize("head", ["none", "own", "copy"])
-def test_head_and_scale_are_those_of_transformers(model_type: str, head: str, tmp_path: Path) -> None:
+def test_head_and_scale_equal_transformers(model_type: str, head: str, tmp_path: Path) -> None:
     model = new_model(model_type=model_type, own_head=head == "own", num_layers=1)
     directory = save(model, tmp_path / "source")
     if head == "copy":

@@ -185,14 +185,14 @@ def test_a_name_of_the_hub(there: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert asked and len(made) == 2
 
 
-def test_nothing_is_left_of_a_model_that_is_refused(there: Path, tmp_path: Path) -> None:
+def test_refused_model_leaves_no_files(there: Path, tmp_path: Path) -> None:
     (there / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"model.safetensors: found a damaged file"):
         pipejax.load(there)
     assert not [*tmp_path.glob("cache/models/*")]
 
 
-def test_without_a_cache_it_says_what_to_do(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_the_message_recommends_convert(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEJAX_CACHE", "off")
     with pytest.raises(UserError, match=r"no cache to keep its conversion in; .* pipejax convert from-hf"):
         pipejax.load(there)
@@ -256,7 +256,7 @@ def test_the_base_of_an_adapter_is_asked_for_no_more_than_a_model(
     assert converted.find_checkpoint(source) != first and asked == 2 * names
 
 
-def test_a_model_is_named_as_it_was_asked_for(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_has_the_name_of_the_link(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the link's own name, as a cache and a server name it; by the target's only where the system goes there."""
     (tmp_path / "latest").symlink_to(there)
     (there / "in").mkdir()
