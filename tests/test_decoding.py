@@ -215,7 +215,7 @@ def test_rows_that_repeat_end_an_answer_as_in_plain_lists(delay, time_max, sub_m
     assert later > 10 or sub_max == 1  # rows that repeat, and others after them
 
 
-def test_nothing_is_compared_unless_rows_are_to_be_unique():
+def test_rows_are_compared_only_if_they_must_be_unique():
     """Neither by a strategy that is asked for nothing nor literally, where nothing would come of it."""
 
     def program(strategy):

@@ -109,7 +109,7 @@ print(len(generator.decode([[5, 6, 7, 8, 9, 1]] * 8, batch_size=8)))
         pytest.param(3, 16, 4, True, 1, False, marks=pytest.mark.slow),
     ],
 )
-def test_calls_and_what_they_accept_are_those_of_the_wavefront(delay, time_max, sub_max, literal, most, unique):
+def test_calls_and_accepted_tokens_equal_the_wavefront(delay, time_max, sub_max, literal, most, unique):
     """Of a perfect model and guesses that are wrong now and then; bounds cut answers in the middle of a draft.
 
     With unique rows answers run in circles, and drafts may have begun rows that then do not begin.
@@ -170,7 +170,7 @@ def test_time_runs_on_after_the_last_row_that_fits_into_it():
     assert [row for row in rows_of(found, 0) if row] == answer
 
 
-def test_an_unfinished_answer_has_the_calls_that_were_made_not_the_next_one():
+def test_unfinished_answer_counts_only_finished_calls():
     strategy = with_drafts(Pipelined(delay=1, time_max=6, sub_max=2), Drafts(Table(), 1))
     state = strategy.init(1, SourceIds(np.full((1, 2 * GUESSED), 3, np.int32), np.zeros(1, np.int32)))
     for made in range(3):
@@ -283,7 +283,7 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
     [pytest.param(setting, drafter, marks=marks(setting, drafter)) for setting in SETTINGS for drafter in DRAFTERS],
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else type(x).__name__,
 )
-def test_drafted_is_undrafted(setting, drafter):
+def test_drafted_answers_equal_undrafted_answers(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     rounded = batch % 2 == 0
@@ -427,7 +427,7 @@ def test_the_drafter_of_the_page():
         pytest.param("pipelined", "model", 3, marks=pytest.mark.slow),  # fewer sizes to compile
     ],
 )
-def test_records_are_those_without_drafts(strategy, draft, rows, tmp_path):
+def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
     """In the product's own sizes, from sources of many lengths, on several devices; compiled ahead, too."""
     config = Config(
         model=MODEL,
@@ -540,7 +540,7 @@ def test_a_trace_numbers_rows_as_the_record_does(monkeypatch):
 
 
 @pytest.mark.parametrize("is_drafted", [False, True])
-def test_drafts_alone_are_given_the_ids_of_sources_as_wide_as_their_memory(is_drafted):
+def test_source_ids_are_padded_to_the_memory_for_drafters_only(is_drafted):
     programs = Programs(TINY, jnp.dtype("float32"), devices=jax.local_devices()[:1], backend=XLA)
     programs.set_params(oracle.random_params(TINY, np.random.default_rng(0)))
     strategy = Pipelined(1, 9, 3)

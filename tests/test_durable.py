@@ -178,7 +178,7 @@ def test_the_first_save_is_read_back(tmp_path, monkeypatch):
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:40],
 )
-def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, capsys, error):
+def test_read_errors_stop_and_set_nothing_aside(tmp_path, monkeypatch, capsys, error):
     save(tmp_path / "checkpoints", 4, 8)
 
     def read(place, template):
@@ -213,7 +213,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(tmp_path, monkeypatch, caps
     ],
     ids=["header", "bits", "absent", "cut", "whole file", "no JSON", "no text", "manifest"],
 )
-def test_what_is_said_of_the_content_is_damage(tmp_path, spoil, says):
+def test_errors_about_content_are_damage(tmp_path, spoil, says):
     save(tmp_path / "checkpoints", 4)
     spoil(tmp_path / "checkpoints/4/params")
     with pytest.raises(Damaged, match=f"unreadable .*({says})") as found:
@@ -221,7 +221,7 @@ def test_what_is_said_of_the_content_is_damage(tmp_path, spoil, says):
     assert "tensorstore_spec" not in str(found.value)
 
 
-def test_files_that_nobody_may_read_are_not_damaged(tmp_path, monkeypatch):
+def test_files_without_read_permission_are_not_damaged(tmp_path, monkeypatch):
     """Whatever TensorStore says of it; a file that is denied is imitated, as nothing is denied to root."""
     save(tmp_path / "checkpoints", 4)
     flip(tmp_path / "checkpoints/4/params")
@@ -376,7 +376,7 @@ def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch,
     assert Store(tmp_path).steps() == [2, 1]
 
 
-def test_what_stays_of_a_removed_step_is_in_nobodys_way(tmp_path, monkeypatch, said):
+def test_remains_of_a_removed_step_do_not_disturb(tmp_path, monkeypatch, said):
     """Its name is free: nothing is said of a path that is gone, and the next one of that number can go, too."""
     with monkeypatch.context() as patch:
         refuse(patch, (os, "rmdir"), errno.ENOTEMPTY, lambda path, **_: ".gone-" in str(path))
@@ -456,7 +456,7 @@ def test_the_name_of_a_new_log_is_on_the_disk(tmp_path, monkeypatch):
     assert [event for event in disk.events if event == ("sync", str(tmp_path / "run"))] == disk.events[1:2]
 
 
-def test_what_kills_leave_in_a_directory_of_steps_goes(tmp_path):
+def test_leftovers_of_kills_among_steps_are_removed(tmp_path):
     save(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "1", tmp_path / ".gone-1")
     (tmp_path / ".gone-0/params").mkdir(parents=True)
@@ -478,7 +478,7 @@ def test_a_step_of_the_same_number_is_replaced(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["4"]
 
 
-def test_what_kills_leave_in_a_run_goes(tmp_path):
+def test_leftovers_of_kills_in_a_run_are_removed(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / ".lock").touch()

@@ -74,7 +74,7 @@ def test_two_lookups_and_their_gradient(dtype, where, monkeypatch):
     np.testing.assert_allclose(pull(directions)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_each_device_sums_what_it_holds():
+def test_each_device_sums_its_own_examples():
     """Nothing of a batch moves: all that crosses between devices is one sum as large as the table."""
     devices = jax.devices()[:4]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)

@@ -70,7 +70,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_each_alone(generator):
+def test_answers_equal_answers_decoded_alone(generator):
     """Both strategies, many more requests than places, sources of all lengths, a cache that grows."""
     given = texts(20)
     engine = Engine(generator, places=3, queue=100)
@@ -177,7 +177,7 @@ def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
 
 
 @pytest.mark.slow
-def test_samples_are_those_of_the_seed(generator):
+def test_samples_depend_on_the_seed_only(generator):
     """Whoever else is there; a greedy request stays greedy beside them."""
     ids = texts(1)[0]
     engine = Engine(generator, places=4, queue=100)
@@ -206,7 +206,7 @@ def test_answers_to_a_source_that_was_just_encoded(generator):
 
 
 @pytest.mark.slow
-def test_our_kernel_leaves_an_encoding_as_it_was(fast):
+def test_kernel_does_not_change_an_encoding(fast):
     engine, ids = Engine(fast, places=2, queue=5, encodings=4), texts(3)
     engine.warm_up(4)
     wait_until(lambda: engine.compiler.prepared == engine.compiler.planned)
@@ -220,7 +220,7 @@ def test_our_kernel_leaves_an_encoding_as_it_was(fast):
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
-def test_the_encodings_that_are_kept(most):
+def test_latest_encodings_are_kept(most):
     """Beside plain lists of what was asked for the latest; the same ids with another adapter are another source."""
     kept, asked, hits = Encodings(most), [], 0
     for number in np.random.default_rng(most).integers(0, 6, 200).tolist():
@@ -236,7 +236,7 @@ def test_the_encodings_that_are_kept(most):
     assert kept.bytes == kept.hits == kept.misses == 0
 
 
-def test_who_waits_hears_that_there_can_be_no_batch(generator, monkeypatch):
+def test_waiting_request_fails_if_no_batch_can_be_made(generator, monkeypatch):
     """Such as for want of memory; and the next one has another try."""
 
     def fails(*given, **more):
@@ -273,7 +273,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
     engine.close(drain=False, seconds=60)
 
 
-def test_no_pause_comes_before_so_many_tokens_can_be_there(generator):
+def test_steps_before_a_pause_can_give_enough_tokens(generator):
     """In step t the rows are open that start by then, at the most; a sequential answer grows by a token a step."""
     grid = RunningBatch(generator.programs, generator.make_strategy("pipelined"), 1)
     line = RunningBatch(generator.programs, generator.make_strategy("sequential"), 1)
@@ -302,7 +302,7 @@ def test_an_answer_of_so_many_tokens(generator):
     assert record["log_prob"] == pytest.approx(sum(event.log_prob for event in tokens), abs=1e-3)
 
 
-def test_who_waits_who_leaves_and_who_comes_too_late(generator):
+def test_full_queue_cancelled_requests_and_closed_engine(generator):
     given = texts(6)
     engine = Engine(generator, places=1, queue=2)
     with engine.scheduler.waiting.lock:  # the engine does not see them before all are there
@@ -320,7 +320,7 @@ def test_who_waits_who_leaves_and_who_comes_too_late(generator):
         engine.submit(request(4, given[4]))
 
 
-def test_what_an_engine_does_not_have_is_refused(generator):
+def test_settings_that_an_engine_lacks_are_refused(generator):
     for key, value, strategy in (("limit", "source", "pipelined"), ("beams", 2, "sequential")):
         decode = DecodeConfig(max_length=30, **{key: value})
         config = dataclasses.replace(generator.config, decode=decode, train=TrainConfig(objective=strategy))
@@ -346,13 +346,13 @@ def test_a_thrown_switch_lets_it_pause_after_a_step(fast):
     thrower.join()
 
 
-def test_listening_is_no_effect(fast):
+def test_listening_has_no_side_effects(fast):
     """JAX calls a program with effects in Python, array by array, and a stream calls one for each look."""
     given = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((2,), np.uint32)
     assert not jax.make_jaxpr(fast.programs.backend.listen)(*given).effects
 
 
-def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):
+def test_new_request_does_not_wait_for_a_long_answer(fast):
     engine = Engine(fast, places=2, queue=5)
     long, short = texts(2)
     first = engine.submit(request(0, long, "sequential", at_once=False))
@@ -367,7 +367,7 @@ def test_who_comes_is_not_kept_waiting_by_a_long_answer(fast):
     engine.close(drain=True, seconds=60)
 
 
-def test_a_failure_is_told_and_the_engine_goes_on(generator, monkeypatch):
+def test_engine_reports_a_failure_and_continues(generator, monkeypatch):
     given = texts(2)
     engine = Engine(generator, places=2, queue=5)
     with monkeypatch.context() as patch:
@@ -401,7 +401,7 @@ def record_in(answer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["length", "strategy", "scores", "temperature"])
-def test_others_go_on_while_a_request_waits_for_its_programs(generator, other):
+def test_other_requests_run_while_one_waits_for_compilation(generator, other):
     """Whatever is new about it; its answer is the one of decoding."""
     engine, short = Engine(generator, places=2, queue=9), [5, 6, 7, 1]
     for _ in range(2):  # alone and beside each other
@@ -428,7 +428,7 @@ def test_others_go_on_while_a_request_waits_for_its_programs(generator, other):
 
 
 @pytest.mark.slow
-def test_an_answer_that_outgrows_what_is_compiled_makes_room(generator, monkeypatch):
+def test_answer_that_outgrows_its_cache_restarts_in_a_larger_one(generator, monkeypatch):
     """It begins anew when the larger cache is there: no token is told twice, and all are those of decoding."""
     given = texts(4)
     decoded = generator.decode(given, batch_size=1)
@@ -469,7 +469,7 @@ def scripted(generator, monkeypatch):
     return engine, Held(engine)
 
 
-def test_who_leaves_while_it_waits_for_its_programs_is_gone_at_once(generator, monkeypatch):
+def test_request_cancelled_during_compilation_ends_at_once(generator, monkeypatch):
     engine, held = scripted(generator, monkeypatch)
     answers = [engine.submit(request(i, [5, 1])) for i in range(3)]
     wait_until(lambda: len(held.kept) >= 3)
@@ -484,7 +484,7 @@ def test_who_leaves_while_it_waits_for_its_programs_is_gone_at_once(generator, m
     assert engine.waiting == engine.running == 0
 
 
-def test_a_compilation_that_fails_is_told_to_those_who_wait_for_it(generator, monkeypatch):
+def test_failed_compilation_fails_its_waiting_requests(generator, monkeypatch):
     engine, held = scripted(generator, monkeypatch)
     lost = [engine.submit(request(i, [5, 1])) for i in range(2)]
     other = engine.submit(request(0, [5, 1], "sequential"))
@@ -502,7 +502,7 @@ def test_a_compilation_that_fails_is_told_to_those_who_wait_for_it(generator, mo
 
 
 @pytest.mark.parametrize("how", ["by itself", "on the way", "for another reason"])
-def test_nothing_of_a_failed_compilation_stays(how):
+def test_failed_compilation_leaves_nothing(how):
     """Neither in the thread that waits for the next, nor by the error that others were told."""
 
     class Array:
@@ -534,7 +534,7 @@ def test_nothing_of_a_failed_compilation_stays(how):
     assert str(told[0]) in ("little", "no program")
 
 
-def test_the_compiler_takes_what_is_waited_for_first():
+def test_compiler_takes_awaited_programs_first():
     done, begun, go_on = [], threading.Event(), threading.Event()
     compiler = Compiler(lambda key, error: done.append((key, error is None)))
     compiler.ask({"first": lambda: (begun.set(), go_on.wait(20))}, PLANNED)
@@ -561,7 +561,7 @@ def test_the_compiler_takes_what_is_waited_for_first():
 
 
 @pytest.mark.slow
-def test_after_the_warm_up_nobody_waits_for_a_compiler(generator):
+def test_no_request_waits_for_compilation_after_warm_up(generator):
     """Sources of all lengths up to the longest, alone and together, scored or drawn or neither."""
     engine = Engine(generator, places=2, queue=9)
     engine.warm_up(70)

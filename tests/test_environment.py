@@ -44,7 +44,7 @@ def test_every_pinned_setting_is_one_of_jax_and_its_default():
 
 
 @pytest.mark.slow
-def test_a_shell_does_not_change_what_is_drawn():
+def test_shell_variables_do_not_change_random_numbers():
     """The numbers are those that JAX itself draws with nothing set."""
     plain = python("import pipejax; " + DRAW)
     assert plain.returncode == 0, plain.stderr
@@ -56,7 +56,7 @@ def test_a_shell_does_not_change_what_is_drawn():
     assert json.loads(unreadable.stdout) == drawn, unreadable.stderr
 
 
-def test_commands_say_what_is_not_followed():
+def test_commands_report_ignored_variables():
     text = "from pipejax.system import cli; cli.run(lambda argv: 0)"
     assert python(text, JAX_ENABLE_X64="Off", JAX_THREEFRY_PARTITIONABLE="yes").stderr == ""
     said = python(text, JAX_ENABLE_X64="1").stderr
@@ -69,7 +69,7 @@ def test_a_program_is_warned(tmp_path):
     assert "UserWarning: JAX_ENABLE_X64=1: not followed since `import pipejax`" in said
 
 
-def test_a_program_that_set_it_itself_is_refused(monkeypatch):
+def test_program_that_changed_the_setting_is_refused(monkeypatch):
     environment.check_environment()
     with jax.numpy_dtype_promotion("strict"), pytest.raises(UserError, match=r"^jax_numpy_dtype_promotion: found"):
         environment.check_environment()
@@ -86,7 +86,7 @@ def test_flags_that_would_end_the_process(flags, monkeypatch):
     assert str(caught.value).startswith(f"XLA_FLAGS: found {flags!r} (") and "\n" not in str(caught.value)
 
 
-def test_good_flags_are_no_news():
+def test_valid_flags_are_not_reported():
     ended = python(
         "from pipejax.system import cli; cli.run(lambda argv: 0)", XLA_FLAGS="--xla_cpu_enable_fast_math=false"
     )
@@ -96,7 +96,7 @@ def test_good_flags_are_no_news():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "nonsense"])
-def test_a_platform_that_is_not_there(platform):
+def test_absent_platform_is_refused(platform):
     if platform == "cuda" and any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("there is a GPU")
     ended = python("import jax, pipejax; pipejax.system.environment.check_environment()", JAX_PLATFORMS=platform)

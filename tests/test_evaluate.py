@@ -35,7 +35,7 @@ def run(tmp_path_factory, compiled_once):
 
 
 @pytest.mark.slow
-def test_the_scores_are_those_of_the_kept_predictions(run, tmp_path, capsys):
+def test_scores_equal_scores_of_the_kept_predictions(run, tmp_path, capsys):
     out, kept = tmp_path / "out.json", tmp_path / "kept.jsonl"
     flags = [
         "--checkpoint",
@@ -96,7 +96,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
 
 
 @pytest.mark.slow
-def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
+def test_indistinguishable_rows_give_no_step_ratio(run, tmp_path):
     out = tmp_path / "out.json"
     flags = ["--checkpoint", str(run), "--limit", "3", "--batch-size", "3", "--json", str(out)]
     evaluation.main([*flags, "--strategy", "sequential", "--set", "data.separator= "])
@@ -107,7 +107,7 @@ def test_where_rows_are_not_told_apart_no_ratio_is_told(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_nothing_of_the_other_file(run, tmp_path, capsys):
+def test_full_disk_does_not_affect_the_other_file(run, tmp_path, capsys):
     kept = tmp_path / "predictions.jsonl"
     flags = ["--checkpoint", str(run), "--limit", "3", "--json", "/dev/full", "--predictions", str(kept)]
     with pytest.raises(UserError, match=r"--json /dev/full: cannot be written \(No space left"):
@@ -154,7 +154,7 @@ def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
     "learned, others, told",
     [("the same", [], False), ("", [], False), ("others", [], True), ("others", ["data.train={}.jsonl"], False)],
 )
-def test_a_part_of_which_some_may_be_learned_is_told(learned, others, told, tmp_path, monkeypatch, capsys):
+def test_evaluation_warns_if_examples_may_have_been_trained_on(learned, others, told, tmp_path, monkeypatch, capsys):
     """Where a file is parted otherwise than it was for the run: it has changed, or the rule has."""
     texts = "".join(json.dumps({"source": f"text {i}", "targets": ["x"]}) + "\n" for i in range(40))
     for name in ("a", "a.jsonl"):

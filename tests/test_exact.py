@@ -54,14 +54,14 @@ def test_rows_that_are_the_same_text(left: str, right: str) -> None:
     assert f1([left], [right]) == f1([right], [left]) == 100
 
 
-def test_case_counts_unless_it_is_not_to() -> None:
+def test_case_counts_except_in_exact_caseless() -> None:
     for left, right in (("MW", "mW"), ("Straße", "STRASSE"), ("ΣΑΣ", "σας"), ("Ａ", "a")):
         assert f1([left], [right]) == 0
         assert f1([left], [right], "exact_caseless") == 100
     assert f1(["1.5 mW"], ["15 MW"], "exact_caseless") == 0
 
 
-def test_rows_are_counted_as_often_as_they_are_there() -> None:
+def test_repeated_rows_count_each_time() -> None:
     scores = metrics.score("exact", [""], [["a", "a", "b"]], [["a", "b", "b", "c"]])
     right = (Counter("aab") & Counter("abbc")).total()
     assert right == 2

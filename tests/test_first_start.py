@@ -146,7 +146,7 @@ def test_a_worker_reads_its_block_first(here: Path) -> None:
 
 
 @pytest.mark.parametrize("key, value", [("decode.limit", "source"), ("grid.delay", 0), ("decode.beams", 2)])
-def test_a_server_says_before_it_listens_what_it_cannot_serve(here: Path, key: str, value: object) -> None:
+def test_unservable_settings_are_refused_before_listening(here: Path, key: str, value: object) -> None:
     line = here / "line" if key == "decode.beams" else here / "run"
     with pytest.raises(UserError, match=f"^{key}: found "):
         Engine(pipejax.load(line, overrides={key: value}), places=1, queue=1)
@@ -177,7 +177,7 @@ def test_python_checks_first(here: Path) -> None:
             call()
 
 
-def test_a_failure_to_lay_out_is_no_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_after_failed_compilation_works(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     t5 = pipejax.load(here / "run")
     with pytest.raises(Compiled):
         t5.decode([GOOD])

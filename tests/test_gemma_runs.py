@@ -72,7 +72,7 @@ def test_it_trains_on_eight_devices_as_on_one(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_the_bit(trained, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(trained, tmp_path):
     """In two parts as in one: the log, and every number of parameters and moments."""
     config = config_lib.load(trained / "config.json")
     for steps in (2, 6):
@@ -122,7 +122,7 @@ def test_bfloat16_and_int8_stay_near(model):
 
 
 @pytest.mark.slow
-def test_of_a_run_transformers_is_given_no_program_that_it_could_not_run(trained, tmp_path, capsys):
+def test_export_of_a_gemma_run_has_no_custom_generate(trained, tmp_path, capsys):
     to_hf(trained, tmp_path / "there")
     assert not (tmp_path / "there" / "custom_generate").exists()
     assert "writes the first row of an answer alone" in capsys.readouterr().err

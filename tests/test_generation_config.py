@@ -151,7 +151,7 @@ def lines(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> list[s
     return [line for line in capsys.readouterr().err.splitlines() if "no tokenizer files" not in line]
 
 
-def test_what_differs_from_config_json_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_from_config_json_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = directory(tmp_path / "hf", {"eos_token_id": 12, "decoder_start_token_id": 7, "pad_token_id": 0})
     file = source / "generation_config.json"
     assert lines(source, tmp_path / "out", capsys) == [
@@ -214,7 +214,7 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def test_what_is_lost_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = directory(tmp_path / "hf", IDS | NOT_FOLLOWED)
     [line] = lines(source, tmp_path / "out", capsys)
     assert line.startswith(f"{source}/generation_config.json: not followed, since pipejax has no such setting: ")
@@ -223,7 +223,7 @@ def test_what_is_lost_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert checkpoint.open_run(tmp_path / "out").config.decode == DecodeConfig()
 
 
-def test_every_setting_alone_is_told_from_its_neutral_value(tmp_path: Path, capsys: Any) -> None:
+def test_each_setting_is_distinguished_from_its_neutral_value(tmp_path: Path, capsys: Any) -> None:
     source = directory(tmp_path / "hf", IDS)
     for key, value in NOT_FOLLOWED.items():
         (source / "generation_config.json").write_text(json.dumps(IDS | NEUTRAL | {key: value}))

@@ -112,7 +112,7 @@ def test_attention_to_a_cache_equals_numpys(queries: int, start: list[int]) -> N
         close(ours, other, rtol=1e-3, atol=1e-4)
 
 
-def test_what_does_not_fit_is_xlas() -> None:
+def test_unsupported_shapes_use_xla() -> None:
     """Heads of 8; 65 queries of an example; one query; matrices of other sizes, of int8, of another dtype."""
     values = jnp.asarray(normal(1, 1, 2, 64, 8))
     memory = Memory((jnp.zeros((1, 2, 8, 64)),), (values,), jnp.ones((1, 64), bool))
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_xlas() -> None:
     ],
     ids=str,
 )
-def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str, tied: bool) -> None:
+def test_decodes_equal_decodes_without_kernels(strategy, batch: int, feed_forward: str, tied: bool) -> None:
     """In caches that grow, with and without queries gathered from several examples."""
     config = dataclasses.replace(IN_BLOCKS, num_decoder_layers=1, feed_forward=feed_forward, tied_head=tied)
     rng = np.random.default_rng(batch)
@@ -157,7 +157,7 @@ def test_decodes_are_those_without_them(strategy, batch: int, feed_forward: str,
 
 
 @pytest.mark.slow
-def test_the_trial_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_passes_and_finds_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < gpu.trial(20, interpret=INTERPRET) < gpu.TOLERANCE
     jax.clear_caches()
     with monkeypatch.context() as patch:
@@ -170,7 +170,7 @@ def test_the_trial_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatc
 finish = gpu._finish
 
 
-def test_they_are_used_on_a_gpu_alone() -> None:
+def test_kernels_are_used_on_a_gpu_only() -> None:
     here = jax.default_backend() == "gpu"
     assert gpu.use() == here
     assert isinstance(fastest(IN_BLOCKS, jnp.bfloat16), Gpu) == here

@@ -57,7 +57,7 @@ def test_mask_and_distances_of_figure_2(places, sees, array):
 
 
 @pytest.mark.parametrize("delay", range(6))
-def test_positions_differ_by_the_distance_of_what_is_visible(delay):
+def test_position_differences_equal_distances_of_visible_tokens(delay):
     row, time = (x.reshape(-1) for x in np.meshgrid(np.arange(6), np.arange(30), indexing="ij"))
     row, time = (x[time >= grid.start(row, delay)] for x in (row, time))
     pairs = row[:, None], time[:, None], row[None], time[None]
@@ -85,7 +85,7 @@ def test_rows_that_start_together_have_no_empty_one():
     assert flat.weights.tolist() == [1, 1, 0, 1, 1, 1] and flat.time.tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_names_are_fed_and_not_asked_for():
+def test_row_names_are_fed_and_not_queried():
     flat = grid.flatten([[A, B, C], [D, E]], delay=0, bos=BOS, eos=EOS, names=[1, 2])
     assert flat.inputs.tolist() == [BOS, A, B, C, BOS, D, E]
     assert flat.weights.tolist() == [0, 1, 1, 1, 0, 0, 1]
@@ -101,7 +101,7 @@ def test_an_eos_is_fed_where_a_later_token_sees_it():
     assert flat.targets[flat.weights > 0].tolist() == [A, EOS, D, E, EOS, EOS]
 
 
-def test_an_eos_left_out_is_one_that_nobody_sees():
+def test_omitted_eos_is_visible_to_no_query():
     rng = np.random.default_rng(0)
     left_out = 0
     for _ in range(200):
@@ -168,7 +168,7 @@ def test_steps_equal_algorithm_1_on_scripted_rows():
 
 
 @pytest.mark.parametrize("stop", ["empty_row", "literal"])
-def test_calls_are_those_of_algorithm_1(stop):
+def test_calls_equal_algorithm_1(stop):
     """Time-steps without an open row need none; rows that never started do not count."""
     rng = np.random.default_rng(2)
     fewer = 0

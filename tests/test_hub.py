@@ -150,7 +150,7 @@ def test_refusals_say_what_to_do(name: str, asked: list[str], monkeypatch: pytes
             Tokenizer.load(name)
 
 
-def test_other_failures_are_told_as_they_are(asked: list[str]) -> None:
+def test_other_failures_are_reported_unchanged(asked: list[str]) -> None:
     with pytest.raises(UserError, match="500"):
         locate("some/broken")
 
@@ -193,7 +193,7 @@ def test_a_path_has_no_revisions(asked: list[str], tmp_path: Path) -> None:
     assert checkpoint.open_run(tmp_path / "out").config.name == "my@t5" and not asked
 
 
-def test_transformers_is_told_the_revision_of_a_tokenizer(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_revision_is_passed_to_transformers(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "import_transformers", lambda: NotHere)
     NotHere.seen.clear()
     with pytest.raises(UserError, match=r"^some/t5@old: found neither .* \(not here\)"):
