@@ -97,7 +97,9 @@ def followed(directory: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> 
     return checkpoint.open_run(out).config, lines
 
 
-def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_to_hf_writes_all_files_and_reports_one_line(
+    in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "hf"
     huggingface.to_hf(in_rows, out)
     [line] = capsys.readouterr().err.splitlines()
@@ -109,7 +111,7 @@ def test_what_is_written_and_said(in_rows: Path, tmp_path: Path, capsys: pytest.
     assert json.loads((out / "generation_config.json").read_text()) == ids | {"max_new_tokens": 9}
 
 
-def test_nothing_leaves_the_machine_but_settings(in_rows: Path) -> None:
+def test_exported_files_hold_no_paths_and_secrets(in_rows: Path) -> None:
     files = [file for file in in_rows.with_name("hf").rglob("*") if file.is_file()]
     assert len(files) > len(FILES)
     for file in files:
@@ -290,7 +292,7 @@ def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Pat
     assert "'small', 'old'" in card and "all from the first step on" in card
 
 
-def test_other_weights_and_other_settings_are_said(there: Path, tmp_path: Path, capsys: Any) -> None:
+def test_changed_weights_and_settings_are_reported(there: Path, tmp_path: Path, capsys: Any) -> None:
     model = transformers.T5ForConditionalGeneration.from_pretrained(there)
     with torch.no_grad():
         model.shared.weight[5] += 1

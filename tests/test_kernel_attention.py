@@ -215,7 +215,7 @@ def test_random_heads_are_within_the_stated_error(attend: Callable[..., np.ndarr
         assert (np.abs(found - rounded) <= (error + ROUNDING) * largest).all()
 
 
-def test_queries_side_by_side_keep_digits_of_their_own(attend: Callable[..., np.ndarray]) -> None:
+def test_queries_computed_together_keep_their_own_digits(attend: Callable[..., np.ndarray]) -> None:
     """Of six queries that are computed together some need a second digit, and each other powers."""
     queries, keys, values, bias = by_level((1, 10, 10), (255, 3.7, 10), (255, -40, -10))
     queries[:, 0] = np.resize([0, 1, 0.95, 0, 1.1, 0.9, 1.05], len(queries))
@@ -296,7 +296,7 @@ def test_a_token_of_a_source_may_be_a_hundred_times_the_others(look: Callable[..
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("trouble", [np.nan, np.inf])
-def test_what_is_not_finite_in_a_source_shows(look: Callable[..., np.ndarray], which: int, trouble: float) -> None:
+def test_non_finite_source_values_reach_the_output(look: Callable[..., np.ndarray], which: int, trouble: float) -> None:
     head = random(40)[:3]
     head[which][11, 3] = trouble
     assert not np.isfinite(look(*head)[11, 3])
@@ -312,7 +312,7 @@ def test_a_token_may_be_a_hundred_times_the_others(attend: Callable[..., np.ndar
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("trouble", [np.nan, np.inf])
-def test_what_is_not_finite_shows(attend: Callable[..., np.ndarray], which: int, trouble: float) -> None:
+def test_non_finite_values_reach_the_output(attend: Callable[..., np.ndarray], which: int, trouble: float) -> None:
     head = random(40)
     head[which][11, 3] = trouble
     assert not np.isfinite(attend(*head)[11, 3])

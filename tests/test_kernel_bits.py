@@ -77,7 +77,7 @@ def logits(level, weights, calls, *, rejected=(), batch=1, slots=SOURCE):
 @pytest.mark.parametrize(
     "weights", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in WEIGHTS]
 )
-def test_a_query_has_the_same_logits_whatever_is_fed_beside_and_before_it(level, weights):
+def test_logits_of_a_query_do_not_depend_on_other_queries(level, weights):
     by_row = [[(row, time) for time in range(TIMES)] for row in range(ROWS)]
     pairs = [[(row, time), (row, time + 1)] for time in range(0, TIMES - 1, 2) for row in range(ROWS)]
     pairs += [[(row, TIMES - 1)] for row in range(ROWS)]
@@ -97,13 +97,13 @@ def test_a_query_has_the_same_logits_whatever_is_fed_beside_and_before_it(level,
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_what_a_source_is_padded_with_is_not_read(level, weights):
+def test_padding_of_a_source_is_not_read(level, weights):
     expected = logits(level, weights, BY_TIME)
     np.testing.assert_array_equal(logits(level, weights, BY_TIME, batch=2, slots=512), expected)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_source_has_the_same_memory_whatever_is_encoded_beside_it(level, weights):
+def test_encoding_of_a_source_does_not_depend_on_other_sources(level, weights):
     model, own, ready, _ = made("silu", weights, level)
     source, length = np.random.default_rng(1).integers(0, 48, (5, 600)), np.asarray([37, 1, 600, 33, 513], np.int32)
     encode = jax.jit(lambda ids, n: own.encode(model, ready.encoding, ids, n))

@@ -298,7 +298,7 @@ def answers(level, weights, columns, changed):
 @pytest.mark.parametrize(
     ("different", "columns"), [(1, 40), (30, 40), (1500, 40), (5003, 40), (30, 3), (5003, 4), (30, 9)]
 )
-def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, different, columns):
+def test_first_of_equal_highest_logits_is_chosen(level, weights, different, columns):
     """So many words of 5,003, again and again. The last panel is filled up with words whose logit is zero."""
     logits, found = answers(level, weights, columns, lambda head: np.resize(head[:different], head.shape))
     np.testing.assert_array_equal(found, np.argmax(logits, axis=0))
@@ -307,7 +307,7 @@ def test_of_tokens_with_the_highest_logit_the_first_is_chosen(level, weights, di
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("columns", [3, 5])
-def test_a_word_that_is_not_a_number_shows(level, weights, columns):
+def test_nan_of_a_word_reaches_the_output(level, weights, columns):
     def spoiled(head):
         head[1700] = np.nan
         return head
@@ -320,7 +320,7 @@ def test_a_word_that_is_not_a_number_shows(level, weights, columns):
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("trouble", [np.nan, np.inf])
 @pytest.mark.parametrize("columns", [1, 5])
-def test_what_is_not_finite_stays_so(level, weights, trouble, columns):
+def test_non_finite_values_stay_non_finite(level, weights, trouble, columns):
     model, own, _, _ = made("small", weights, level)
     params = jax.tree.map(jnp.asarray, oracle.random_params(model.config, np.random.default_rng(5)))
     norm = params["decoder"]["layers_0"]["self_attention"]["norm"]
@@ -359,7 +359,7 @@ def test_what_is_not_finite_stays_so(level, weights, trouble, columns):
     ],
     ids=["shape", "layer", "type", "full"],
 )
-def test_a_field_that_is_not_as_it_must_be_is_named(level, spoil, says):
+def test_invalid_field_is_named(level, spoil, says):
     model, own, ready, _ = made("small", "auto", level)
     asked = Asked(np.random.default_rng(0), ((3,),), 48)
     memory = t5.Memory((jnp.ones((1, 2, 16, 16)),) * 2, (jnp.ones((1, 2, 16, 16)),) * 2, jnp.ones((1, 16), bool))
@@ -401,7 +401,7 @@ def test_int8_is_within_half_a_step_of_each_output():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"d_model": 24}, {"feed_forward": "gated-gelu"}])
-def test_decodes_are_those_without_it(kernel, kernel_cache, monkeypatch, changes):
+def test_decodes_equal_decodes_without_the_kernel(kernel, kernel_cache, monkeypatch, changes):
     """And where it does not fit, XLA decodes."""
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     config = dataclasses.replace(IN_BLOCKS, **changes)
@@ -463,7 +463,7 @@ def test_a_shipped_kernel_of_other_sources_or_systems_is_left_alone(tmp_path, mo
     assert not cpu_kernel.use() and str(library) not in "\n".join(said)
 
 
-def test_a_level_that_is_none_is_refused(monkeypatch):
+def test_unknown_level_is_refused(monkeypatch):
     monkeypatch.setenv(cpu_kernel.VARIABLE, "sse9")
     with pytest.raises(UserError, match=r"PIPEJAX_NATIVE: found 'sse9'; expected off, amx, bf16, .*native"):
         cpu_kernel.use()
@@ -505,7 +505,7 @@ def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
         ({"CXX": "no-such-compiler"}, "without its own kernel"),
     ],
 )
-def test_without_it(tmp_path, monkeypatch, variables, says, said):
+def test_decoding_works_without_the_kernel(tmp_path, monkeypatch, variables, says, said):
     for name, value in ({compile_cache.VARIABLE: str(tmp_path)} | variables).items():
         monkeypatch.setenv(name, value)
     assert not cpu_kernel.use()
@@ -513,7 +513,7 @@ def test_without_it(tmp_path, monkeypatch, variables, says, said):
     assert not list(tmp_path.glob("*.so"))
 
 
-def test_what_cannot_be_loaded_is_done_without_and_made_anew(tmp_path, monkeypatch, said):
+def test_unloadable_kernel_is_not_used_and_recompiled(tmp_path, monkeypatch, said):
     """A compiler that stops half-way, a disk that forbids programs."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n')

@@ -195,7 +195,7 @@ def test_presence_in_any_text(source: str, phrase: str, present: bool) -> None:
     assert (found["present_f1@M"], found["absent_f1@M"]) == ((100, 0) if present else (0, 100))
 
 
-def test_phrases_are_told_apart_by_their_signs() -> None:
+def test_phrases_differ_by_their_signs() -> None:
     for left, right in (("C++", "C#"), ("1.5", "15"), ("-5", "5"), ("x, y", "x y"), ("<unk>", "unk"), ("café", "cafe")):
         found = metrics.score("keyphrases", ["nothing"], [[left]], [[right]])
         assert found["absent_f1@M"] == 0

@@ -83,7 +83,7 @@ def test_every_matrix_of_the_layers_gets_factors_that_change_nothing(arrays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layers"])
-def test_loss_and_gradient_are_those_of_the_merged_weights(arrays, remat):
+def test_loss_and_gradient_equal_merged_weights(arrays, remat):
     params = random_factors()
     model, merged = t5.T5(DEEP, remat=remat), lora.merge_factors(params)
     assert leaves(merged).keys() == by_hand(params).keys()
@@ -174,7 +174,7 @@ def test_random_weights_are_trained_whole(tmp_path):
         fit(change(CONFIG, train={"lora_rank": RANK}), tmp_path / "run")
 
 
-def test_what_is_trained():
+def test_trained_parameters_follow_freeze_and_rank():
     base = {"freeze": "none", "lora_rank": 0}
     paths = ("shared/embedding", "encoder/layers_0/a/query/lora_a", "decoder/layers_0/a/query/kernel")
     for settings, expected in [

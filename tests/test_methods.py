@@ -100,7 +100,7 @@ def generator() -> Generator:
     return Generator(CONFIG, PARAMS, None)
 
 
-def test_answers_and_scores_are_those_of_plain_python(generator: Generator) -> None:
+def test_answers_and_scores_equal_plain_python(generator: Generator) -> None:
     """Log-probabilities, too, stand where the strategy says that a row begins."""
     texts, seen = sources(30), set[int]()
     for size in (1, 4):
@@ -131,7 +131,7 @@ def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generato
         ({"max_rows": 2}, "max_rows with staggered decoding, which does not begin several rows"),
     ],
 )
-def test_rows_are_not_told_silently(generator: Generator, more: dict[str, Any], line: str) -> None:
+def test_unsupported_row_prefixes_are_refused(generator: Generator, more: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=f"^source 0: found {line}.*; expected none"):
         generator.decode([{"source_ids": [5, 1], **more}])
 
@@ -149,7 +149,7 @@ def test_drafts_are_refused(generator: Generator) -> None:
         ({"unique_rows": True}, "decode.unique_rows: found True with staggered decoding, which .*; expected False"),
     ],
 )
-def test_settings_are_not_followed_in_part(generator: Generator, setting: dict[str, Any], line: str) -> None:
+def test_unsupported_settings_are_refused(generator: Generator, setting: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=f"^{line}"):
         generator.decode([[5, 1]], **setting)
     with pytest.raises(UserError, match=f"^{line}"):
@@ -172,7 +172,7 @@ class Modest(Staggered):
         ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
     ],
 )
-def test_a_request_is_not_answered_otherwise(more: dict[str, Any], line: str) -> None:
+def test_unsupported_request_is_refused(more: dict[str, Any], line: str) -> None:
     """A client is told which wish the method does not follow, and a setting that no method could follow at once."""
     made = Generator(Config(model=FEW_WORDS, method=Modest(width=5), grid=GridConfig(delay=0)), PARAMS, None)
     engine = Engine(made, places=1, queue=1)
@@ -186,7 +186,7 @@ def test_a_request_is_not_answered_otherwise(more: dict[str, Any], line: str) ->
     engine.close(drain=False, seconds=9)
 
 
-def test_models_are_shown_whatever_is_set() -> None:
+def test_model_list_works_with_any_settings() -> None:
     """Those that can be served; an engine would refuse these settings before there is a server."""
     made = Generator(change(CONFIG, decode={"beams": 2, "scores": False}), PARAMS, None)
     limits = app.Limits(body=4000, seconds=20, answers=1)
@@ -239,7 +239,7 @@ def test_a_report_has_its_name(generator: Generator) -> None:
 
 
 @pytest.mark.slow
-def test_streams_and_requests_are_what_a_list_is(generator: Generator) -> None:
+def test_streams_and_requests_equal_a_list(generator: Generator) -> None:
     texts = sources(5)
     expected = generator.decode(texts)
     for text, record in zip(texts, expected, strict=True):
@@ -260,7 +260,7 @@ def test_streams_and_requests_are_what_a_list_is(generator: Generator) -> None:
     engine.close(drain=False, seconds=9)
 
 
-def test_the_loss_is_its_own() -> None:
+def test_loss_of_the_method_is_used() -> None:
     """Of a batch, beside the same numbers in NumPy."""
     tokenizer = demo.DemoTask().tokenizer()
     encoded = [encode_example(e, tokenizer, RUN, MODEL) for e in demo.examples("train")[:5]]
@@ -311,7 +311,7 @@ def farther(cells: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_positions_of_a_strategys_own_decode_and_train() -> None:
+def test_custom_positions_decode_and_train() -> None:
     """By the fast decoder, with drafts, and in the loss of training: all as plain lists say."""
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(4))
     generator = Generator(Config(model=FEW_WORDS, method=RowsApart()), params, None)
@@ -337,7 +337,7 @@ def test_positions_of_a_strategys_own_decode_and_train() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
+def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     """What a run has in its config it has wherever it is opened; a stopped run comes to the same weights."""
     whole = pipejax.fit(RUN, tmp_path / "whole")
     half = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, steps=2))
@@ -371,7 +371,7 @@ def test_it_is_trained_resumed_and_opened(tmp_path: Path) -> None:
 # Configs.
 
 
-def test_a_config_names_it_and_its_settings(tmp_path: Path) -> None:
+def test_config_names_a_custom_method_and_its_settings(tmp_path: Path) -> None:
     found = config_lib.override(Config(), [f"method={NAME}", "method.rows=7"])
     assert found.method == Staggered(rows=7)
     assert config_lib.from_json(config_lib.to_json(found), where="x") == found
@@ -391,7 +391,7 @@ def test_a_config_names_it_and_its_settings(tmp_path: Path) -> None:
         ("method=support.staggered:Other", "method: found 'support.staggered:Other', which cannot be imported (Attrib"),
     ],
 )
-def test_settings_of_a_method_are_checked_as_ours(setting: str, line: str) -> None:
+def test_settings_of_a_custom_method_are_checked(setting: str, line: str) -> None:
     assignments = [setting] if setting.startswith("method=") else [f"method={NAME}", setting]
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         config_lib.override(Config(), assignments)
@@ -439,7 +439,7 @@ def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
     assert config_lib.load(run / "config.json").method.rows == 2  # a config that the user names
 
 
-def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
+def test_named_class_takes_the_settings_of_the_run(
     run: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # as a process of a cluster
@@ -456,7 +456,7 @@ def test_a_class_that_is_named_comes_with_the_settings_of_the_run(
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_another_method_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture, by_name: bool) -> None:
+def test_changed_method_settings_are_logged_once(run: Path, caplog: pytest.LogCaptureFixture, by_name: bool) -> None:
     """In a line for each setting that is another, and once."""
     if by_name:
         other = pipejax.load(run, overrides=[BROUGHT, "method.rows=4"])
@@ -468,7 +468,7 @@ def test_another_method_than_in_training_is_told(run: Path, caplog: pytest.LogCa
     assert told.getMessage().startswith("method.rows: found 4, but these weights were trained with 2; ")
 
 
-def test_another_class_than_in_training_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_method_class_is_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Settings of the same name are compared though nobody has the class; no line is of the other objective."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
     first, second = (record.getMessage() for record in caplog.records)
@@ -476,7 +476,7 @@ def test_another_class_than_in_training_is_told(run: Path, caplog: pytest.LogCap
     assert second.startswith("method.rows: found 3, but these weights were trained with 2; ")
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+def test_name_in_use_is_refused() -> None:
     class Pipelined(Staggered):
         name = "pipelined"
 
@@ -526,12 +526,12 @@ HERE = __name__
         ({"method": change}, "--set: method: found <function change"),
     ],
 )
-def test_what_is_no_method_is_one_line(overrides: Any, line: str) -> None:
+def test_invalid_method_class_is_one_line(overrides: Any, line: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         config_lib.override(Config(), overrides)
 
 
-def test_a_class_in_the_place_of_an_object_is_one_line(run: Path, tmp_path: Path) -> None:
+def test_class_instead_of_an_object_is_one_line(run: Path, tmp_path: Path) -> None:
     for call in (
         lambda: pipejax.load(run, method=Staggered),  # type: ignore[arg-type]
         lambda: pipejax.fit(RUN, tmp_path / "new", method=Strict),  # type: ignore[arg-type]
@@ -552,7 +552,7 @@ def test_rows_are_not_taught_by_another_method() -> None:
         lesson(saved, "there", [f"method={NAME}"])
 
 
-def test_a_strategy_of_ones_own_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
+def test_custom_strategy_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
     """Without the class nobody knows the name; with it, another name is refused by the run."""
     (tmp_path / "in.jsonl").write_text('{"source_ids": [5, 1]}\n')
     places = ["--checkpoint", str(run), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
@@ -571,7 +571,7 @@ def test_exports_are_of_what_can_be_read_without_the_class(run: Path, tmp_path: 
     assert facts["method"] == {"class": "brought:Brought", "rows": 2, "width": 6, "second": 0.25}
 
 
-def test_a_converted_run_says_how_it_is_decoded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_run_records_its_method(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And not what is true of our rows alone. Nobody need have the class for that."""
     huggingface.to_hf(run, tmp_path / "hf")
     assert "transformers' generate does not know brought:Brought decoding" in capsys.readouterr().err

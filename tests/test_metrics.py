@@ -56,14 +56,14 @@ def write(path: Path, lines: Sequence[Any]) -> Path:
         ("rouge_score", rouge.combine(total(rouge.per_document(GOLD, PREDICTED, ascii_only=True)), 3)),
     ],
 )
-def test_prints_one_object_and_nothing_else(tmp_path, capfd, name, expected) -> None:
+def test_metrics_command_prints_one_object(tmp_path, capfd, name, expected) -> None:
     assert command.main([name, str(write(tmp_path / "f.jsonl", DOCUMENTS))]) == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out) == expected  # to the last digit
     assert printed.err == ""
 
 
-def test_as_a_process(tmp_path) -> None:
+def test_metrics_command_runs_as_a_process(tmp_path) -> None:
     # Warnings are errors: a library that prints, or wants a download, when it is imported would show here.
     more: dict[str, Any] = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
     command = [sys.executable, "-W", "error", "-m", "pipejax.metrics", "rouge"]

@@ -83,7 +83,7 @@ def test_poisoned_steps_are_left_out_and_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_what_is_missing_from_examples_is_said_once(tmp_path, tokenizer_files, said):
+def test_cuts_and_losses_of_examples_are_logged_once(tmp_path, tokenizer_files, said):
     texts = ["the baker sang .", "the clerk slept .", "~", "the baker slept ."]
     examples = [Example(str(i), text, ["{", "the baker sang", "sang"][: 1 + i % 3]) for i, text in enumerate(texts * 4)]
     config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "max_source": 4, "max_target": 6})
@@ -99,7 +99,7 @@ def test_what_is_missing_from_examples_is_said_once(tmp_path, tokenizer_files, s
         assert sum(words in line for line in said) == 1
 
 
-def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
+def test_texts_changed_by_the_tokenizer_are_reported_at_the_start(tokenizer, said):
     """With how many of those that were looked at, and the first in their random order."""
     rows = [("sang",), ("sang", "the ~ slept ."), ("</s>",), ()]
     examples = [Example(f"e{i}", "the  baker" if i % 10 else "the {", rows[i % 4], f"a.jsonl:{i}") for i in range(40)]
@@ -141,7 +141,7 @@ def test_texts_that_do_not_come_back_are_told_at_the_start(tokenizer, said):
         (" ", ("baker ; clerk", "river"), ""),  # rows need not be told apart
     ],
 )
-def test_rows_that_hold_the_separator_are_told_at_the_start(separator, rows, change_of, said):
+def test_rows_with_the_separator_are_reported_at_the_start(separator, rows, change_of, said):
     """For answers in one piece alone, as on the grid a row is a row."""
     tokenizer = schemas.tokenizer(normalizers.NFKC())
     examples = [Example(str(i), "the baker", rows if i == 3 else ("baker", "clerk"), f"a.jsonl:{i}") for i in range(8)]
@@ -197,7 +197,7 @@ def test_training_without_the_examples_that_have_no_answer(tmp_path, tokenizer_f
 
 
 @pytest.mark.slow
-def test_one_bad_batch_says_nothing_of_all_examples(tmp_path, tokenizer_files, said):
+def test_one_bad_batch_gives_no_general_warning(tmp_path, tokenizer_files, said):
     examples = [Example(str(i), "the baker" if i else "the baker sang and slept", ["sang"]) for i in range(40)]
     config = change(CONFIG, data={"task": "jsonl", "tokenizer": str(tokenizer_files), "max_source": 4})
     assert fit(config, tmp_path / "run", given={"train": examples, "dev": []}) == 0
@@ -231,7 +231,7 @@ def test_every_line_is_json_without_nan(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stop_leaves_its_mark_until_the_run_goes_on(tmp_path, monkeypatch):
+def test_stop_mark_stays_until_the_run_resumes(tmp_path, monkeypatch):
     asked = loop.Stop.asked
 
     def after_two(self):
@@ -271,7 +271,7 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
 
 
 @pytest.mark.parametrize("count, expected", [(0, []), (2, [("begins", 5), ("ends", 7)]), (9, [("begins", 5)])])
-def test_a_profile_begins_with_the_third_step_and_has_as_many_as_asked_for(monkeypatch, tmp_path, count, expected):
+def test_profile_covers_requested_steps_from_the_third(monkeypatch, tmp_path, count, expected):
     """Of a run that goes on at step 3; steps are counted when they are made."""
     seen = []
 
@@ -333,7 +333,7 @@ def test_without_a_terminal_the_last_loss_stays_in_sight(capsys):
     assert all(line.endswith("  loss 2.0") for line in lines)
 
 
-def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
+def test_rates_exclude_pauses_of_the_work(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     progress = Progress("training", 100, unit="step", every=10.0)
@@ -352,7 +352,7 @@ def test_rates_leave_out_what_work_stands_still_for(capsys, monkeypatch):
     ]
 
 
-def test_long_work_aside_says_that_it_goes_on(capsys, monkeypatch):
+def test_long_side_work_reports_that_it_continues(capsys, monkeypatch):
     progress, waits = Progress("training", 3, unit="step", every=0.0), []
 
     real = threading.Event.wait
@@ -443,7 +443,7 @@ def test_an_evaluation_counts_its_answers(monkeypatch, processes, ticks, expecte
 
 
 @pytest.mark.slow
-def test_a_warm_up_as_long_as_training_is_told(tmp_path, said):
+def test_warmup_as_long_as_training_is_reported(tmp_path, said):
     fit(change(CONFIG, train={"steps": 2, "warmup_steps": 2}), tmp_path)
     for words in ("train.warmup_steps: found 2; expected fewer than train.steps (2)", "trained for 2 steps (loss "):
         assert sum(words in line for line in said) == 1
@@ -468,7 +468,7 @@ def test_wandb_gets_the_numbers_of_the_log(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_mlflow_gets_the_numbers_of_the_log_and_goes_on_in_one_run(tmp_path, monkeypatch):
+def test_mlflow_receives_log_numbers_and_resumes_its_run(tmp_path, monkeypatch):
     """A board in memory, with MLflow's functions and their arguments."""
     runs, logged, under_way = dict[str, dict[str, str]](), list[tuple[str, int, set[str]]](), list[str]()
 
@@ -716,7 +716,7 @@ def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_what_a_lost_run_left_is_kept_aside(tmp_path, said):
+def test_best_step_of_a_lost_run_is_kept_aside(tmp_path, said):
     """Without a good checkpoint it is another run: its tokenizer and its best are its own."""
     fit(CONFIG, tmp_path / "run")
     for path in (tmp_path / "run/checkpoints").iterdir():

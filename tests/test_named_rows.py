@@ -88,7 +88,7 @@ def asked(count, seed, *, all_begin):
         pytest.param({"decode": {"draft": "jacobi"}}, True, marks=pytest.mark.long),
     ],
 )
-def test_told_rows_are_those_of_algorithm_1(setting, native, request):
+def test_requested_rows_equal_algorithm_1(setting, native, request):
     """Examples of one batch have rows and prefixes of their own; by XLA and by our kernel, with drafts or without."""
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
     cut = 0
@@ -147,7 +147,7 @@ TEXTS = ["the baker slept .", "deliver small old red apples .", "the clerk walke
 
 
 @pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_names_of_the_grid_are_those_of_every_answer(named, tokenizer, delay):
+def test_row_names_of_the_grid_begin_every_answer(named, tokenizer, delay):
     made, params = named if delay == 0 else generator(MODEL, tokenizer=tokenizer, row_names=NAMES, delay=1, sub_max=3)
     prefixes = [tokenizer.encode(name) for name in NAMES]
     for text, record in zip(TEXTS, made.decode(TEXTS), strict=True):
@@ -162,7 +162,7 @@ def test_names_of_the_grid_are_those_of_every_answer(named, tokenizer, delay):
     assert not sequential[0]["text"].startswith(NAMES[0])
 
 
-def test_a_score_is_that_of_the_named_rows(tokenizer):
+def test_score_covers_the_named_rows_only(tokenizer):
     """However many rows the grid could have."""
     found = []
     for sub_max in (3, 6):
@@ -236,7 +236,7 @@ def test_an_export_writes_them(named, tokenizer_files, tmp_path, monkeypatch):
         export(tmp_path / "run", tmp_path / "no", platforms=["cpu"], overrides=["grid.row_names=[]"])
 
 
-def test_too_little_or_too_much_is_refused():
+def test_invalid_numbers_of_rows_are_refused():
     made, _ = generator()
     nothing = r"^grid\.delay: found 0 without grid\.row_names; expected the names of the rows, or row_prefixes in each"
     with pytest.raises(UserError, match=nothing):
@@ -299,7 +299,7 @@ def test_a_target_is_its_names_side_by_side(tokenizer):
         ((ROWS[1], ROWS[0], ROWS[2]), "example 7: found row 1 of"),
     ],
 )
-def test_targets_that_are_not_named_so_are_refused(tokenizer, rows, words):
+def test_targets_without_the_row_names_are_refused(tokenizer, rows, words):
     with pytest.raises(UserError) as refused:
         encode_example(Example("7", "the clerk slept .", rows), tokenizer, TRAINED, MODEL)
     assert words in str(refused.value) and "\n" not in str(refused.value)
@@ -307,7 +307,7 @@ def test_targets_that_are_not_named_so_are_refused(tokenizer, rows, words):
     encode_example(Example("7", "the clerk slept .", rows), tokenizer, sequential, MODEL)
 
 
-def test_the_place_of_a_refused_example_is_told_and_what_a_tokenizer_lacks(tokenizer, caplog):
+def test_refused_example_is_named_and_lost_characters_are_logged(tokenizer, caplog):
     """Ids come from anywhere; a line can be looked up."""
     with pytest.raises(UserError, match=r"^train\.jsonl:3: found 2 rows; expected 3"):
         encode_example(Example("7", "the clerk slept .", ROWS[:2], "train.jsonl:3"), tokenizer, TRAINED, MODEL)

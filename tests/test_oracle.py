@@ -271,7 +271,7 @@ def test_buckets() -> None:
 
 
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (16, 64)])
-def test_buckets_are_those_of_torch(buckets: int, max_distance: int) -> None:
+def test_buckets_equal_torch(buckets: int, max_distance: int) -> None:
     import torch
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -332,7 +332,7 @@ def torch_state(params: oracle.Params, config: Any) -> dict[str, np.ndarray]:
     ],
 )
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-def test_logits_are_those_of_torch(changes: dict[str, Any], double: bool) -> None:
+def test_logits_equal_torch(changes: dict[str, Any], double: bool) -> None:
     import torch
     import transformers
 

@@ -215,7 +215,7 @@ BAD = [
 ]
 
 
-def test_bad_lines_are_skipped_and_told(tmp_path, said):
+def test_bad_lines_are_skipped_and_reported(tmp_path, said):
     """The first ten with their places, then the count; good ones keep their numbers. By default the first ends it."""
     good = b'{"id": "first", "source": "a", "targets": []}'
     bad = [line for line, _ in BAD] + [b"{"] * 4
@@ -258,7 +258,7 @@ def test_places_of_lines_and_of_records_in_an_array():
     ]
 
 
-def test_so_many_messages_of_bad_lines_are_kept_and_all_are_counted():
+def test_messages_of_bad_lines_are_limited_and_all_are_counted():
     bad = lines.BadLines("x", skip=True, most=2, tell=False)
     for text in "abca":
         bad(UserError(text))
@@ -266,7 +266,7 @@ def test_so_many_messages_of_bad_lines_are_kept_and_all_are_counted():
 
 
 @pytest.mark.parametrize("between, said_so", [("|", False), (";", True)])
-def test_a_delimiter_that_parts_nothing_is_told(between, said_so, tmp_path, caplog):
+def test_delimiter_without_effect_is_reported(between, said_so, tmp_path, caplog):
     caplog.set_level("INFO")
     content = "source,targets\n" + "".join(f"s{i},a{i}|b\n" for i in range(20))
     read(tmp_path, content, "a.csv", rows="delimiter", delimiter=between)
@@ -360,7 +360,7 @@ def test_two_lines_are_rows_too_and_a_tenth_may_be_others(tmp_path):
     assert "in lines 3 to 10" in refusal(tmp_path, "\n".join(spaced), "a.csv", **TARGETS)
 
 
-def test_cells_of_several_lines_with_delimiters_are_told(tmp_path, said):
+def test_multi_line_cells_with_delimiters_are_reported(tmp_path, said):
     """Of prose they are right: the first is told with its lines, then how many there are, and the longest."""
     prose = '"It rained, it snowed,\nand then, at last, it stopped."'
     lines = ["id,source,targets", f"a,{prose},x", 'b,"no\ncomma",x', "c,one line,x"]
@@ -449,7 +449,7 @@ def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_pa
     assert any("b.csv:2: found a cell" in line and "data.csv_quotes = letters would" in line for line in said)
 
 
-def test_quotes_that_a_tsv_means_are_told(tmp_path, said):
+def test_quoted_cells_in_a_tsv_are_reported(tmp_path, said):
     """A row that falls apart says why; with the setting it is whole."""
     content = 'source\ttargets\n"a ""b"""\tx\n"c\td"\ty\n"e\nf"\tz\n'
     unless = "text here, unless data.csv_quotes = quote"
@@ -467,7 +467,7 @@ def test_quotes_that_a_tsv_means_are_told(tmp_path, said):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_whole_numbers_are_ids_whatever_their_type(name, tmp_path):
+def test_integral_floats_become_integer_ids(name, tmp_path):
     """Where one is missing, the others become floats; the number of its line is its id, if no other has that."""
     ids = [1.0, None, 2.0, -3.0, 2.0**52, 10.0, None]
     path, values = tmp_path / name, [{"id": x, "source": f"s{i}", "targets": ["x"]} for i, x in enumerate(ids)]
@@ -510,13 +510,13 @@ def test_ids_that_are_read(given, expected):
 @pytest.mark.parametrize(
     "given", [1.5, float("inf"), 2.0**53, 1.2345e18, True, decimal.Decimal("1.5"), decimal.Decimal("NaN"), 1j], ids=repr
 )
-def test_ids_that_are_none(given):
+def test_invalid_ids_are_refused(given):
     """From 2**53 on a float may stand for several whole numbers."""
     with pytest.raises(UserError, match=r'^a\.parquet:5: "id": found .*; expected text or a whole number'):
         id_of({"id": given}, "a.parquet:5")
 
 
-def test_an_id_of_a_table_that_ends_in_0_is_told(tmp_path, said):
+def test_table_id_ending_in_0_is_reported(tmp_path, said):
     """It may be the number of a section, so it stays as it is."""
     content = "id,source,targets\n1.0,a,x\n,b,x\n2.0,c,x\n"
     assert [e.id for e in read(tmp_path, content, "a.csv", **TARGETS)] == ["1.0", "3", "2.0"]
@@ -631,7 +631,7 @@ def test_texts_are_read_as_sentencepiece_reads_them():
         ({"split": "0.8,0.1,0.1", "test": "test.jsonl"}, "and a file as data.test; expected one of them"),
     ],
 )
-def test_shares_that_are_none(settings, words, tmp_path):
+def test_invalid_shares_are_refused(settings, words, tmp_path):
     message = refusal(tmp_path, GOOD, **settings)
     assert message.startswith("data.split: ") and words in message
 
@@ -671,7 +671,7 @@ def test_kinds_of_values(value, words):
     assert kind(value) == words
 
 
-def test_parquet_that_holds_other_things_than_text(tmp_path):
+def test_parquet_with_other_types_than_text(tmp_path):
     for cell, words in (
         (b"x", "found bytes"),
         (datetime.date(2024, 1, 2), "found a date"),
@@ -715,7 +715,7 @@ def test_plain_text():
     assert plain_text(" a\n``b''  `c' <digit>\t", (("<digit>", "#"),)) == "a \"b\" 'c' #"
 
 
-def test_t5_holds_what_is_made_plain(real_data):
+def test_t5_tokenizer_keeps_plain_text(real_data):
     from pipejax.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(real_data / "t5_tokenizer")

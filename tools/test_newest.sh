@@ -28,7 +28,7 @@ export PIPEJAX_TEST_NEWEST=1 # absent compilers are failures
 "$run" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not long" \
     tests/test_plan.py tests/test_block_attention.py tests/test_gpu.py tests/test_launch.py tests/test_decoding.py \
     tests/test_step_decoder.py tests/test_training_step.py tests/test_trainer.py \
-    tests/test_kernels.py::test_decodes_are_those_without_it "$@"
+    tests/test_kernels.py::test_decodes_equal_decodes_without_the_kernel "$@"
 "$run" -m pipejax plan --config configs/jsonl.py --model base --target rtx4090 --memory 80 \
     --set train.batch_size=8 --set data.max_source=256 --set data.max_target=64
 "$run" -m lab.benchmarks.programs --targets h100,rtx4090 --model tiny --source 64 --batches 1
