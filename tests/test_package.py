@@ -97,7 +97,7 @@ def test_an_absent_library_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_says_how_it_is_used(name: str, capsys: Any) -> None:
+def test_every_command_has_help(name: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(COMMANDS[name][1]).main(["--help"])
     assert ended.value.code == 0
@@ -138,7 +138,7 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path, line: str, expecte
     assert set((answer.read_text() if answer.exists() else "").split()) == expected
 
 
-def test_a_line_is_said_once_whatever_handler_a_library_adds() -> None:
+def test_line_is_logged_once_with_handlers_of_libraries() -> None:
     """Some versions of what JAX and TFDS import call `logging.basicConfig`."""
     code = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"

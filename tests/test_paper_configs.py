@@ -41,7 +41,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task, size, objective", EXPERIMENTS)
-def test_what_the_paper_sets(task, size, objective):
+def test_configs_have_the_settings_of_the_paper(task, size, objective):
     config = experiment(task, size, objective)
     train, published = config.train, PUBLISHED[task]
     assert (config.name, config.data.task, train.objective) == (task, task, objective)
@@ -115,7 +115,7 @@ def ends_at_two(config: Config, run: Path) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
-def test_dry_run_from_a_model_of_ones_own(name, objective, tiny, compiled_once, tmp_path):
+def test_dry_run_from_initial_weights(name, objective, tiny, compiled_once, tmp_path):
     settings = TWO_STEPS | {"train.objective": objective, "train.init_from": tiny / "checkpoint"}
     settings |= {"data.data_dir": tiny / "data"}
     config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
@@ -135,7 +135,7 @@ def test_dry_run_of_the_pretraining(tiny, tmp_path):
     assert ends_at_two(config, tmp_path / "run")
 
 
-def test_what_docs_clusters_starts_comes_out_even():
+def test_recipes_of_docs_clusters_use_all_eight_devices():
     """Its recipes have eight GPUs, as this machine's eight devices."""
     started = (CONFIGS.parent / "docs" / "clusters.md").read_text().split("configs/msqa.py")[1:]
     assert len(started) == 5 and all("train.accumulate=1" in text[:200] for text in started)
@@ -144,7 +144,7 @@ def test_what_docs_clusters_starts_comes_out_even():
         assert dict(Trainer(config).mesh.shape) == {"data": data, "fsdp": fsdp, "tensor": 1}
 
 
-def test_nothing_to_train_on(tiny, tmp_path):
+def test_config_without_training_data_is_refused(tiny, tmp_path):
     files = {"valid.json": CASES["msqa"][0]["MultiSpanQA_data/valid.json"]}
     prepare_data_set(
         PUBLISHED["msqa"], manual_dir=str(lay(tmp_path / "manual", files)), data_dir=str(tmp_path / "data")

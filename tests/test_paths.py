@@ -88,7 +88,7 @@ def test_a_command_reads_and_writes_where_the_system_would(room, monkeypatch, na
 
 
 @pytest.mark.parametrize("flag", ["--output", "--json", "--predictions"])
-def test_an_output_by_way_of_what_is_absent_is_refused_at_once(tmp_path, monkeypatch, flag):
+def test_output_through_an_absent_directory_is_refused_at_once(tmp_path, monkeypatch, flag):
     """The system enters `absent` first; a link may lead to a file that is not there yet."""
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/link").symlink_to("../new.jsonl")
@@ -102,7 +102,7 @@ def test_an_output_by_way_of_what_is_absent_is_refused_at_once(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_training_there_and_back(tmp_path):
+def test_training_with_relative_paths_writes_nothing_elsewhere(tmp_path):
     """Trained, resumed and decoded from a directory beside it, with the cache in another: nothing lies elsewhere."""
     prepared = tiny_run.prepare(tmp_path / "work/data")
     prepared.write_text(prepared.read_text().replace(str(prepared.parent), "../data"))

@@ -65,7 +65,7 @@ def test_patterns_find_the_texts_of_re(pattern: str) -> None:
     assert found > 0 or pattern.startswith("^a{0}")
 
 
-def test_spaces_are_those_of_ecma_262_that_unicode_has_as_well() -> None:
+def test_spaces_are_white_space_in_ecma_262_and_unicode() -> None:
     """The former's white space and ends of lines are Unicode's separators and a few; not U+0085, which it lacks."""
     made = Expressions()
     starts = (patterns.read_pattern(pattern, made, "here") for pattern in (r"^\s$", r"^\S$"))
@@ -76,7 +76,7 @@ def test_spaces_are_those_of_ecma_262_that_unicode_has_as_well() -> None:
         assert found[0] == is_space and not all(found), hex(code)
 
 
-def test_characters_are_those_of_utf_8() -> None:
+def test_characters_equal_utf_8() -> None:
     made = Expressions()
     ranges = [(0x61, 0x63), (0x7F, 0x801), (0xD700, 0xE001), (0xFFFE, 0x10001), (0x10FFF0, LAST)]
     all_of, some = made.characters(patterns.inverse(())), made.characters(ranges)
@@ -108,7 +108,7 @@ ECMA = {  # as the standard lists them
 
 
 @pytest.mark.parametrize("letter", ["d", "w", "s"])
-def test_characters_of_classes_are_so_by_the_rules_of_ecma_and_of_python(letter: str) -> None:
+def test_character_classes_follow_ecma_and_python(letter: str) -> None:
     made, pattern = Expressions(), rf"\{letter}"
     forms = (pattern, pattern.upper(), f"[^{pattern}]", f"[^{pattern.upper()}]", f"[{pattern}x]", f"[^{pattern}x]")
     automaton = compiled(*(patterns.read_pattern(f"^{form}$", made, "here") for form in forms), made=made)
@@ -130,7 +130,7 @@ def texts_of(schema: object) -> tuple[Automaton, json_schema.Texts]:
     return compiled(found.expression, made=made), found
 
 
-def test_dates_are_those_of_the_calendar() -> None:
+def test_dates_equal_the_calendar() -> None:
     automaton, _ = texts_of({"type": "string", "format": "date"})
     for year in (1000, 1600, 1899, 1900, 2000, 2023, 2024, 2100, 2999):
         for month in range(14):
@@ -144,7 +144,7 @@ def test_dates_are_those_of_the_calendar() -> None:
     assert not any(accepts(automaton, text) for text in (b"0999-01-01", b"3000-01-01", b"2024-1-1", b"x2024-01-01"))
 
 
-def test_numbers_are_those_of_json() -> None:
+def test_numbers_equal_json() -> None:
     automaton, found = texts_of({"type": "number"})
     for text in ("0", "-1", "12.50", "1e5", "-3.25E-12", "9" * 18, " 7"):
         assert accepts(automaton, text.encode()) and found.read(text) == json.loads(text)
@@ -168,7 +168,7 @@ def test_lists_are_parted_by_commas() -> None:
     assert accepts(automaton, b"") and found.read("") == found.read(" ") == []
 
 
-def test_texts_of_the_same_letters_mean_the_first_value() -> None:
+def test_equal_texts_mean_the_first_value() -> None:
     _, found = texts_of({"enum": ["5", 5, True, 2.5, None, "green fish"]})
     assert [found.read(text) for text in ("5", " true", "2.5", "null", "green fish")] == [
         "5",
@@ -227,7 +227,7 @@ JUDGED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", JUDGED, ids=json.dumps)
-def test_values_of_keywords_are_those_that_jsonschema_takes(schema: dict[str, object]) -> None:
+def test_values_equal_values_accepted_by_jsonschema(schema: dict[str, object]) -> None:
     """Each value as a row writes it; a row that two values share means one of them."""
     automaton, found = texts_of(schema)
     judge = jsonschema.Draft202012Validator(schema)

@@ -88,7 +88,7 @@ def test_ends(rows: list[list[str]], options: dict[str, Any], steps: int, last_r
     assert [c.time for c in grid.cells if c.kind == "eos"] == [t for t in eos_times if t]
 
 
-def test_steps_are_those_of_the_paper() -> None:
+def test_steps_equal_the_papers_formula() -> None:
     rng = random.Random(0)
     for _ in range(100):
         delay, lengths = rng.randint(1, 4), [rng.randint(1, 9) for _ in range(rng.randint(0, 6))]
@@ -211,7 +211,7 @@ def test_html_is_one_page_that_loads_nothing() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 6, 12, 60])
-def test_texts_stand_beside_the_grid_only_if_both_fit(length: int) -> None:
+def test_texts_are_beside_the_grid_only_if_both_fit(length: int) -> None:
     """In a window wider than what the style says they do, and none is wider than the widest page."""
     row = ["words"] * length
     text = html(fill([row], delay=1))
@@ -233,7 +233,7 @@ def test_html_holds_the_source_and_marks_its_rows() -> None:
     assert Page(html(fill(rows, delay=1))).source == ""
 
 
-def test_html_rows_stand_beside_the_grid() -> None:
+def test_html_rows_have_the_height_of_grid_rows() -> None:
     drawn = html(fill(FIGURE_2, delay=1), texts=["abc", "de"])
     assert Page(drawn).items == ["abc", "de"]
     picture = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]
@@ -353,7 +353,7 @@ def test_rows_start_at_multiples_of_the_delay_of_the_record(
     assert line.startswith(f"{tmp_path}/x.svg: record x, ") and line.endswith(f"{said}\n") and line.count("\n") == 1
 
 
-def test_the_delay_of_any_answer_is_among_those_that_fit(tmp_path: Path) -> None:
+def test_delay_of_an_answer_is_among_the_possible_delays(tmp_path: Path) -> None:
     rng = random.Random(2)
     told = 0
     for _ in range(60):
@@ -383,7 +383,7 @@ def test_the_delay_of_any_answer_is_among_those_that_fit(tmp_path: Path) -> None
         (None, (2,), True, ""),  # of other settings: an answer that is whole has one
     ],
 )
-def test_no_empty_row_after_as_many_as_may_be(
+def test_no_empty_row_after_the_last_allowed_row(
     tmp_path: Path, capsys: Any, truncated: str | None, flags: Any, empty_row: bool, said: str
 ) -> None:
     record = LINE | {"row_ids": [[5] * 6, [5] * 2], "steps": 6 + (truncated != "time_max"), "truncated": truncated}
@@ -394,7 +394,7 @@ def test_no_empty_row_after_as_many_as_may_be(
     assert capsys.readouterr().err.removesuffix("\n").partition("; ")[2] == said
 
 
-def test_a_literal_stop_is_said(tmp_path: Path, capsys: Any) -> None:
+def test_literal_stop_is_noted(tmp_path: Path, capsys: Any) -> None:
     record = LINE | {"row_ids": [[5] * 2, [5]], "steps": 4, "truncated": None}  # before an empty row could begin
     flags = checkpoint_of(tmp_path, grid={"delay": 2, "stop": "literal"})
     assert starts(draw(tmp_path, record, *flags)) == [0, 2]
@@ -587,7 +587,7 @@ def test_page_shows_what_became_of_drafts(tmp_path: Path) -> None:
     assert cells_of(draw(tmp_path, TRACED)) and "data-call" not in draw(tmp_path, TRACED)
 
 
-def test_page_tells_a_wrong_draft_from_one_that_came_too_early(tmp_path: Path) -> None:
+def test_page_distinguishes_wrong_drafts_from_early_drafts(tmp_path: Path) -> None:
     """A rejected draft stays in sight until another one takes its place."""
     calls = [
         [[0, 1, 0, []]],
@@ -608,7 +608,7 @@ def test_page_tells_a_wrong_draft_from_one_that_came_too_early(tmp_path: Path) -
     assert {tip[:35] for tip, until in ends.items() if until == "3"} == {"call 2, row 2, time-step 3: y (reje"}
 
 
-def test_every_place_is_written_once_whatever_was_drafted(tmp_path: Path) -> None:
+def test_every_place_is_written_once_with_any_drafts(tmp_path: Path) -> None:
     rng = random.Random(1)
     for _ in range(40):
         delay, count = rng.randint(1, 3), rng.randint(0, 6)

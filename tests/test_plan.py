@@ -51,7 +51,7 @@ def shallow(config):
     ],
     ids=str,
 )
-def test_the_estimate_is_near_what_the_compiler_sets_aside(source, mesh, train):
+def test_estimate_is_close_to_the_compilers_allocation(source, mesh, train):
     chosen = config(source, mesh, **train)
     trainer, terms = memory.plan(chosen)
     compiled = memory.compiled_bytes(trainer, chosen)
@@ -77,7 +77,7 @@ def test_attention_in_blocks_grows_with_the_length(remat):
 
 
 @pytest.mark.slow
-def test_that_of_a_t5gemma_is_near_too(capsys):
+def test_estimate_of_t5gemma_is_close_to_the_compilers_allocation(capsys):
     side = GemmaStack(128, 512, 4, 2, 32, 32)
     chosen = dataclasses.replace(
         config(512, {"data": 1}, remat="layers", dropout=0.0), model=T5GemmaConfig(side, side, 2048, 4, 4)
@@ -186,7 +186,7 @@ def with_remat(chosen, remat):
         (1, "layers", "for 1.0 GiB, which needs least"),
     ],
 )
-def test_the_memory_decides_what_is_computed_again(gib, remat, why, monkeypatch, caplog):
+def test_memory_decides_rematerialisation(gib, remat, why, monkeypatch, caplog):
     known_needs(monkeypatch)
     caplog.set_level("INFO")
     given = config(64, {"data": 1})
@@ -196,7 +196,7 @@ def test_the_memory_decides_what_is_computed_again(gib, remat, why, monkeypatch,
     assert line.startswith(f"train.remat: {remat} ") and why in line
 
 
-def test_without_known_memory_or_arithmetic_nothing_is_computed_again(monkeypatch, caplog):
+def test_unknown_memory_or_arithmetic_disables_rematerialisation(monkeypatch, caplog):
     caplog.set_level("INFO")
     given = config(64, {"data": 1})
     assert memory.choose_remat(given, None) == with_remat(given, "none")
@@ -252,7 +252,7 @@ def test_a_run_keeps_the_choice_that_it_began_with(monkeypatch):
         begun_with(monkeypatch, with_remat(given, "none"), with_remat(given, "layers"))
 
 
-def test_a_trainer_that_nobody_chose_for_repeats_nothing():
+def test_trainer_without_a_chosen_remat_recomputes_nothing():
     assert Trainer(shallow(config(64, {"data": 1}))).model.remat == "none"
     assert Trainer(shallow(config(64, {"data": 1}, remat="dots"))).model.remat == "dots"
 

@@ -142,7 +142,7 @@ def deep() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("backbone", [DEEP, UMT5Config(**dataclasses.asdict(DEEP))], ids=["T5", "UMT5"])
-def test_rows_seen_whole_are_those_of_training(backbone: Any) -> None:
+def test_likelihoods_with_visible_rows_equal_training_loss(backbone: Any) -> None:
     rng, own = random.Random(2), (backbone.module(), backbone.init_params(jax.random.key(0)))
     targets = [sequential(drawn(rng))[0] for _ in range(6)]
     found = measured(targets, *own)
@@ -152,7 +152,7 @@ def test_rows_seen_whole_are_those_of_training(backbone: Any) -> None:
     assert count == sum(len(t.row) for t in targets)
 
 
-def test_hidden_tokens_change_nothing_by_any_way(deep: tuple[Any, Any]) -> None:
+def test_hidden_tokens_do_not_change_likelihoods(deep: tuple[Any, Any]) -> None:
     """Not through a row between, and not through layers: three rows, of which the first gets other tokens."""
     rows = [[3, 4, 5, 6, 7], [4, 8, 5, 3], [7, 6, 4]]
     other = [[3, 4, 8, 8, 5], *rows[1:]]
@@ -262,7 +262,7 @@ def test_model_no_better_than_guessing_gets_no_advice(chance: float | None, advi
             assert found["chance"] == chance and f"has {chance:.2f}. So its costs say nothing" in found["says"]
 
 
-def test_chance_is_that_of_frequencies_or_of_the_vocabulary() -> None:
+def test_chance_level_uses_frequencies_or_the_vocabulary() -> None:
     assert summary.chance_of([7] * 1000, 50) == pytest.approx(-math.log(999 / 1000))
     assert summary.chance_of([5, 6, 7], 50) == pytest.approx(min(-math.log(2 / 4 / 48), math.log(50)))
     assert summary.chance_of([5], 50) == pytest.approx(math.log(50))
@@ -373,7 +373,7 @@ def test_pictures_fit_a_narrow_page(rows: int) -> None:
     assert sum("." in text for text in texts) == min(page.LABELLED, math.comb(len(found["graph"]), 2))
 
 
-def test_an_interrupted_probe_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = probe(run, tmp_path / "whole")
     monkeypatch.setattr(measuring, "WINDOW", 3)
     calls, measure = list[int](), Meter.measure
@@ -498,7 +498,7 @@ def test_refusals(run: Path, tmp_path: Path, more: list[str], line: str, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_method_of_somebody_else(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
+def test_custom_method_without_grid_layout_is_refused(tmp_path: Path, run: Path, tokenizer_files: Path) -> None:
     """One that cannot is refused in a line; one that lays rows out on the grid says that it can."""
     config = dataclasses.replace(Config(model=MODEL), method=Staggered(rows=3, width=5))
     params = oracle.random_params(MODEL, np.random.default_rng(5))

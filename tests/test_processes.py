@@ -59,7 +59,7 @@ def joined(monkeypatch):
         ),
     ],
 )
-def test_who_is_told_what(joined, flags, environment, expected):
+def test_processes_join_by_flags_or_environment(joined, flags, environment, expected):
     assert distributed.join_processes(*flags, environment=environment) == (expected is not None)
     assert joined == ([expected] if expected else [])
 
@@ -110,7 +110,7 @@ def test_refused_before_anything_waits(joined, flags, environment, message):
     assert joined == []
 
 
-def test_nobody_answers():
+def test_absent_coordinator_is_one_line():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -249,7 +249,7 @@ def test_an_exchange_forgets_what_all_have_read_and_ends_with_those_who_take_par
 
 
 @pytest.mark.slow
-def test_processes_that_were_told_different_things(config, tmp_path):
+def test_processes_with_different_settings_are_refused(config, tmp_path):
     codes, said = end(start(config, tmp_path / "run", 2, second=["--set=train.seed=1"]))
     assert codes == [2, 2], said
     line = "error: the config: process 1 found something else than process 0; expected the same for all"

@@ -48,7 +48,7 @@ GRID = Pipelined(1, 12, 4)
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("outputs, inputs, columns", [(16, 16, 1), (50, 32, 3), (7, 48, 10)])
-def test_products_are_numpys(outputs, inputs, columns, weights, kernel):
+def test_products_equal_numpy(outputs, inputs, columns, weights, kernel):
     rng = np.random.default_rng(outputs)
     rows = rng.standard_normal((outputs, inputs)).astype(np.float32)
     x = rng.standard_normal((2, columns, inputs)).astype(np.float32)
@@ -208,7 +208,7 @@ def test_bounds_include_rounding_errors_tightly(by_bounds_and_by_products):
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in GEMMAS])
-def test_answers_by_bounds_are_those_by_all_products(name, kernel, monkeypatch):
+def test_answers_by_bounds_equal_answers_by_all_products(name, kernel, monkeypatch):
     params, asked = varied(BACKBONES[name], 2, centered=True), []
     plain = decoded(BACKBONES[name], params, Products("auto", kernel))
     peaks = products._peaks
@@ -241,7 +241,7 @@ def decoded(model, params, backend, options=GREEDILY):
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in BACKBONES])
-def test_answers_are_those_of_the_layers(name, kernel):
+def test_answers_equal_the_layers(name, kernel):
     model, forced = BACKBONES[name], np.random.default_rng(3).integers(3, 50, (3, 4, 12))
     params = varied(model, 1, centered=name != "umt5")
     scored = DecodingOptions(forced=forced.astype(np.int32), scores=True)
@@ -299,7 +299,7 @@ def test_inputs_that_fill_no_panels_are_left_to_the_layers(kernel):
     assert (found.tokens == wanted.tokens).all() and (found.steps == wanted.steps).all() and found.lengths.sum() > 9
 
 
-def test_a_method_that_does_more_than_to_multiply_is_left_alone(kernel, monkeypatch):
+def test_method_that_does_more_than_multiply_is_not_replaced(kernel, monkeypatch):
     def louder(self, hidden):
         return 2 * layers.logits_of(hidden, self.embedding, self.dtype)
 
@@ -347,7 +347,7 @@ class GatedT5(t5.T5):
     decoder_stack = Gated
 
 
-def test_parameters_that_others_change_or_only_ask_for_are_left_to_the_layers(kernel):
+def test_changed_or_shape_only_parameters_are_left_to_the_layers(kernel):
     config = T5Config(50, 16, 8, 32, 2, 1, 1, tied_head=False)
     model, backend = GatedT5(config), Products("auto", kernel)
     shapes, rng = jax.eval_shape(model.init, jax.random.key(0), *smallest_batch())["params"], np.random.default_rng(0)
@@ -383,7 +383,7 @@ def test_a_heads_product_that_was_replaced_in_its_room_is_the_t5gemmas_too(monke
     assert not GEMMA.module().apply(variables, hidden, method="logits").any()
 
 
-def test_the_kernel_is_asked_where_it_can_be(kernel, monkeypatch):
+def test_kernel_is_used_where_possible(kernel, monkeypatch):
     monkeypatch.setattr(cpu_kernel, "use", lambda: kernel)
     chosen = backends.fastest(GEMMA, jnp.float32, "int8")
     assert type(chosen) is Products and chosen.weights == "int8"

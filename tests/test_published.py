@@ -98,7 +98,7 @@ def test_msqa_takes_its_dev_from_train(tmp_path):
         assert ids == {"dev": set(names[:2]), "train": set(names[2:]), "test": {"a"}}
 
 
-def test_msqa_with_a_split_of_its_own(tmp_path):
+def test_msqa_with_a_released_dev_split(tmp_path):
     record = {"id": "a", "question": "who ?", "context": "Ann sang", "answers": [["Ann", [0, 3]]]}
     files = {f"{name}.json": json.dumps([record | {"id": name}], indent=1) for name in ("train", "valid", "test")}
     task = prepared("msqa", lay(tmp_path / "manual", files), tmp_path / "data")
@@ -280,7 +280,7 @@ def test_malformed_files(name, files, words, tmp_path):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_absent_directory_tells_what_is_needed(name, tmp_path):
+def test_message_about_an_absent_directory_names_needed_files(name, tmp_path):
     message = refused(name, tmp_path / "no", tmp_path / "data")
     assert message == f"--manual-dir {tmp_path / 'no'}: no such directory; expected {PUBLISHED[name].files}"
     assert "https://" in message
@@ -293,7 +293,7 @@ def test_without_files_or_tensorflow(tmp_path):
     assert "found no TensorFlow, which TFDS needs to download it" in refused("pubmed", "", tmp_path)
 
 
-def test_a_split_that_is_not_there_is_told_and_empty(tmp_path, said):
+def test_absent_split_is_reported_and_empty(tmp_path, said):
     manual = lay(tmp_path / "manual", {"valid.json": wrapped(MSQA)})
     for _ in range(2):
         prepare_data_set(PUBLISHED["msqa"], manual_dir=str(manual), data_dir=str(tmp_path / "data"))
@@ -303,7 +303,7 @@ def test_a_split_that_is_not_there_is_told_and_empty(tmp_path, said):
     assert len(task.examples("train")) == 0 and len(task.examples("test")) == 1
 
 
-def test_what_was_never_prepared(tmp_path):
+def test_unprepared_data_set_is_refused(tmp_path):
     task = make_task(DataConfig(task="pubmed", data_dir=str(tmp_path)))
     with pytest.raises(UserError, match=r"data_dir: found no scientific_papers/pubmed/1.1.1 in .*prepare pubmed"):
         task.examples("train")

@@ -111,7 +111,7 @@ def test_without_yes_nothing_is_uploaded(hub: Hub, run: Path, capsys: pytest.Cap
     assert not hub.created and not hub.files
 
 
-def test_what_is_uploaded_is_the_directory_of_to_hf(
+def test_uploaded_files_equal_output_of_to_hf(
     hub: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert push_command.main([str(run), "owner/name", "--yes", "--private"]) == 0

@@ -92,7 +92,7 @@ def test_a_call_lays_out_no_weights_and_compiles_nothing_that_does_not_change(
 
 
 @pytest.mark.slow
-def test_a_stream_has_settings_of_its_own(t5: pipejax.Generator) -> None:
+def test_settings_of_a_stream_apply_to_that_stream_only(t5: pipejax.Generator) -> None:
     plain = list(t5.stream_rows(TEXTS[0]))
     for values in ({"temperature": 2.0, "seed": 5}, {"sub_max": 1}, {"row_names": ("x",)}):
         found = list(t5.stream_rows(TEXTS[0], **values))
@@ -144,7 +144,7 @@ def test_each_setting_has_one_plain_name() -> None:
     assert {*settings.WITH_WEIGHTS} < {*settings.NAMES}
 
 
-def test_another_grid_than_in_training_is_told_once(t5: pipejax.Generator, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_grid_is_logged_once(t5: pipejax.Generator, caplog: pytest.LogCaptureFixture) -> None:
     for delay in (3, 3, 1):
         t5.decode(TEXTS[:1], delay=delay)
     assert [r.getMessage()[:20] for r in caplog.records] == ["grid.delay: found 3,"]
@@ -281,7 +281,7 @@ def test_cells_are_as_json_has_them() -> None:
 
 
 @pytest.mark.parametrize("given", [{"source": ["a"]}, "a text", b"a", 7, types.SimpleNamespace(columns=["a"])])
-def test_no_table(given: Any) -> None:
+def test_value_that_is_no_table_is_refused(given: Any) -> None:
     with pytest.raises(UserError, match=r"train: found .*; expected a list, a data frame or another table"):
         list(rows_in(given, "train"))
 
@@ -321,7 +321,7 @@ def test_a_table_trains_as_its_file_does(tmp_path: Path, trained: tuple[dict[str
     assert fingerprints(done) == expected
 
 
-def test_a_dict_is_a_config_and_a_run_goes_on(
+def test_run_with_config_from_a_dict_resumes(
     tmp_path: Path, trained: tuple[dict[str, Any], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     found, expected = trained
@@ -373,7 +373,7 @@ def test_refused_trainings(tmp_path: Path, given: dict[str, Any], line: str) -> 
 @pytest.mark.parametrize(
     "code, error", [(128 + signal.SIGINT, KeyboardInterrupt), (128 + signal.SIGTERM, SystemExit), (1, UserError)]
 )
-def test_how_a_training_ends_is_told_as_python_does(
+def test_end_of_training_raises_python_exceptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
 ) -> None:
     monkeypatch.setattr(loop, "fit", lambda *_, **__: code)
@@ -381,7 +381,7 @@ def test_how_a_training_ends_is_told_as_python_does(
         pipejax.fit(CONFIG, tmp_path / "run", train=records(3))
 
 
-def test_where_it_cannot_run_python_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_system_raises_user_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with pytest.raises(pipejax.UserError, match=r"lacks fcntl; expected Linux"):
         pipejax.load(run)

@@ -81,7 +81,7 @@ def test_it_decodes_as_the_original_does_with_its_weights_rounded(weights, origi
 @pytest.mark.parametrize("weights", NARROW)
 @pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("make", [Xla, lambda weights: OwnKernel(weights, cpu_kernel.LEVELS[0])], ids=["XLA", "kernel"])
-def test_what_is_computed_with_is_the_same_to_the_bit(weights, model, make):
+def test_stored_weights_compute_bit_identical_results(weights, model, make):
     """Whole numbers and scales, for every backend."""
     params = jax.tree.map(jnp.asarray, random_params(model))
     held = quantization.hold(params, jnp.float32, weights)
@@ -94,7 +94,7 @@ def test_what_is_computed_with_is_the_same_to_the_bit(weights, model, make):
 
 
 @pytest.mark.parametrize("weights", NARROW)
-def test_what_is_saved(weights, original, smaller, tmp_path):
+def test_saved_checkpoint_has_fewer_bytes_and_numpys_rounding(weights, original, smaller, tmp_path):
     """Verified; a quarter or half of the bytes; float32 of it is NumPy's rounding, here and for Hugging Face."""
     (report,) = verify(smaller[weights] / "checkpoints")
     assert report["good"]
@@ -187,7 +187,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(original, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nan", "there"]
 
 
-def test_a_training_cannot_go_on_from_it(smaller):
+def test_quantized_checkpoint_cannot_be_resumed(smaller):
     """It can begin there: `train.init_from` reads what `open_run` gives."""
     with pytest.raises(UserError, match="int8: found a directory with other things in it; expected a new, an empty or"):
         loop.fit(change(RUN_ON_ONE, decode={"weights": "int8"}), smaller["int8"])

@@ -131,7 +131,7 @@ def without_ids(found):
 
 
 @pytest.mark.slow
-def test_records_are_those_of_the_oracle(decoded, tokenizer):
+def test_records_equal_the_oracle(decoded, tokenizer):
     """Text gets an eos, ids are taken as they are; fields, rows, steps and truncation by Algorithm 1 in plain lists."""
     ids = [tokenizer.encode(text) for text in SHORT[:6]]
     values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT[:6])]
@@ -172,7 +172,7 @@ def test_rows_hold_neither_eos_nor_empty_ones(decoded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model, texts", [("pipelined", TEXTS), ("none", SHORT)], ids=["pipelined", "sequential"])
-def test_neither_batch_nor_neighbours_count(decoded, model, texts):
+def test_records_do_not_depend_on_the_batch(decoded, model, texts):
     """Order and content are those of the input, alone or among others, padded much or little."""
     values = [{"source": text} for text in texts]
     found = {size: decoded(values, "--batch-size", size, model=model)[0] for size in (1, 3, 8)}
@@ -193,7 +193,7 @@ def test_files_as_people_have_them(decoded):
     assert marked == clean
 
 
-def test_ids_come_back_as_they_are(decoded):
+def test_ids_are_returned_unchanged(decoded):
     ids = [7, "7", "", None, -1, 2**70, "Grüße 👋\n", "x" * 5000, 0]
     values = [{"id": i, "source": "the baker sang ."} for i in ids] + [{"source": "the baker sang .", "more": [1]}]
     found, _ = decoded(values)
@@ -241,7 +241,7 @@ def test_strategy(decoded, model, flag, used, warnings):
         ("pipelined", "grid.sub_max=5", ""),  # bounds are free
     ],
 )
-def test_another_grid_than_in_training_is_told(checkpoints, caplog, model, setting, warned):
+def test_changed_grid_is_reported(checkpoints, caplog, model, setting, warned):
     opened = load(checkpoints / model, overrides=[setting])
     for _ in range(2):
         opened.make_strategy(opened.default_strategy)
@@ -250,7 +250,7 @@ def test_another_grid_than_in_training_is_told(checkpoints, caplog, model, setti
 
 
 @pytest.mark.slow
-def test_settings_take_effect_and_truncation_is_told(decoded, tokenizer):
+def test_settings_apply_and_truncation_is_reported(decoded, tokenizer):
     values, seen = [{"source": text} for text in SHORT], Counter[str | None]()
     encoded = [oracle.encode(PARAMS, MODEL, [*tokenizer.encode(text), 1]) for text in SHORT[:3]]
     for delay, time_max, sub_max, mark in ((3, 12, 4, " # "), (1, 4, 4, " ; "), (1, 30, 1, " ; ")):
@@ -313,7 +313,7 @@ def test_an_older_output_is_replaced_whole(decoded, tmp_path):
     assert len(decoded([{"source": text} for text in SHORT])[0]) == len(SHORT)
 
 
-def test_ids_that_are_not_unique_are_told(decoded):
+def test_repeated_ids_are_reported(decoded):
     found, err = decoded([{"id": name, "source": SHORT[0]} for name in ("a", "b", "a")])
     assert [record["id"] for record in found] == ["a", "b", "a"]
     assert "some ids are not unique, such as a" in err
@@ -468,7 +468,7 @@ def test_fields_are_read_as_in_training(data, value, read):
         assert sources.of_record(value, "FILE:7", 7, config)[:2] == ("1", read)
 
 
-def test_resume_goes_on_after_the_whole_records(checkpoints, decoded, tmp_path):
+def test_resume_continues_after_the_last_whole_record(checkpoints, decoded, tmp_path):
     """The output is that of an uninterrupted run to the byte, also where a kill cut a line; the note goes with it."""
     values = [{"id": f"t{i}", "source": text} for i, text in enumerate(SHORT)]
     decoded(values, model="pipelined")
@@ -537,7 +537,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
         (lambda root: (root / "out.jsonl").write_text("{}\n" * 9), "out.jsonl:1: found no record"),
     ],
 )
-def test_resume_keeps_away_from_other_work(checkpoints, tmp_path, spoil, words):
+def test_resume_refuses_output_of_other_settings(checkpoints, tmp_path, spoil, words):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
     generator = load(checkpoints / "none")
@@ -658,7 +658,7 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
         assert [(source.id, source.content) for source in read(letters)] == [tuple(x.split("\t")) for x in lines]
 
 
-def test_a_table_is_gone_on_with(checkpoints, tmp_path, monkeypatch):
+def test_table_output_is_resumed(checkpoints, tmp_path, monkeypatch):
     """Until it is made its records are lines beside it; an older one stays until then, also on a full disk."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.csv"
     source.write_text(as_lines({"source": text} for text in SHORT[:4]))
@@ -777,7 +777,7 @@ def test_a_blank_id_is_none():
     assert found == [0, 0, 0, 0, "", 7]
 
 
-def test_a_field_that_no_record_has_is_told(tmp_path):
+def test_field_missing_from_all_records_is_refused(tmp_path):
     """In a file, in a list, and in the first line of a pipe; elsewhere a field may be absent."""
     config = Config(model=MODEL, data=DataConfig(**TEMPLATE))
     fields = sources.fields_of(config)
@@ -886,7 +886,7 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
         assert [record["id"] for record in found] == [str(i + 1) for i in range(len(found))]
 
 
-def test_lines_are_added_and_their_note_stays(tmp_path):
+def test_appended_lines_keep_their_note(tmp_path):
     """A kill between a note that is taken away and one that is written would make a resume impossible."""
     target, note = tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
     first = resume.Unfinished(str(target), {"input": "a"})

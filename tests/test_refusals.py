@@ -412,7 +412,7 @@ def test_a_line_is_no_longer_than_can_be_read(capsys):
 @pytest.mark.parametrize(
     "path, found", [("", "directory"), ("file", "file"), ("no", ""), ("file/no", ""), ("/dev/null", "file")]
 )
-def test_what_lies_at_a_path(tmp_path, path, found):
+def test_look_gives_the_kind_of_file(tmp_path, path, found):
     (tmp_path / "file").touch()
     assert files.look(tmp_path / path) == found
 
@@ -421,7 +421,7 @@ def test_what_lies_at_a_path(tmp_path, path, found):
     "path, reason",
     [("x" * 300, "File name too long"), ("/x" * 4000, "File name too long"), ("a\0b", "null (byte|character)")],
 )
-def test_a_path_that_cannot_be_one(path, reason):
+def test_invalid_path_is_refused(path, reason):
     with pytest.raises(UserError, match=rf"^--flag .*{reason}"):
         files.look(path, "--flag")
 

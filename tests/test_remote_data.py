@@ -101,7 +101,7 @@ def test_a_pattern_names_files_here_and_elsewhere(memory: MemoryFileSystem, tmp_
     assert sources(of(f"{tmp_path}/odd*.jsonl")) == ["text 3"]
 
 
-def test_files_of_the_same_name_are_told_apart(memory: MemoryFileSystem) -> None:
+def test_files_of_equal_name_have_different_ids(memory: MemoryFileSystem) -> None:
     for i in range(2):
         put(memory, f"/data/day={i}/p.jsonl", RECORDS[i : i + 2])
     assert [e.id for e in of("memory://data/*/p.jsonl")] == [
@@ -284,7 +284,7 @@ def test_the_files_are_in_another_order_in_every_pass(seed: int) -> None:
     assert passes(seed) == found != passes(seed + 1)
 
 
-def test_a_stream_of_tables_says_once(memory: MemoryFileSystem, said: list[str]) -> None:
+def test_stream_of_tables_logs_once(memory: MemoryFileSystem, said: list[str]) -> None:
     """All passes over: quotes are text in a TSV; a CSV in whose quotes rows are lost ends the run."""
     memory.pipe("/t/a.tsv", "\n".join(["source\ttargets", *[f'"s{i}"\tx' for i in range(9)], 's9\t"', 't\t"']).encode())
     given = of("memory://t/*.tsv", stream=4, rows="delimiter")
@@ -334,7 +334,7 @@ def test_the_last_examples_are_not_read_anew(memory: MemoryFileSystem, monkeypat
     assert len(calls) == 1 + 90 // 23
 
 
-def test_a_buffer_need_not_have_all_fields_nor_ids_of_its_own(memory: MemoryFileSystem) -> None:
+def test_buffer_may_lack_fields_and_repeat_ids(memory: MemoryFileSystem) -> None:
     for i in range(2):
         more: dict[str, object] = {"more": "more"} if i else {}
         put(memory, f"/data/{i}.jsonl", [{"id": k, "source": f"{i} {k}", "targets": [], **more} for k in range(8)])
@@ -401,7 +401,7 @@ def test_settings_that_need_all_examples_are_refused(memory: MemoryFileSystem, s
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
-def test_a_streamed_run_goes_on_exactly(memory: MemoryFileSystem, tmp_path: Path, said: list[str]) -> None:
+def test_streamed_run_resumes_exactly(memory: MemoryFileSystem, tmp_path: Path, said: list[str]) -> None:
     lines: Records = [
         {"id": e.id, "source": e.source, "targets": list(e.targets)} for e in list(demo.examples("train")[:60])
     ]

@@ -105,7 +105,7 @@ def away(here: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_content_goes_on(here: Path, away: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(here)
     key, value = SAME[name]
     value = value.format(here=here) if isinstance(value, str) else value
@@ -155,9 +155,7 @@ def step(here: Path) -> Restored:
     return Store(here / "run" / "checkpoints").describe(1)
 
 
-def test_a_former_versions_run_goes_on_at_the_same_paths(
-    here: Path, away: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_of_former_version_resumes_at_equal_paths(here: Path, away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoints do not say what was there, so a copy may be another thing."""
     monkeypatch.chdir(here)
     bare = dataclasses.replace(step(here), metadata={})

@@ -67,7 +67,7 @@ def transformers_writes(directory: Path, cases: list[dict[str, Any]]) -> list[An
 
 
 @pytest.mark.parametrize("models", [pytest.param(1, marks=pytest.mark.slow), pytest.param(43, marks=pytest.mark.long)])
-def test_rows_are_those_of_algorithm_1(models: int, tmp_path: Path) -> None:
+def test_rows_equal_algorithm_1(models: int, tmp_path: Path) -> None:
     """In batches, without pipejax and JAX: rows, steps, bounds, and the sequence of tokens that joins them."""
     rng, cases, expected = np.random.default_rng(0), [], []
     for number in range(models * len(SETTINGS)):
@@ -185,7 +185,7 @@ def test_arguments_that_it_does_not_follow_are_refused_in_one_line(given: dict[s
         written(**given)
 
 
-def test_values_that_ask_for_nothing_are_taken(written: Any) -> None:
+def test_neutral_values_are_accepted(written: Any) -> None:
     """As transformers hands them over, with its defaults, and with the model's own settings given once more."""
     expected = written().tolist()
     same = {
@@ -278,7 +278,7 @@ def test_settings_in_a_config_are_followed(written: Any) -> None:
     assert [written(generation_config=NO_CONFIG(time_max=n), **how).steps for n in (2, 5)] == steps
 
 
-def test_the_models_own_beams_are_told(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_in_generation_config_are_refused(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = written.__closure__[0].cell_contents
     monkeypatch.setattr(model.generation_config, "num_beams", 4)
     with pytest.raises(ValueError, match=r"^num_beams: found 4; expected 1: "):
