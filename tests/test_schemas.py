@@ -95,7 +95,7 @@ def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -
     return [found.dump([one + texts[i * count + k] for i, one in enumerate(given)]) for k in range(count)]
 
 
-def test_all_that_is_allowed_is_valid() -> None:
+def test_every_allowed_answer_is_valid() -> None:
     """Whatever tokens a model prefers: rows come to an end in time, and jsonschema finds the object good."""
     made, rng, seen = generator(time_max=30, delay=2), np.random.default_rng(1), set[str]()
     for asked in many(30):
@@ -219,7 +219,7 @@ def test_rows_have_the_names_of_training(made: Any, said: list[str]) -> None:
     )
 
 
-def test_values_that_the_tokenizer_lacks_are_told(made: Any, said: list[str]) -> None:
+def test_values_that_the_tokenizer_cannot_write_are_reported(made: Any, said: list[str]) -> None:
     asked = {"type": "object", "properties": {"v": {"enum": ["red", "ß", "{}"]}}}
     assert {one["v"] for one in check(made.decode(SOURCES, schema=asked), asked)} == {"red"}
     assert said == ["warning: schema: properties.v: found 'ß' and 1 others, which this tokenizer cannot write"]
@@ -378,7 +378,7 @@ def test_refusals_of_a_whole_schema(asked: Any, words: str, made: Any) -> None:
         made.under(asked)
 
 
-def test_equal_values_are_those_of_json_schema() -> None:
+def test_equality_of_values_follows_json_schema() -> None:
     """As the library jsonschema has it for `const`."""
     values: list[Any] = [0, 1, 1.0, True, False, None, "1", "", [], [1], [True], [1.0], {}, {"a": 1}, {"a": True}]
     values += [{"a": 1.0}, {"a": [False]}, {"a": [0]}, {"b": 1}, [[1], [True]], [[True], [1]], 2**60, float(2**60)]
@@ -696,7 +696,7 @@ def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
     return b"".join(found[i] for i in ids).decode(errors="ignore").strip()
 
 
-def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
+def test_bytes_of_tokens_equal_bytes_of_the_text(tokenizer: Tokenizer) -> None:
     import tokenizers
     import transformers
     from tokenizers import decoders, models
@@ -836,7 +836,7 @@ def test_schemas_can_be_switched_off() -> None:
         assert posted(client, response_format={"type": "text"}).status_code == 200
 
 
-def test_who_asks_without_a_new_schema_does_not_wait_for_one(monkeypatch: Any) -> None:
+def test_cached_schema_is_not_blocked_by_compilation(monkeypatch: Any) -> None:
     """Ten schemas that compile without end, more than threads read requests; their time is over like any other's."""
     known, over, compiling, make = schema("yes"), threading.Event(), list[int](), schema_lib.make
 
@@ -900,7 +900,7 @@ def test_the_command(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) ->
     assert out.read_bytes() == kept
 
 
-def test_another_schema_is_other_work(made: Any) -> None:
+def test_changed_schema_is_not_resumed(made: Any) -> None:
     from pipejax.offline.resume import first_difference, flattened, settings_of
 
     def settings(*names: str) -> Any:
@@ -913,7 +913,7 @@ def test_another_schema_is_other_work(made: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_trained_model_writes_what_it_learned_and_nothing_else(tmp_path: Any, said: list[str]) -> None:
+def test_trained_model_writes_learned_values_within_the_schema(tmp_path: Any, said: list[str]) -> None:
     """Of a source "red 7" it has learned the rows "num: 7" and "colour: red"; of other words it knows nothing."""
     (tmp_path / "tokenizer").mkdir()
     words = [f"{colour} {number}" for colour in ("red", "ab", "null") for number in range(10)]
@@ -1051,7 +1051,7 @@ def test_a_second_schema_of_a_shape_compiles_nothing_without_a_warm_up() -> None
         ({"row_names": ("a:", "b:"), "delay": 0}, True, {(512, 1024)}),
     ],
 )
-def test_what_a_warm_up_plans_for_schemas(settings: Any, schemas_on: bool, expected: Any, monkeypatch: Any) -> None:
+def test_warm_up_plans_schemas_last(settings: Any, schemas_on: bool, expected: Any, monkeypatch: Any) -> None:
     """As the last of all, alone and side by side, plain and sampled."""
     own, asked = generator(**{"delay": 1, **settings}), list[tuple[Any, int]]()
     engine = Engine(own, places=2, queue=8)

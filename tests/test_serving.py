@@ -90,7 +90,7 @@ def test_a_completion(client: TestClient, generator: Generator) -> None:
     assert reply["usage"] == {"prompt_tokens": n + 1, "completion_tokens": n, "total_tokens": 2 * n + 1}
 
 
-def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedEngine) -> None:
+def test_engine_receives_settings_of_the_request(client: TestClient, engine: ScriptedEngine) -> None:
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 7}
     prompts = [[5, 6, 1], [7, 1]]
     body = {"prompt": prompts, "n": 2, "seed": 2**31 - 1, "strategy": "sequential", **settings}
@@ -104,7 +104,7 @@ def test_the_engine_gets_what_is_asked_for(client: TestClient, engine: ScriptedE
     assert {r.strategy for r in engine.requests} == {"sequential"}
 
 
-def test_defaults_are_those_of_an_offline_decode(client: TestClient, engine: ScriptedEngine) -> None:
+def test_defaults_equal_an_offline_decode(client: TestClient, engine: ScriptedEngine) -> None:
     client.post(PATH, json={"prompt": TEXT, "temperature": None, "stop": None, "echo": False, "best_of": 1})
     (request,) = engine.requests
     drawn = request.sampling
@@ -123,7 +123,7 @@ def test_rows_are_the_record(client: TestClient, engine: ScriptedEngine) -> None
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_a_stream_says_what_the_whole_answer_says(client: TestClient, rows: bool) -> None:
+def test_stream_equals_whole_answer(client: TestClient, rows: bool) -> None:
     body = {"prompt": [TEXT, "green bread"], "rows": rows}
     whole = client.post(PATH, json=body).json()
     found = chunks(client.post(PATH, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
@@ -154,7 +154,7 @@ def test_a_row_that_is_left_out_has_no_chunk(generator: Generator, rows: bool) -
     assert sorted(told) == [(0, 5), (0, 6), (0, 7), (2, 5), (2, 8), (2, 9), (3, 8), (3, 9)]
 
 
-def test_rows_come_as_they_are_written_or_one_after_the_other(client: TestClient) -> None:
+def test_rows_are_sent_as_written_or_in_order(client: TestClient) -> None:
     body = {"prompt": TEXT, "stream": True}
     orders = [
         [chunk["choices"][0].get("row") for chunk in chunks(client.post(PATH, json=body | {"rows": rows}))][:-1]
@@ -407,7 +407,7 @@ def test_rows_in_order(rows: list[str], delay: int, said: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_in_order_whatever_they_are(seed: int) -> None:
+def test_random_rows_are_joined_in_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = ["".join(rng.choice([*"abc é漢"], rng.integers(0, 9))) for _ in range(rng.integers(0, 9))]
     expected = " ; ".join(row.strip() for row in rows if row.strip())
@@ -513,7 +513,7 @@ def test_a_bad_body_is_one_clear_error(client: TestClient, engine: ScriptedEngin
     "field, meant",
     [("temprature", "temperature"), ("max_completion_tokens", "max_tokens"), ("Seed", "seed"), ("topk", "top_k")],
 )
-def test_an_unknown_field_gets_the_one_that_was_meant(client: TestClient, field: str, meant: str) -> None:
+def test_unknown_field_gets_a_suggestion(client: TestClient, field: str, meant: str) -> None:
     message = error(client.post(PATH, json={"prompt": "a", field: 1}), 400)["message"]
     assert message.endswith(f'(did you mean "{meant}"?)')
 
@@ -837,7 +837,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r
         b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n",  # after an answer
     ],
 )
-def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_is_no_http_gets_an_error_object(port: int, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(sent)
         found = b""
@@ -855,7 +855,7 @@ def test_what_is_no_http_gets_an_error_object(port: int, sent: bytes, caplog: py
     assert "WebSocket" not in caplog.text
 
 
-def test_what_is_written_is_sent_at_once() -> None:
+def test_answers_are_sent_without_nagles_delay() -> None:
     """Of a listener that does not name TCP asyncio leaves Nagle's algorithm on: an answer then takes 40 ms more."""
     with serve_command.listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
@@ -930,7 +930,7 @@ def test_a_server_for_all_pages_without_a_key(
 
 
 @pytest.mark.usefixtures("lines_on_stderr")
-def test_a_start_compiles_for_all_prompts_unless_told_less(
+def test_start_compiles_for_all_prompts_unless_limited(
     params: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And without more it keeps idle connections longer than proxies do, and ends as a request would."""
@@ -1049,7 +1049,7 @@ def test_lines_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     ]
 
 
-def test_the_states_that_probes_ask_for(client: TestClient, engine: ScriptedEngine) -> None:
+def test_readiness_follows_warm_up_and_draining(client: TestClient, engine: ScriptedEngine) -> None:
     own = service(engine)
     client = connect(own)
 
@@ -1069,7 +1069,7 @@ def test_the_states_that_probes_ask_for(client: TestClient, engine: ScriptedEngi
 
 
 @pytest.mark.usefixtures("lines_on_stderr")
-def test_who_is_not_answered_in_time_at_the_end_is_told_so(engine: ScriptedEngine, capsys: Any) -> None:
+def test_unanswered_request_gets_an_error_at_shutdown(engine: ScriptedEngine, capsys: Any) -> None:
     own, listener = service(engine), serve_command.listen("127.0.0.1", 0)
     listener.listen()
     engine.go_on.clear()
@@ -1086,7 +1086,9 @@ def test_who_is_not_answered_in_time_at_the_end_is_told_so(engine: ScriptedEngin
     assert not thread.is_alive() and "1 requests are not finished after 0.3 s" in capsys.readouterr().err
 
 
-def test_idle_connections_outlive_those_of_proxies(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_kept_longer_than_by_proxies(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import uvicorn
 
     made, seconds = uvicorn.Config, []
@@ -1136,7 +1138,7 @@ def test_schemas_keep_no_reader_from_others(client: TestClient, monkeypatch: pyt
     assert [reply.status_code for reply in replies] == [400] * 9
 
 
-def test_a_response_says_what_was_asked(client: TestClient) -> None:
+def test_response_echoes_the_settings_of_the_request(client: TestClient) -> None:
     asks = {"instructions": "be brief", "metadata": {"a": "b"}, "max_output_tokens": 9, "user": "u1"}
     asks |= {"safety_identifier": "s1", "prompt_cache_key": "p", "max_tool_calls": 3}
     found = client.post("/v1/responses", json={"input": TEXT, **asks}).json()
@@ -1182,7 +1184,7 @@ def test_a_method_that_cannot_stream_is_refused_in_one_line(
         assert client.post(PATH, json={"prompt": TEXT, **more}).status_code == 200
 
 
-def test_what_a_user_can_mend_is_no_mistake_of_the_server(
+def test_user_error_is_answered_with_status_400(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Wherever it is found."""
@@ -1197,7 +1199,7 @@ def test_what_a_user_can_mend_is_no_mistake_of_the_server(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_models_say_the_step_of_their_checkpoint(generator: Generator) -> None:
+def test_model_list_has_the_step_of_the_checkpoint(generator: Generator) -> None:
     other = copy.copy(generator)
     other.origin = {"step": 7, "params_fp": "x"}
     assert connect(service(ScriptedEngine(other))).get("/v1/models/tiny").json()["step"] == 7
@@ -1205,7 +1207,7 @@ def test_models_say_the_step_of_their_checkpoint(generator: Generator) -> None:
 
 
 @pytest.mark.usefixtures("lines_on_stderr")
-def test_a_start_that_is_told_to_end_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_during_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, serve_command.told_to_end():
         os.kill(os.getpid(), signal.SIGTERM)

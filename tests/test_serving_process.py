@@ -117,7 +117,7 @@ def expected(trained: Path) -> dict[str, list[Any]]:
     return {name: generator.decode(TEXTS, strategy=name) for name in ("pipelined", "sequential")}
 
 
-def test_answers_are_the_records_of_decode(server: Server, expected: dict[str, list[Any]]) -> None:
+def test_answers_equal_records_of_decode(server: Server, expected: dict[str, list[Any]]) -> None:
     """Many at a time, of both strategies, streamed or not."""
 
     def ask(i: int) -> None:
@@ -142,7 +142,7 @@ def test_answers_are_the_records_of_decode(server: Server, expected: dict[str, l
         list(pool.map(ask, range(48)))
 
 
-def test_samples_are_those_of_decode(server: Server, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_equal_samples_of_decode(server: Server, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")
     settings = ("decode.temperature=1", "decode.seed=3", "decode.samples=2")
     wanted = pipejax.load(trained, overrides=settings).decode(TEXTS[:2])

@@ -105,7 +105,7 @@ def test_long_runs_have_as_many_shapes_as_are_asked_for(name):
     assert shapes == choose_pairs(like(name), **sizes, most=22) and len(shapes.pairs) == 22
 
 
-def test_what_exceeds_every_shape_gets_a_doubling_of_the_largest():
+def test_larger_batches_double_the_largest_shape():
     shapes = Shapes((96,), ((96, 40), (32, 16)), (1000, 64), (50.0, 10.0))
     assert shapes.fit((30, 16)) == (32, 16) and shapes.fit((30, 17)) == (96, 40)
     assert shapes.fit((97, 3)) == (192, 40) and shapes.fit((500, 41)) == (768, 64)

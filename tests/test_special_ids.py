@@ -166,7 +166,7 @@ def test_two_ends_are_refused(case: str, directories: dict[str, Path], tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_all_doors_compare(directories: dict[str, Path], tmp_path: Path) -> None:
+def test_every_entry_point_compares_special_ids(directories: dict[str, Path], tmp_path: Path) -> None:
     files = directories["the word at eos"]
     run, bare = run_of(tmp_path / "run", files), run_of(tmp_path / "bare", None)
     base = Config(data=DataConfig(task="jsonl", tokenizer=str(files)), train=TrainConfig(steps=1))
@@ -286,7 +286,7 @@ def test_the_real_tokenizer_of_t5_passes(real_data: Path, tmp_path: Path, said: 
         (["<unk>", "</s>", "the"], {}, 2, "'the'"),
     ],
 )
-def test_a_start_that_stands_for_text_is_followed_and_said(
+def test_start_token_that_is_text_is_used_and_reported(
     vocabulary: list[str], specials: dict[str, str], begin: int, piece: str, tmp_path: Path, said: list[str]
 ) -> None:
     model = dataclasses.replace(MODEL, decoder_start_token_id=begin)

@@ -200,7 +200,7 @@ def test_answer_ending_with_stop_text_has_finish_reason_stop(made: dict[str, Pat
 
 
 @pytest.mark.parametrize("text", ["xé漢x 🙂", "漢漢漢漢"])
-def test_streamed_rows_are_those_of_the_record(client: TestClient, text: str) -> None:
+def test_streamed_rows_equal_record(client: TestClient, text: str) -> None:
     body = {"prompt": text, "rows": True, "stream": True}
     parts = [chunk["choices"][0] for chunk in events(client.post("/v1/completions", json=body))]
     record = parts[-1]["record"]

@@ -99,7 +99,7 @@ def test_streams_of_one_generator_may_run_side_by_side(caplog):
     assert list(made.stream_rows(given[1]))[-1] == expected[1]
 
 
-def test_what_a_failed_stream_held_is_not_used_again(monkeypatch):
+def test_batch_of_a_failed_stream_is_not_reused(monkeypatch):
     made, (ids,) = generator(), texts(1)
     *_, expected = made.stream_rows(ids)
 
@@ -115,7 +115,7 @@ def test_what_a_failed_stream_held_is_not_used_again(monkeypatch):
     assert list(made.stream_rows(ids))[-1] == expected
 
 
-def test_an_event_says_the_text_of_its_row_so_far(tokenizer):
+def test_event_has_the_text_of_its_row_so_far(tokenizer):
     made = generator()
     made.tokenizer = tokenizer
     for ids in texts(6):
@@ -127,7 +127,7 @@ def test_an_event_says_the_text_of_its_row_so_far(tokenizer):
         assert rows and [rows[i] for i in sorted(rows)] == [row for row in record["row_ids"] if row]
 
 
-def test_what_a_stream_does_not_have_is_refused_before_anything_is_shown(tmp_path, capsys):
+def test_unsupported_stream_settings_are_refused_before_output(tmp_path, capsys):
     limited, (given, out) = generator(limit="source"), (tmp_path / name for name in ("in.jsonl", "out"))
     given.write_text('{"source_ids": [3, 1]}\n')
     with pytest.raises(UserError, match=r"^decode\.limit: found source"):

@@ -39,7 +39,7 @@ cli.run(main)
     ],
 )
 @pytest.mark.parametrize("flush", ["", "flush"])
-def test_what_cannot_be_said(redirected, code, out, err, flush, tmp_path):
+def test_closed_and_full_outputs_end_the_command(redirected, code, out, err, flush, tmp_path):
     command = f'{sys.executable} -c "$SAYS" {tmp_path / "file"} {flush} {redirected}'
     ended = subprocess.run(
         ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "SAYS": SAYS}, check=False
@@ -70,7 +70,7 @@ def test_a_reader_that_goes_away(tmp_path):
         kept.close()
 
 
-def test_a_failure_is_told_once():
+def test_write_failure_is_reported_once():
     reader, writer = os.pipe()
     os.close(reader)
     result = streams._Stream(writer, "standard output")
@@ -86,7 +86,7 @@ def test_a_failure_is_told_once():
         assert result.write(b"more") == 4
 
 
-def test_output_to_what_is_closed_is_refused_before_the_work(monkeypatch):
+def test_closed_output_is_refused_before_the_work(monkeypatch):
     streams.check_standard_output("--output")
     monkeypatch.setattr(streams, "_closed", ["stdout"])
     with pytest.raises(UserError, match=r"^--output -: found standard output closed"):

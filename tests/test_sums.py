@@ -46,7 +46,7 @@ def test_a_ratio_of_sums_is_taken_anew_in_each_sample():
 
 
 @pytest.mark.parametrize("name", list(metrics.HEADLINES))
-def test_scores_are_those_of_the_summed_documents(name):
+def test_scores_equal_sums_of_documents(name):
     gold, predicted = [["a b", "c"], ["d"], []], [["a b"], ["d", "e"], ["f"]]
     sources = ["a b", "d", "f"]
     documents = metrics.per_document(name, sources, gold, predicted)

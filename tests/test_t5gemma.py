@@ -105,7 +105,7 @@ def logits_of(torchs: Any) -> in_transformers.Logits:
 
 
 @pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])
-def test_logits_and_gradients_are_torchs(model):
+def test_logits_and_gradients_equal_torch(model):
     params = varied(model, 0, centered=True)
     torchs = loaded(made(model), model, params)
     own, names = dict(torchs.named_parameters()), model.tensors()
@@ -118,7 +118,7 @@ def test_dropout_is_where_torch_has_it():
     check_dropout(TINY, params, torchs, logits_of(torchs))
 
 
-def test_the_encoder_is_torchs():
+def test_encoder_equals_torch():
     """Its outputs, by the keys that the decoder's layers make of them: with a window shorter than the source."""
     params = varied(TINY, 1, centered=True)
     torchs = loaded(made(TINY), TINY, params)
@@ -133,7 +133,7 @@ def test_the_encoder_is_torchs():
             assert abs(apart).max() < 1e-4 and abs(expected).max() > 0.1
 
 
-def test_greedy_tokens_of_one_row_are_generates():
+def test_greedy_tokens_of_one_row_equal_generate():
     params = varied(TINY, 2, centered=True)
     torchs = loaded(made(TINY), TINY, params)
     check_greedy_tokens(TINY, params, torchs, lowest=3)
@@ -173,7 +173,7 @@ def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
 
 
 @pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])
-def test_it_goes_there_and_back(model, tmp_path):
+def test_conversion_round_trips(model, tmp_path):
     """From `save_pretrained`, which names the class by its model_type, and bit by bit back again."""
     torchs = loaded(made(model), model, varied(model, 3, centered=True))
     torchs.save_pretrained(tmp_path / "there")
@@ -202,7 +202,7 @@ def models() -> Any:
 
 
 @pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
-def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models):
+def test_rows_equal_algorithm_1_over_transformers(delay, literal, models):
     farthest = check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
     assert farthest > TINY.decoder.sliding_window
 
@@ -210,7 +210,7 @@ def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models)
 @pytest.mark.long
 @pytest.mark.parametrize("literal", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, 2, 3])
-def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, literal, models):
+def test_rows_of_many_models_equal_algorithm_1_over_transformers(delay, literal, models):
     check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
 
 
@@ -253,7 +253,7 @@ def described(**changes: Any) -> Any:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "decoder.layer_types: found ['full"),
     ],
 )
-def test_what_a_config_says_otherwise_is_one_line(changes, line):
+def test_unsupported_config_is_one_line(changes, line):
     with pytest.raises(UserError) as error:
         T5GemmaConfig.read_facts(described(**changes))
     assert str(error.value).startswith(line) and "\n" not in str(error.value)

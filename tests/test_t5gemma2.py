@@ -107,7 +107,7 @@ def params_of(seed: int, model: T5Gemma2Config = TINY) -> Any:
     return params
 
 
-def test_logits_and_gradients_are_torchs():
+def test_logits_and_gradients_equal_torch():
     params = params_of(0)
     torchs = loaded(made(TINY), TINY, params)
     own, names = dict(torchs.named_parameters()), TINY.tensors()
@@ -121,7 +121,7 @@ def test_dropout_is_where_torch_has_it():
     check_dropout(TINY, params, torchs, logits_of(torchs))
 
 
-def test_greedy_tokens_of_one_row_are_generates():
+def test_greedy_tokens_of_one_row_equal_generate():
     params = params_of(2)
     torchs = loaded(made(TINY), TINY, params)
     check_greedy_tokens(TINY, params, torchs, lowest=3)
@@ -141,7 +141,7 @@ def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
     check_schema(model, params, logits_of(loaded(made(model), model, params)), delay=delay)
 
 
-def test_it_goes_there_and_back(tmp_path, capsys):
+def test_conversion_round_trips(tmp_path, capsys):
     """From `save_pretrained`, which names the class by its model_type, and bit by bit back again, but for the tower."""
     torchs = loaded(made(TINY), TINY, params_of(3))
     torchs.save_pretrained(tmp_path / "there")
@@ -187,7 +187,7 @@ def models() -> Any:
 
 
 @pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
-def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models):
+def test_rows_equal_algorithm_1_over_transformers(delay, literal, models):
     farthest = check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
     assert farthest > TINY.decoder.sliding_window
 
@@ -195,7 +195,7 @@ def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models)
 @pytest.mark.long
 @pytest.mark.parametrize("literal", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, 2, 3])
-def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, literal, models):
+def test_rows_of_many_models_equal_algorithm_1_over_transformers(delay, literal, models):
     check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
 
 

@@ -79,7 +79,7 @@ def contents(workdir):
 # Labels.
 
 
-def test_labels_are_what_decode_writes(given, taught):
+def test_labels_equal_output_of_decode(given, taught):
     """Of the sequential decoder, parted at the separator that was set."""
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
@@ -95,7 +95,7 @@ def test_labels_are_what_decode_writes(given, taught):
 
 
 @pytest.mark.slow
-def test_beams_are_the_checkpoints(given, tmp_path):
+def test_beams_of_the_checkpoint_are_used(given, tmp_path):
     """They label; the rows are written greedily, as rows are."""
     assert run(given, tmp_path / "run", "decode.beams=2") == 0
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
@@ -105,7 +105,7 @@ def test_beams_are_the_checkpoints(given, tmp_path):
     assert pipejax.load(tmp_path / "run").config.decode.beams == 1
 
 
-def test_labels_are_not_drawn_whatever_the_checkpoint_does(given, tmp_path, tokenizer_files, monkeypatch, caplog):
+def test_labels_are_never_sampled(given, tmp_path, tokenizer_files, monkeypatch, caplog):
     """The run neither; both are opened and nothing is labelled."""
     decode = dataclasses.replace(TEACHER.decode, temperature=0.7, top_k=5, samples=2)
     params = checkpoint.open_run(given / "teacher").items["params"]
@@ -125,7 +125,7 @@ def test_labels_are_not_drawn_whatever_the_checkpoint_does(given, tmp_path, toke
     assert "whose answers are written with temperature 0" in caplog.text
 
 
-def test_what_is_held_out_is_never_trained_on(given, tmp_path, monkeypatch):
+def test_held_out_examples_are_never_trained_on(given, tmp_path, monkeypatch):
     read, trained, examined = loop.TrainingBatches, [], []
 
     def watched(examples, *args):
@@ -241,13 +241,13 @@ def test_a_checkpoint_of_any_config_can_be_taught_from(file):
         (["grid.delay=10", 'grid.row_names=["a:", "b:", "c:"]'], r"^grid\.row_names: found 3; expected at most 2, "),
     ],
 )
-def test_what_would_end_the_training_is_refused_before_anything_is_labelled(given, tmp_path, overrides, message):
+def test_training_errors_are_raised_before_labelling(given, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         run(given, tmp_path / "run", *overrides)
     assert not (tmp_path / "run" / "labels").exists()
 
 
-def test_agreement_is_that_of_the_run_with_the_checkpoint(given, taught):
+def test_agreement_compares_the_run_with_the_checkpoint(given, taught):
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     answers = [json.loads(line) for line in (taught / "labels" / lessons.ANSWERS).read_text().splitlines()]
     chosen = lessons.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
@@ -401,7 +401,7 @@ def test_another_labelling_needs_another_directory(given, taught, tmp_path):
     assert contents(taught) == before
 
 
-def test_answers_that_are_not_those_are_refused(given, taught, tmp_path):
+def test_foreign_answers_are_refused(given, taught, tmp_path):
     shutil.copytree(taught, tmp_path / "run")
     answers = tmp_path / "run" / "labels" / lessons.ANSWERS
     lines = answers.read_text().splitlines(keepends=True)

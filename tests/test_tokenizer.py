@@ -112,7 +112,7 @@ def test_a_bare_sentencepiece_model_with_sentinels_inside(sentinels_inside: Path
 
 
 @pytest.mark.parametrize("kind", ["t5", "byt5", "demo"])
-def test_ids_and_texts_are_those_of_transformers(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_ids_and_texts_equal_transformers(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = request.getfixturevalue(kind)
@@ -133,7 +133,7 @@ def test_ids_and_texts_are_those_of_transformers(kind: str, request: pytest.Fixt
 
 
 @pytest.mark.parametrize("kind", ["t5", "demo", "byt5", "sentinels_inside"])
-def test_pieces_are_those_of_the_vocabulary(kind: str, request: pytest.FixtureRequest) -> None:
+def test_pieces_equal_the_vocabulary(kind: str, request: pytest.FixtureRequest) -> None:
     """The text of a piece, wherever it stands, and of what is outside nothing."""
     tokenizer = Tokenizer.load(request.getfixturevalue(kind))
     text = "deliver the old maps"
@@ -223,7 +223,7 @@ def test_threads(kind: str, request: pytest.FixtureRequest) -> None:
         assert len(set(pool.map(tokenizer.decode, [expected[0]] * 64))) == 1
 
 
-def test_long_texts_are_no_news(
+def test_long_texts_log_nothing(
     byt5: Path, demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, directory in (("byt5", byt5), ("demo", demo)):
@@ -273,7 +273,7 @@ def trained(directory: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_settings_of_a_spiece_model_that_are_not_followed_are_said_once(
+def test_ignored_settings_of_a_spiece_model_are_logged_once(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ids are transformers' and not sentencepiece's, which follows them."""
@@ -292,7 +292,7 @@ def test_settings_of_a_spiece_model_that_are_not_followed_are_said_once(
     assert line.startswith(f"{directory}: not followed, as T5Tokenizer of transformers 5 does not: {words}; ")
 
 
-def test_of_a_t5s_own_settings_nothing_is_said(sentinels_inside: Path, tmp_path: Path, caplog: Any) -> None:
+def test_settings_of_a_t5_are_not_logged(sentinels_inside: Path, tmp_path: Path, caplog: Any) -> None:
     Tokenizer.load(sentinels_inside)
     Tokenizer.load(trained(tmp_path / "own", normalization_rule_name="nmt_nfkc_cf"))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

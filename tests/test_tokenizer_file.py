@@ -178,7 +178,7 @@ def check_same(ours: Tokenizer, theirs: Any, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_it_is_what_transformers_reads(case: str, made: dict[str, Path], tmp_path: Path, said: list[str]) -> None:
+def test_tokenizer_file_equals_transformers(case: str, made: dict[str, Path], tmp_path: Path, said: list[str]) -> None:
     kind, changes = PLAIN[case]
     directory = changed(made[kind], tmp_path / "changed", changes)
     ours = Tokenizer.load(directory)

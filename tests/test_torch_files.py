@@ -37,7 +37,7 @@ def in_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_tensors_are_those_of_torch(ordered: bool, tmp_path: Path) -> None:
+def test_tensors_equal_torch(ordered: bool, tmp_path: Path) -> None:
     """Views of one storage, odd strides, parameters, and what a state dict holds beside its tensors."""
     state: Any = TENSORS
     if ordered:
@@ -97,7 +97,9 @@ class Runs:
         ([TENSORS["whole"]], "no dict of tensors"),
     ],
 )
-def test_all_else_is_refused(wants: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_pickled_objects_are_refused(
+    wants: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(wants, "pytorch_model.bin")
     with pytest.raises(UserError, match=rf"^{tmp_path}/pytorch_model.bin: found .*{named}"):

@@ -135,7 +135,7 @@ def test_dealt_runs_are_even():
     assert [sum(lengths[i] for i in order[r : r + 2]) for r in (0, 2, 4, 6)] == [10, 9, 9, 8]
 
 
-def test_each_goes_to_the_run_that_is_shortest_so_far():
+def test_each_example_goes_to_the_shortest_run():
     """Beside the plainest way to do it, which takes the first of equal runs."""
     rng = np.random.default_rng(0)
     for size in (1, 2, 3, 7):
@@ -207,7 +207,7 @@ def test_parts_keep_rows_with_their_sources(batches):
 
 
 @pytest.mark.slow
-def test_a_program_made_beside_the_work_is_the_same(batches):
+def test_program_compiled_ahead_gives_equal_results(batches):
     arrays = batches[0].arrays
     trainer, other = Trainer(CONFIG), Trainer(CONFIG)
     trainer.prepare([(arrays["source"].shape[1], arrays["inputs"].shape[1])])
@@ -217,7 +217,7 @@ def test_a_program_made_beside_the_work_is_the_same(batches):
 
 
 @pytest.mark.slow
-def test_a_program_that_failed_beside_the_work_is_compiled_again(batches, monkeypatch):
+def test_program_that_failed_ahead_is_compiled_again(batches, monkeypatch):
     """As where memory was short at that moment; and no command waits for what is compiled ahead."""
     arrays, compiled, unneeded = batches[0].arrays, Trainer._compile_ahead, []
 
@@ -435,7 +435,7 @@ def test_batches_that_do_not_come_out_even(sections, message):
 # Costs.
 
 
-def test_training_operations_are_those_of_the_matrices():
+def test_training_operations_equal_xlas_count_of_matrices():
     """Against XLA's count of the forward pass: one example without padding, the attention as counted by hand."""
     source, slots = 64, 32
     model = dataclasses.replace(MODEL, d_model=256, d_kv=64, d_ff=512)
@@ -448,7 +448,7 @@ def test_training_operations_are_those_of_the_matrices():
     assert 0.97 * counted < ours <= counted  # XLA counts norms and softmax, too
 
 
-def test_a_row_more_costs_what_one_example_costs():
+def test_training_operations_add_up_over_examples():
     lengths = np.asarray([[100, 20], [300, 5]])
     both = MODEL.training_flops(lengths)
     assert both == MODEL.training_flops(lengths[:1]) + MODEL.training_flops(lengths[1:])

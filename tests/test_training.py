@@ -147,7 +147,7 @@ def test_a_finished_run_repeated_changes_nothing(finished, said):
 
 
 @pytest.mark.slow
-def test_the_log_shows_epochs_and_what_was_predicted(finished):
+def test_log_shows_epochs_and_predictions(finished):
     lines = metrics(finished)
     count = len(demo.examples("train"))
     assert [line["epoch"] for line in lines if line["event"] == "train"] == [step * 8 / count for step in range(1, 7)]
@@ -214,7 +214,7 @@ def test_a_run_keeps_the_shapes_that_its_first_steps_chose(tmp_path, said):
 
 
 @pytest.mark.parametrize("step, count, told", [(0, 2, True), (0, 9, False), (4, 2, False)])
-def test_the_number_of_shapes_is_told_and_why_there_are_no_more(said, step, count, told):
+def test_number_of_shapes_is_logged_with_its_reason(said, step, count, told):
     """After a pause not why: they are those of the run, whatever it was asked for then."""
     run = mock.MagicMock(step=step, config=change(CONFIG, train={"shapes": 9, "steps": 30}))
     run.state.params, run.trainer.trained.return_value = {}, {}
@@ -421,7 +421,7 @@ def test_a_separator_that_the_tokenizer_loses(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_key_that_decides_what_is_learned_cannot_change_on_resume(finished):
+def test_key_that_affects_learning_cannot_change_on_resume(finished):
     with pytest.raises(UserError, match=r"grid.delay: 2 -> 3; expected no change on resume"):
         fit(change(CONFIG, grid={"delay": 3}), finished)
     with pytest.raises(UserError, match=rf"batch_size: 8 -> 16; .* its weights, .* with train\.init_from={finished}"):
@@ -546,7 +546,7 @@ def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
 
 
 @pytest.mark.slow
-def test_resolved_config_is_written_beside_the_checkpoint(finished):
+def test_resolved_config_is_written_with_the_checkpoint(finished):
     written = config_lib.from_json((finished / "config.json").read_text(), where="config.json")
     resolved = change(CONFIG, train={"remat": "none"}, data={"special_tokens": "template"})  # from "auto"
     assert written == resolved == checkpoint.open_run(finished).config

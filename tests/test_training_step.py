@@ -101,7 +101,7 @@ def test_the_loss_of_a_batch_is_the_definition(delay, pack):
     np.testing.assert_allclose(total, expected, rtol=1e-5)
 
 
-def test_what_has_no_weight_has_no_part_in_a_mean(monkeypatch):
+def test_tokens_without_weight_are_not_in_the_mean(monkeypatch):
     """Whole or in parts: the sum is of the tokens that count, and so is their number."""
     rng = np.random.default_rng(0)
     logits, targets = rng.normal(size=(3, 24, WORDS)).astype(np.float32), rng.integers(0, WORDS, (3, 24))

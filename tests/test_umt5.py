@@ -108,7 +108,7 @@ def theirs(torchs, tmp_path_factory) -> Path:
     return place
 
 
-def test_umt5_is_torchs(params, torchs):
+def test_logits_and_gradients_equal_torch(params, torchs):
     """Logits on a grid, and the gradient of each parameter."""
     own = dict(torchs.named_parameters())
     names = TINY.tensors()
@@ -120,12 +120,12 @@ def test_dropout_is_where_torch_has_it(params, torchs):
     check_dropout(TINY, params, torchs, logits_of(torchs))
 
 
-def test_greedy_tokens_of_one_row_are_generates(params, torchs):
+def test_greedy_tokens_of_one_row_equal_generate(params, torchs):
     check_greedy_tokens(TINY, params, torchs, lowest=2)
 
 
 @pytest.mark.slow
-def test_beams_are_generates_with_the_heads_scale_taken_out(params):
+def test_beams_equal_generate_without_the_scale_of_the_head(params):
     torchs = loaded(made(TINY), params)
     torchs.lm_head.weight.data *= TINY.d_model**0.5  # `logits_of` says why
     check_beams(TINY, params, torchs, lowest=2)
@@ -169,7 +169,7 @@ def test_umt5_is_taken_for_itself_alone(kernel, monkeypatch):
     assert type(backends.fastest(model, jnp.float32)) is Products
 
 
-def test_umt5_goes_there_and_back(theirs, tmp_path):
+def test_conversion_round_trips(theirs, tmp_path):
     """Its model_type is enough to know the class; its tensors are those that came in."""
     from_hf(theirs, tmp_path / "run")
     described = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
@@ -202,14 +202,14 @@ def models() -> Any:
 
 
 @pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
-def test_rows_are_those_of_algorithm_1_over_transformers(delay, literal, models):
+def test_rows_equal_algorithm_1_over_transformers(delay, literal, models):
     check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("literal", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, 2, 3])
-def test_many_models_write_the_rows_of_algorithm_1_over_transformers(delay, literal, models):
+def test_rows_of_many_models_equal_algorithm_1_over_transformers(delay, literal, models):
     check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
 
 
@@ -218,7 +218,7 @@ def test_check_backbone_passes():
     assert "UMT5Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
 
 
-def test_another_module_is_told_in_one_line(caplog, monkeypatch):
+def test_other_module_is_named_in_one_line(caplog, monkeypatch):
     class Other(umt5.UMT5):
         pass
 

@@ -100,7 +100,7 @@ def test_a_record_has_no_two_equal_rows(made):
     assert report.lines(METHOD)[-1].endswith("; rows left out, as they repeat one above: 3")
 
 
-def test_without_the_setting_all_rows_stay_and_nothing_is_told(made):
+def test_without_the_setting_all_rows_stay_unreported(made):
     plain = dataclasses.replace(made.config, decode=dataclasses.replace(made.config.decode, unique_rows=False))
     other = Generator.__new__(Generator)
     vars(other).update(vars(made), config=plain)
@@ -189,7 +189,7 @@ def test_events_are_of_the_rows_that_stay(end):
     assert waited > 10  # some came later than they were written, all others in the order of steps
 
 
-def test_a_row_is_told_as_soon_as_it_differs():
+def test_row_is_streamed_as_soon_as_it_differs():
     given = [RowEvent(0, A, None, False), RowEvent(0, B, None, False), RowEvent(1, A, None, False)]
     found = streaming._of_unique_rows([*given, RowEvent(1, C, None, False), RowEvent(2, C, None, False)])
     assert list(found) == [*given, RowEvent(1, C, None, False), RowEvent(2, C, None, False)]
@@ -321,7 +321,7 @@ def test_streams_and_running_batches_give_the_records_of_decode(temperature):
 
 
 @pytest.mark.slow
-def test_rows_that_begin_as_told_may_repeat_as_well():
+def test_rows_with_prefixes_may_repeat():
     """Forced tokens count as written: beginnings that are alike lead to rows that repeat, named rows too."""
     config = Config(
         model=FEW_WORDS,
