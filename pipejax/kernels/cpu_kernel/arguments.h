@@ -1,4 +1,4 @@
-// What a call is given, unpacked as fields.h says.
+// Unpacks the arguments of a call, in the order of the tables in fields.h.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using f32 = float;
 using i32 = int32_t;
 using pred = bool;
 
-// Reads a call's arguments in order, and remembers the first that is not as it must be.
+// Reads the arguments of a call in order, and remembers the first one with a wrong type or shape.
 class Arguments {
  public:
   explicit Arguments(ffi::RemainingArgs& given) : given_(given) {}
@@ -32,7 +32,7 @@ class Arguments {
     return static_cast<const T*>(found.untyped_data());
   }
 
-  // [outputs, inputs] in panels, and the scale after it.
+  // A matrix [outputs, inputs] in panels, followed by its scale.
   Matrix Weights(const char* name, int64_t outputs, int64_t inputs) {
     const ffi::AnyBuffer found = Next(name);
     const Kind kind = KindOf(found);
@@ -42,9 +42,10 @@ class Arguments {
     return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, kDigits[kind]};
   }
 
-  // The first of so many matrices [outputs, inputs] in panels, one after the other, and the scales after them. Its columns
-  // are in float32, as digits of a few of them are no faster; but for int8 with VNNI they have two digits. In one, too many
-  // small shares of attention would become nothing. With tiles (AMX) this was not measured.
+  // The first of examples * heads matrices [outputs, inputs] in panels, which are consecutive and are followed by their
+  // scales. They are multiplied with columns in float32, since for a few columns digits are not faster. For int8 with VNNI
+  // the columns have two digits: with one digit, too many small attention weights would be rounded to zero. With tiles (AMX)
+  // the choice was not measured.
   Matrix Panels(const char* name, int64_t examples, int64_t heads, int64_t outputs, int64_t inputs) {
     const ffi::AnyBuffer found = Next(name);
     const Kind kind = KindOf(found);
@@ -55,18 +56,18 @@ class Arguments {
     return {kind, static_cast<const Ints*>(found.untyped_data()), scale, outputs / kPanel, depth, digits};
   }
 
-  // Those that come next are of that layer, if something is to be said of them.
+  // Sets the number of the layer to which the next arguments belong, for error messages.
   void Layer(int64_t number) { layer_ = number; }
 
-  // Whatever is wrong; "" if all has been read and nothing is.
+  // A message about the first wrong argument, or about a wrong number of arguments; "" if there is no error.
   std::string Wrong() const {
     if (!wrong_.empty() || next_ == given_.size()) return wrong_;
     return "found " + std::to_string(given_.size()) + " arguments; expected " + std::to_string(next_);
   }
 
  private:
-  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::S8};  // by Kind
-  static constexpr int64_t kNumbers[] = {1, 2, 4};                           // in 32 bits, by Kind
+  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::S8};  // indexed by Kind
+  static constexpr int64_t kNumbers[] = {1, 2, 4};                           // numbers in 32 bits, indexed by Kind
 
   static Kind KindOf(const ffi::AnyBuffer& found) {
     const auto type = found.element_type();
@@ -106,7 +107,7 @@ class Arguments {
   std::string wrong_;
 };
 
-// The struct of a table of numbers, and of one of fields whose shapes are in these numbers.
+// Macros that define the struct of a table of numbers, and the struct of a table of fields whose shapes depend on them.
 #define DECLARE_NUMBER(name) int64_t name;
 #define READ_NUMBER(name) name = *at++;
 #define COUNT_NUMBER(name) +1
@@ -143,7 +144,7 @@ NUMBERS(ProductNumbers, PRODUCT_NUMBERS)
 FIELDS(ProductFields, ProductNumbers, PRODUCT_NUMBERS, PRODUCT_FIELDS)
 FIELDS(PeaksFields, ProductNumbers, PRODUCT_NUMBERS, PEAKS_FIELDS)
 
-// So many layers.
+// Reads the fields of `count` layers.
 template <typename Layer, typename Numbers>
 std::vector<Layer> Layers(Arguments& given, const Numbers& numbers, int64_t count) {
   std::vector<Layer> found;
@@ -152,7 +153,7 @@ std::vector<Layer> Layers(Arguments& given, const Numbers& numbers, int64_t coun
   return found;
 }
 
-// The matrix that comes so many after this one.
+// The matrix that is `number` matrices of the same shape after `first`.
 inline Matrix After(const Matrix& first, int64_t number) {
   Matrix found = first;
   found.groups += number * first.panels * first.apart * kParts;
@@ -160,19 +161,19 @@ inline Matrix After(const Matrix& first, int64_t number) {
   return found;
 }
 
-// The panels with so many first outputs.
+// The first panels of a matrix, which contain the first `outputs` outputs.
 inline Matrix WithOutputs(Matrix matrix, int64_t outputs) {
   matrix.panels = (outputs + kPanel - 1) / kPanel;
   return matrix;
 }
 
-// The same outputs of so many first inputs, filled up to a panel's width.
+// A matrix restricted to its first `inputs` inputs, rounded up to a multiple of kPanel.
 inline Matrix WithInputs(Matrix matrix, int64_t inputs) {
   matrix.depth = (inputs + kPanel - 1) / kPanel * kPanel / (matrix.Inputs() / matrix.depth);
   return matrix;
 }
 
-// The same matrix, for columns in two digits where they would have one.
+// The same matrix, whose columns have two digits if they would have one.
 inline Matrix Finer(Matrix matrix) {
   if (matrix.digits) matrix.digits = 2;
   return matrix;

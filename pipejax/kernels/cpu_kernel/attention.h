@@ -1,11 +1,11 @@
-// Attention of one head, and what else happens to columns between two products.
+// Attention of one head, and the element-wise functions between two matrix products: norm, softmax and activations.
 #pragma once
 
 #include "narrow.h"
 
 namespace pipejax {
 
-// e^x for x <= 0, to about two units in the last place; what is below -87 counts as -87.
+// e^x for x <= 0, with an error of about two units in the last place; values below -87 are replaced by -87.
 inline Lanes Exp(Lanes x) {
   x = x < -87.0f ? Lanes{} - 87.0f : x;
   const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
@@ -19,8 +19,9 @@ inline Lanes Exp(Lanes x) {
   return sum * Floats(power);
 }
 
-// e^(scores - their maximum) in place; returns the inverse of the sum. Past `count` there is room for whole lanes, and
-// zeros come there. The sum is in float64, lest it depend on which lanes scores are in.
+// Replaces `count` scores by e^(score - maximum), and returns the inverse of their sum. The array has room for whole
+// registers; the remaining entries become zeros. The sum is float64, so that its float32 value does not depend on the lanes
+// in which the scores are.
 inline float Softmax(float* scores, int64_t count) {
   const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + count, scores + whole, -INFINITY);
@@ -47,7 +48,7 @@ inline float Softmax(float* scores, int64_t count) {
   return static_cast<float>(1.0 / total);
 }
 
-// x / rms(x) * scale.
+// normed = x / rms(x) * scale, where rms is the root of the mean square plus epsilon.
 inline void Norm(const float* x, const float* scale, float epsilon, int64_t size, float* normed) {
   Lanes squares = {};
   for (int64_t i = 0; i < size; i += kLanes) squares = Fma(Load(x + i), Load(x + i), squares);
@@ -55,20 +56,20 @@ inline void Norm(const float* x, const float* scale, float epsilon, int64_t size
   for (int64_t i = 0; i < size; i += kLanes) Store(normed + i, Load(x + i) * inverse * Load(scale + i));
 }
 
-// x / (1 + e^-x).
+// The SiLU activation, x / (1 + e^-x).
 inline Lanes Silu(Lanes x) {
   const Lanes power = Exp(x < 0.0f ? x : -x);
   return x * (x < 0.0f ? power : Lanes{} + 1.0f) / (1.0f + power);
 }
 
-// By its tanh approximation: x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+// The tanh approximation of the GELU activation: x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3).
 inline Lanes Gelu(Lanes x) {
   const Lanes inner = 1.5957691216f * Fma(0.044715f * x * x, x, x);
   const Lanes power = Exp(inner < 0.0f ? inner : -inner);
   return x * (inner < 0.0f ? power : Lanes{} + 1.0f) / (1.0f + power);
 }
 
-// A head's cache of keys [width, slots] and values [slots, width]; whole lanes of slots.
+// The cache of a head: keys [width, slots] and values [slots, width], where `slots` fills whole registers.
 struct Cache {
   float *keys, *values;
   int64_t slots, width;
@@ -78,8 +79,9 @@ struct Cache {
     std::copy(value, value + width, values + slot * width);
   }
 
-  // What so many queries, one or two, find in slot(0) .. slot(count - 1), all below `used`, summed in that order. `bias`
-  // has a number for each of them.
+  // Computes attention of one or two queries over the slots slot(0) ... slot(count - 1), all of them below `used`. Values
+  // are summed in this order. `bias` contains one number for each of these slots. Consecutive queries are `apart` numbers
+  // apart, their biases `bias_apart` and their results `found_apart`.
   template <int Queries, typename Slot>
   void Attend(const float* query, int64_t apart, Slot slot, int64_t count, int64_t used, const float* bias,
               int64_t bias_apart, float* found, int64_t found_apart) const {
@@ -101,9 +103,9 @@ struct Cache {
   }
 
  private:
-  static constexpr int kTogether = kLanes == 16 ? 8 : 4;  // sums; a single one would wait for itself
+  static constexpr int kTogether = kLanes == 16 ? 8 : 4;  // independent sums; a single sum would wait for each addition
 
-  // For each query, sums += x of so many numbers times rows of so many registers.
+  // For each query, adds the sum of x[i] * row(i) over `count` rows to `sums`; a row fills `vectors` registers.
   template <int Queries, typename Row>
   static void Add(int64_t count, const float* x, int64_t apart, int64_t vectors, float* sums, int64_t sums_apart, Row row) {
     constexpr int kMost = kTogether / Queries;
@@ -126,12 +128,14 @@ struct Cache {
   }
 };
 
-// Keys whose weights share a scale in int8. Two digits have 32,639 steps, so rounding takes at most 256 of them, or 1/127 of
-// the weights, however long a source is.
+// The number of keys whose attention weights share a scale when they are rounded to digits of int8. The largest of these
+// weights is 32,639 steps of two digits. Each weight is rounded by at most half a step, so 512 of them by at most 256 steps,
+// which is at most 1/127 of their sum for any source length.
 constexpr int64_t kWeighed = 512;
 
-// What queries [count, width] find in keys [length, width] and values [width, length] in panels. `bias` adds a query's to
-// its scores.
+// Computes attention of queries [count, width] over keys [length, width] and values [width, length] in panels, of which the
+// first `seen` are real. bias(c, scores) adds the bias of query c to its scores. Consecutive queries are `stride` numbers
+// apart, and their results `found_stride`.
 template <typename Bias>
 void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries, int64_t stride, int64_t count,
                   int64_t seen, Bias bias, float* found, int64_t found_stride) {
@@ -165,13 +169,14 @@ void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries
     }
 }
 
-// Numbers in int8, 127 the largest. The scale is not a number if one of them is none.
+// The rounding of numbers to int8, with the largest magnitude mapped to 127. The scale is NaN if a number is not finite.
 struct Int8 {
   Lanes scale, by;
 
   Int8(Lanes largest, Lanes bad) : scale(largest / 127.0f + bad), by(largest < kLeast ? Lanes{} : 127.0f / largest) {}
 
-  // Writes a row [width], x(0) ..., and returns its scale and the sum of its whole numbers; `put` gets so many at a time.
+  // Rounds a row of `width` numbers to int8 and returns its scale and the sum of its int8 numbers. x(k) is the register of
+  // the numbers from k on; put(group, bytes) stores a register of int8 numbers, from the group of four numbers `group` on.
   template <typename Numbers, typename Put>
   static std::pair<float, int32_t> Row(Numbers x, int64_t width, Put put) {
     Lanes most = {}, bad = {};
@@ -189,7 +194,7 @@ struct Int8 {
 
 inline Lanes Size(Lanes x) { return x < 0.0f ? -x : x; }
 
-// Of so many numbers of each channel, number(l) ...
+// The mean over `length` positions of each channel of number(l).
 template <typename Number>
 Lanes Average(int64_t length, Number number) {
   Lanes sum = {};
@@ -197,8 +202,8 @@ Lanes Average(int64_t length, Number number) {
   return sum / static_cast<float>(std::max<int64_t>(length, 1));
 }
 
-// Lays a head's keys [length, width], key(l, k) ..., in panels of int8, each with a scale of its own; of what comes past them
-// zeros.
+// Rounds the keys [length, width] of a head to int8 and lays them out in panels [whole, width]. Each key has its own scale;
+// the keys from `length` on are zeros. key(l, k) is the register of the channels from k on of key l.
 template <typename Key>
 void PackKeysInInt8(Key key, int64_t length, int64_t whole, int64_t width, int32_t* panels, float* scales) {
   for (int64_t l = 0; l < whole; ++l) {
@@ -215,9 +220,10 @@ void PackKeysInInt8(Key key, int64_t length, int64_t whole, int64_t width, int32
   }
 }
 
-// As PackKeysInInt8, of keys without a channel's mean, which adds as much to all scores of a query, and divided by a power of
-// two near a channel's size on average, which a single token hardly changes: a large channel would make all others coarse.
-// `of_queries` [width] are these powers, for the queries.
+// Like PackKeysInInt8, for keys that are balanced first, since a channel with large numbers would make the steps of all
+// other channels coarse. The mean of each channel is subtracted, which changes all scores of a query by the same amount, so
+// the softmax stays the same. Then each channel is divided by a power of two near its mean magnitude, on which a single token
+// has little influence. `of_queries` [width] receives these powers, by which queries must be multiplied.
 inline void PackBalancedKeys(const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width, int32_t* panels,
                              float* scales, float* of_queries) {
   thread_local Floats32 kept;
@@ -235,7 +241,8 @@ inline void PackBalancedKeys(const float* keys, int64_t stride, int64_t length, 
   PackKeysInInt8(key, length, whole, width, panels, scales);
 }
 
-// Lays the values [length, width] of a head in panels [width, whole] of int8, each output with a scale of its own.
+// Rounds the values [length, width] of a head to int8 and lays them out in panels [width, whole]. Each output (channel) has
+// its own scale; the values from `length` on are zeros.
 inline void PackValuesInInt8(const float* values, int64_t stride, int64_t length, int64_t whole, int64_t width,
                              int32_t* panels, float* scales) {
   for (int64_t k = 0; k < width; k += kLanes) {
@@ -253,7 +260,8 @@ inline void PackValuesInInt8(const float* values, int64_t stride, int64_t length
   }
 }
 
-// Lays the keys [length, width] of a head in panels of float32 or bfloat16; of what comes past them zeros.
+// Lays the keys [length, width] of a head out in panels [whole, width] of float32 or bfloat16. The keys from `length` on are
+// zeros.
 inline void PackKeys(Kind kind, const float* keys, int64_t stride, int64_t length, int64_t whole, int64_t width,
                      int32_t* panels) {
   if (kind == kFloat32) {
@@ -280,7 +288,8 @@ inline void PackKeys(Kind kind, const float* keys, int64_t stride, int64_t lengt
   }
 }
 
-// Lays the values [length, width] of a head in panels [width, whole] of float32 or bfloat16.
+// Lays the values [length, width] of a head out in panels [width, whole] of float32 or bfloat16. The values from `length` on
+// are zeros.
 inline void PackValues(Kind kind, const float* values, int64_t stride, int64_t length, int64_t whole, int64_t width,
                        int32_t* panels) {
   for (int64_t k = 0; k < width; k += kPanel)
@@ -299,8 +308,9 @@ inline void PackValues(Kind kind, const float* values, int64_t stride, int64_t l
       }
 }
 
-// What a head's queries find in its keys and values, all [length, width] with so much from a row to the next. `bias` is that
-// of a query's own key; those of others lie around it.
+// Computes self-attention of a source in one head. Queries, keys and values are [length, width] with `stride` numbers from a
+// row to the next, and results have `found_stride`. `bias` points to the bias of a query for its own key; bias[d] is the bias
+// for the key d positions later, where d may be negative.
 inline void AttendWhole(Kind kind, const float* queries, const float* keys, const float* values, int64_t stride,
                         int64_t length, int64_t width, const float* bias, float* found, int64_t found_stride) {
   thread_local Ints32 packed;
@@ -312,7 +322,7 @@ inline void AttendWhole(Kind kind, const float* queries, const float* keys, cons
   auto groups = [](const int32_t* panels) { return reinterpret_cast<const Ints*>(panels); };
   const Matrix k{kind, groups(key_panels), nullptr, whole / kPanel, width / depth, kDigits[kind]};
   const Matrix v{kind, groups(value_panels), nullptr, width / kPanel, whole / depth, kDigits[kind]};
-  constexpr int64_t kQueries = 32;  // at a time: their scores stay in the cache
+  constexpr int64_t kQueries = 32;  // queries at a time, so that their scores stay in the processor's cache
   for (int64_t q = 0; q < length; q += kQueries) {
     auto add = [&](int64_t c, float* scores) {
       const float* of_query = bias - (q + c);

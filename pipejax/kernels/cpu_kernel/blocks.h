@@ -1,28 +1,32 @@
-// Attention of a source to itself in int8, by blocks of keys, where the processor multiplies int8 but has no tiles.
+// Self-attention of a source in int8, in blocks of keys, for processors with int8 products (VNNI) and without tiles.
 //
-// Scores of a few queries with a block stay in the processor's first cache. The softmax is computed along the way: each query
-// keeps the highest score so far, the sum of the powers, and the values that these weigh. (Milakov and Gimelshein,
-// arXiv 1805.02867; Dao et al., arXiv 2205.14135.)
+// The scores of a few queries with a block of keys stay in the first-level cache. The softmax is computed incrementally: for
+// each query the maximum of the scores so far, the sum of their powers e^(score - maximum), and the sum of the values weighted
+// by these powers are kept (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135).
 //
-// Each query, each key and each output of a block's values has a scale of its own. A channel that is large in keys and small
-// in queries would make all others coarse, so both are balanced before that, which changes no product.
+// Each query, each key, and each channel of the values of a block is rounded to int8 with its own scale. A channel that is
+// large in keys and small in queries would make the steps of all other channels of the keys coarse. So keys and queries are
+// balanced before rounding (see Balance), which does not change their products up to a constant for each query.
 //
-// The powers of a query in a block are rounded to 16 bits, 65,280 the largest. The upper byte, rounded, is the first digit, and
-// the rest is the second one. The values are multiplied with first digits. Second digits weigh the mean of the block's values
-// where an upper bound of the error of that is at most kCoarse, else they are multiplied as well.
+// The powers of a query in a block are rounded to 16-bit integers, the largest of which is 65,280 = 255 * 256. The upper byte,
+// rounded, is the first digit; the remainder, with a sign, is the second digit. The values are multiplied with the first
+// digits. The second digits are multiplied only with the mean of the block's values if an upper bound of the error of this
+// approximation is at most kCoarse; otherwise they are multiplied with the values as well.
 //
-// The largest error of an output, as a multiple of the largest size A of its channel's values, in the order of the steps:
+// Upper bounds of the error of an output, relative to the largest magnitude A of its channel's values, for each step:
 //
-//  - Scores: 2 tanh(d / 2), where d is the largest error of a score. With steps s = (largest number) / 127 of the balanced
-//    query q and key k, int8 changes their score by at most sum(|q| s_k + |k| s_q + s_q s_k / 2) / 2. To that come 1e-4 for
-//    the exponential function, and rounding to float32. A shift of scores by up to d changes a softmax by at most tanh(d / 2) in
-//    total variation, and values lie up to 2 A apart.
-//  - Powers: 1/127. A power is rounded by up to half a step of 65,280, so 512 of them by 256 steps, of a sum of at least 65,280.
-//  - Second digits that weigh the mean: kCoarse, 1/128. With first digits alone the values v of a channel, whose mean is m, lack
-//    sum(r (v - m)) for second digits r, which is at most sum|r| max|v - m| and at most sqrt(sum r^2 sum (v - m)^2).
-//  - Values: 1/168. int8 changes them by up to A / 254, and first digits sum up to at most 1.51 times the powers.
+//  - Scores: 2 tanh(d / 2), where d is the largest error of a score. With the steps s = (largest magnitude) / 127 of a balanced
+//    query q and of a key k, rounding to int8 changes their score by at most sum(|q| s_k + |k| s_q + s_q s_k / 2) / 2. The
+//    exponential function adds an error of 1e-4, and rounding to float32 adds a little. A change of scores by up to d changes a
+//    softmax by at most tanh(d / 2) in total variation, and two values differ by at most 2 A.
+//  - Powers: 1/127. Each power is rounded by at most half a step, so 512 of them by at most 256 steps, while their sum is at
+//    least 65,280 steps.
+//  - Second digits multiplied with the mean: kCoarse, 1/128. For the values v of a channel with the mean m and second digits r,
+//    the error is sum(r (v - m)), which is at most sum|r| max|v - m| and at most sqrt(sum r^2 sum (v - m)^2).
+//  - Values: 1/168. Rounding to int8 changes them by at most A / 254, and the first digits sum to at most 1.51 times the
+//    powers.
 //
-// The last three are at most 1/46 together: 2.2 % of A.
+// The last three errors together are at most 1/46, 2.2 % of A.
 #pragma once
 
 #include "attention.h"
@@ -32,16 +36,18 @@ namespace pipejax {
 #ifdef __AVX512VNNI__
 
 constexpr int64_t kBlock = 512;  // keys of a block
-constexpr int kAsking = 24;      // queries that a block meets while the cache holds it
-constexpr int kTogether = 6;     // of them at a time: with four panels 24 of 32 registers hold sums
-constexpr float kCoarse = 1.0f / 130;  // error that first digits alone may cause: 1 / 128, less 1 / 127 of it (see Raise)
-constexpr int32_t kSteps = 256;  // of a second digit in a step of the first
+constexpr int kAsking = 24;      // queries that are combined with a block while it is in the cache
+constexpr int kTogether = 6;     // queries at a time: with four panels 24 of 32 registers contain sums
+constexpr float kCoarse = 1.0f / 130;  // the accepted error of first digits alone: 1 / 128, less 1 / 127 of it (see Raise)
+constexpr int32_t kSteps = 256;  // steps of the second digit in one step of the first digit
 
-// GCC keeps sums in memory between loops that it leaves as they are, and products are as short as a head is wide.
+// Without unrolling GCC keeps the sums in memory between loops, which is slow, as these products have only as many inputs as
+// a head has channels.
 #define UNROLLED _Pragma("GCC unroll 8")
 
-// What a head's keys and queries are multiplied with, so that both are as large in a channel on average, which a single token
-// hardly changes. Before that keys lose their mean, which adds as much to all scores of a query.
+// Factors for the keys and queries of a head, by which the mean magnitudes of keys and of queries become equal in each
+// channel. A single token has little influence on a mean. The mean of the keys is subtracted first; this changes all scores
+// of a query by the same amount, so the softmax stays the same.
 struct Balance {
   Floats32 mean, of_keys, of_queries;  // [width]
 
@@ -59,15 +65,15 @@ struct Balance {
   }
 };
 
-// Some queries in int8, and where their softmax is.
+// Up to kAsking queries in int8, and the state of their incremental softmax.
 struct Asking {
   Ints32 numbers;                          // [queries, width] in groups of four
   float scale[kAsking];
-  int32_t offset[kAsking];                 // -128 times the sum of a query's numbers: keys are without a sign, 128 too many
-  float most[kAsking], total[kAsking];     // the highest score, and the sum of the powers
+  int32_t offset[kAsking];                 // -128 times the sum of a query's numbers, as keys are stored unsigned, plus 128
+  float most[kAsking], total[kAsking];     // the highest score so far, and the sum of the powers
   alignas(64) float scores[kTogether * kBlock];
-  alignas(64) int32_t digits[kTogether * kBlock / 4];  // of powers, in bytes
-  alignas(64) int32_t finer[kTogether * kBlock / 4];   // their second digits, with a sign, in the order of packing
+  alignas(64) int32_t digits[kTogether * kBlock / 4];  // first digits of the powers, unsigned bytes
+  alignas(64) int32_t finer[kTogether * kBlock / 4];   // second digits, signed bytes in the order of packing (see InOrder)
 
   void Set(const float* queries, int64_t stride, int64_t count, int64_t width, const Balance& balance) {
     numbers.resize(kAsking * width / 4);
@@ -80,15 +86,17 @@ struct Asking {
   }
 };
 
-// What digits of a query's powers add: where, for how much each counts, and so often the mean of the values.
+// How the digits of a query's powers are added to its result: the address of the result, the weight of a digit, and the
+// factor of the mean of the values.
 struct Share {
   float *found, weight, lost;
 };
 
-// Keys and values of a block.
+// A block of keys and values.
 class KeyBlock {
  public:
-  // Keys and values [length, width] of the block, laid in panels; then zeros, up to a multiple of 64.
+  // Rounds the keys and values [length, width] of the block to int8 and lays them out in panels, followed by zeros up to a
+  // multiple of 64 keys.
   void Set(const float* keys, const float* values, int64_t stride, int64_t length, int64_t width, const Balance& balance) {
     length_ = length, whole_ = (length + 63) / 64 * 64, width_ = width;
     keys_.resize(whole_ * width / 4), values_.resize(whole_ * width / 4);
@@ -110,14 +118,15 @@ class KeyBlock {
     SetSpread(values, stride);
   }
 
-  // Adds what C queries from the first on find. `bias`: of the first with the block's first key.
+  // Adds the block to the attention of the C queries from `first` on. `bias` points to the bias of query `first` for the
+  // first key of the block.
   template <int C>
   void Attend(Asking& asking, int64_t first, const float* bias, float* found, int64_t found_stride) const {
     Lanes high[C];
     std::fill(high, high + C, Lanes{} - INFINITY);
     for (int64_t key = 0; key < whole_; key += 4 * kPanel) Score<C>(asking, first, bias, key, high);
     Share shares[C], finer[C];
-    int count = 0;  // of queries with a second digit
+    int count = 0;  // number of queries whose second digits are multiplied with the values
     int of[C];
     for (int c = 0; c < C; ++c) {
       float &most = asking.most[first + c], &total = asking.total[first + c];
@@ -137,7 +146,7 @@ class KeyBlock {
   }
 
  private:
-  // Scores of the queries with the keys of four panels; past the block's last key -inf.
+  // Computes the scores of the queries with the keys of four panels; -inf for keys after the last one of the block.
   template <int C>
   void Score(Asking& asking, int64_t first, const float* bias, int64_t key, Lanes* high) const {
     constexpr int P = 4;
@@ -167,7 +176,7 @@ class KeyBlock {
     }
   }
 
-  // Sets how far values are from their channel's mean, as a multiple of its largest value; of all channels the most.
+  // Sets `farthest_` and `spread_`, measures of how much values differ from the mean of their channel.
   void SetSpread(const float* values, int64_t stride) {
     farthest_ = spread_ = 0.0f;
     for (int64_t k = 0; k < width_; k += kLanes) {
@@ -178,21 +187,22 @@ class KeyBlock {
         const Lanes apart = Size(Load(values + l * stride + k) - mean) * by;
         farthest = apart > farthest ? apart : farthest, squares = Fma(apart, apart, squares);
       }
-      for (int lane = 0; lane < kLanes; ++lane) {  // std::max passes over what is not a number
+      for (int lane = 0; lane < kLanes; ++lane) {  // std::max ignores NaN
         farthest_ = std::max(farthest_, farthest[lane]), spread_ = std::max(spread_, std::sqrt(squares[lane]));
       }
     }
   }
 
-  // The sum of a query's powers and of their second digits, in steps of the first digit; of second digits also the sum of
-  // their sizes and that of their squares.
+  // The sum of a query's powers, and of their second digits the sum, the sum of magnitudes and the sum of squares. The unit
+  // is a step of the first digit.
   struct Raised {
     float sum, rest, sizes, squares;
   };
 
-  // 255 e^(a query's scores - the highest), to 1e-4 of it, in two digits. In sizes and squares a digit of -128 counts as 127.
+  // Computes the powers 255 e^(score - highest) of a query in two digits, with a relative error of 1e-4. In the sums of
+  // magnitudes and of squares, the digit -128 counts as 127.
   Raised Raise(Asking& asking, int c, float highest) const {
-    constexpr float kLog2E = 1.44269504f, kLog2OfMost = 15.99435344f;  // of 255 kSteps
+    constexpr float kLog2E = 1.44269504f, kLog2OfMost = 15.99435344f;  // log2(e), log2(255 * kSteps)
     const Lanes offset = Lanes{} + kLog2OfMost;
     const Ints ones = Ints{} + 0x01010101;
     Ints units = {}, rest = {}, sizes = {}, squares = {}, bad = {};
@@ -204,7 +214,7 @@ class KeyBlock {
         Lanes root = Lanes{} + 7.8024521e-2f;
         for (float factor : {2.2606716e-1f, 6.9583356e-1f, 9.9992522e-1f}) root = Fma(root, part, Lanes{} + factor);
         powers[p] = (Ints)_mm512_cvtps_epi32(_mm512_scalef_ps((__m512)root, (__m512)exponent));
-        bad |= powers[p];  // what is no number becomes the least one
+        bad |= powers[p];  // the conversion of NaN gives the smallest integer, whose sign bit is set
       }
       const __m512i low = _mm512_packus_epi32((__m512i)powers[0], (__m512i)powers[1]);
       const __m512i high = _mm512_packus_epi32((__m512i)powers[2], (__m512i)powers[3]);
@@ -226,13 +236,15 @@ class KeyBlock {
     return {broken ? NAN : Sum(units) + all, all, Sum(sizes) * kStep, Sum(squares) * kStep * kStep};
   }
 
-  // Bytes of four vectors as packing leaves them, four of each vector in turn: one vector after the other.
+  // Reorders the bytes of four packed vectors. Packing interleaves groups of four bytes of the vectors; the result contains
+  // one vector after the other.
   static Ints InOrder(__m512i bytes) {
     const Ints order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     return (Ints)_mm512_permutexvar_epi32((__m512i)order, bytes);
   }
 
-  // The second digits of a query's powers, 128 too many, to where the first ones of a query are that has been weighed.
+  // Copies the second digits of query c, plus 128, to the place of the first digits of query `to`, which are no longer
+  // needed.
   void Refine(Asking& asking, int c, int to) const {
     for (int64_t group = 0; group < whole_ / 4; group += kLanes) {
       const Ints finer = *reinterpret_cast<const Ints*>(asking.finer + c * kBlock / 4 + group);
@@ -248,7 +260,7 @@ class KeyBlock {
                       [&](auto p) { Weigh<p(), C>(asking, panel, shares, zero); });
   }
 
-  // Adds the values of P panels, weighed by digits of the queries' powers less `zero`.
+  // Adds the values of P panels to the results of C queries, weighted by the digits of their powers minus `zero`.
   template <int P, int C>
   void Weigh(const Asking& asking, int64_t panel, const Share* shares, int32_t zero) const {
     const int64_t depth = whole_ / 4;
@@ -277,14 +289,16 @@ class KeyBlock {
   }
 
   int64_t length_, whole_, width_;
-  Ints32 keys_, values_, sums_;  // the latter of an output's whole numbers
+  Ints32 keys_, values_, sums_;  // sums_: for each channel, the sum of its int8 values
   Floats32 key_scales_, value_scales_, means_;
-  float farthest_, spread_;  // of a value from its channel's mean, and the root of the sum of its squares, by the largest value
+  // The largest difference of a value from the mean of its channel, and the root of the sum of the squares of these
+  // differences, both relative to the channel's largest magnitude; the maximum over all channels.
+  float farthest_, spread_;
 };
 
 #endif
 
-// As AttendWhole, in int8.
+// Computes the same as AttendWhole, in int8.
 inline void AttendBlocks(const float* queries, const float* keys, const float* values, int64_t stride, int64_t length,
                          int64_t width, const float* bias, float* found, int64_t found_stride) {
 #ifdef __AVX512VNNI__

@@ -1,10 +1,11 @@
-// Registers, kinds of numbers, and columns in digits of the narrow kinds.
+// Vector registers, the types of weights, and columns split into digits of int8 or bfloat16.
 //
-// A processor with products of narrow numbers multiplies int8 weights with int8 columns, and bfloat16 weights with bfloat16
-// columns. Two digits of a number, whose sum is x to about 16 bits, are twice the arithmetic of one. With VNNI int8 waits
-// for arithmetic, so a column has one int8 digit there. Its few largest numbers, which would make the steps of a digit
-// coarse, have a second one: a network with outliers loses no more than one without. The head, and attention to a source,
-// have two of every number there. Tiles (AMX) are fast enough for that in all products with weights.
+// Processors with instructions for narrow products multiply int8 weights with int8 columns, and bfloat16 weights with bfloat16
+// columns. A float32 number x of a column is split into one or two digits of this type. The sum of two digits is x to about 16
+// bits, but needs twice the arithmetic. With VNNI, products of int8 are limited by arithmetic, so a column has one int8 digit.
+// Its few largest numbers, which would make the steps of the digit coarse, have a second digit, so that networks with outliers
+// lose no more accuracy than others. In products with the head, and in attention to a source, every number has two digits.
+// Tiles (AMX) are fast enough for two digits in all products with weights.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +24,16 @@
 namespace pipejax {
 
 constexpr int kPanel = 16;  // outputs of a panel
-// Numbers of a register (vectors that need several of them GCC keeps in memory), and panels and columns at a time.
+// kLanes: float32 numbers of a register (GCC keeps longer vectors in memory). kPanels, kColumns: panels and columns that are
+// multiplied at a time, limited by the number of registers for sums.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kPanels = 2, kColumns = 8;  // 16 of 32 registers hold sums
+constexpr int kLanes = 16, kPanels = 2, kColumns = 8;  // 16 of 32 registers contain sums
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kPanels = 1, kColumns = 6;  // 12 of 16
+constexpr int kLanes = 8, kPanels = 1, kColumns = 6;  // 12 of 16 registers contain sums
 #else
-constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of 32 on ARM; an x86 without AVX has 16, and waits
+constexpr int kLanes = 4, kPanels = 1, kColumns = 6;  // 24 of 32 registers on Arm; an x86 without AVX has 16 and is slower
 #endif
-constexpr int kParts = kPanel / kLanes;  // registers that a panel's outputs take
+constexpr int kParts = kPanel / kLanes;  // number of registers for the outputs of a panel
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
@@ -43,8 +45,9 @@ inline void Store(float* y, const Lanes& value) { *reinterpret_cast<Lanes*>(y) =
 inline Ints Bits(Lanes x) { Ints bits; std::memcpy(&bits, &x, sizeof x); return bits; }
 inline Lanes Floats(Ints x) { Lanes floats; std::memcpy(&floats, &x, sizeof x); return floats; }
 
-// x y + z, rounded once where the processor can. The compiler joins no others (-ffp-contract=off): it would here and not
-// there, and what a column's results are would depend on how many columns there are.
+// x y + z, rounded once if the processor has such an instruction. The compiler must not fuse other operations
+// (-ffp-contract=off): it would do so in some instances of a template only, and the results for a column would then depend on
+// the number of columns.
 inline Lanes Fma(Lanes x, Lanes y, Lanes z) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
@@ -78,29 +81,29 @@ inline int32_t Sum(const Ints& x) {
 }
 inline float Sum(const Lanes& x) { float sum = 0.0f; for (int i = 0; i < kLanes; ++i) sum += x[i]; return sum; }
 
-constexpr float kLeast = 1e-30f;  // int8 numbers of less are zeros: the inverse of their scale might be infinite
+constexpr float kLeast = 1e-30f;  // if the largest number is smaller, int8 numbers are 0, as 1 / scale might be infinite
 
-// In place of each lane the largest size that comes by, and NaN if a number is NaN or infinite.
+// Updates `most`, the largest magnitude of each lane, and `bad`, which becomes NaN if a number is NaN or infinite.
 inline void Measure(Lanes value, Lanes& most, Lanes& bad) {
   const Lanes size = value < 0.0f ? -value : value;
   most = size > most ? size : most;
   bad += value * 0.0f;
 }
 
-// The nearest whole numbers; |x| is below 2^22.
+// The nearest integers; |x| must be below 2^22.
 inline Ints Whole(Lanes x) {
-  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
+  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
   return Bits(x + magic) - Bits(magic);
 }
 
-// In the upper half of each the nearest bfloat16, the even one of two.
+// The nearest bfloat16 in the upper half of each lane; ties round to even.
 inline Ints Rounded(Lanes x) {
   const Ints bits = Bits(x);
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-// Begins where a cache line does, or each register that is loaded would take two. What becomes part of a vector by
-// `resize` is not cleared.
+// An allocator whose memory begins at a cache line; otherwise each load of a register would access two lines. Elements that
+// `resize` adds are not initialised.
 template <typename T>
 struct Lines {
   using value_type = T;
@@ -122,14 +125,15 @@ using Ints32 = std::vector<int32_t, Lines<int32_t>>;
 
 enum Kind { kFloat32, kBfloat16, kInt8 };
 template <Kind K>
-constexpr int kDepth = K == kFloat32 ? 1 : K == kBfloat16 ? 2 : 4;  // inputs of a group: 32 bits of each output
+constexpr int kDepth = K == kFloat32 ? 1 : K == kBfloat16 ? 2 : 4;  // inputs of a group, which has 32 bits for each output
 
 #ifdef __AMX_TILE__
 constexpr bool kTiles = true;
 #else
 constexpr bool kTiles = false;
 #endif
-// In how many digits this level multiplies x with weights of a kind; 0: it does not.
+// The number of digits of columns in products with weights of each Kind, with the instruction set that is compiled for; 0:
+// there are no narrow products, and columns are float32.
 constexpr int kDigits[] = {
     0,
 #ifdef __AVX512BF16__
@@ -144,15 +148,15 @@ constexpr int kDigits[] = {
 #endif
 };
 
-// Columns in two digits each, hi and lo: int8, x = scale (256 hi + lo); or bfloat16, x = hi + lo. Or in one of int8,
-// x = scale lo, and a few outliers whose hi is kept beside it.
+// Columns split into digits. With two digits hi and lo: x = scale (256 hi + lo) for int8, x = hi + lo for bfloat16. With one
+// digit of int8: x = scale lo, except for a few outliers x = scale (256 hi + lo), whose hi is stored separately.
 class Digits {
  public:
   struct Outlier {
-    int32_t group, hi;  // of the inputs; in the input's place, zeros in the group's other places
+    int32_t group, hi;  // the group of four inputs; hi in the byte of the input, with zeros in the other bytes
   };
 
-  // Room for columns of so many numbers, in so many digits.
+  // Allocates room for `columns` columns of `inputs` numbers, in `digits` digits.
   void Reserve(Kind kind, int digits, int64_t columns, int64_t inputs) {
     kind_ = kind, digits_ = digits, inputs_ = inputs;
     const int depth = kind == kInt8 ? kDepth<kInt8> : kDepth<kBfloat16>;
@@ -161,7 +165,7 @@ class Digits {
     rows_.resize(digits * whole * length_);
     std::fill(rows_.begin() + digits * columns * length_, rows_.end(), 0);
     scale_.resize(whole), sums_.resize(digits * whole);
-    if (digits == 2) return;  // which leave nothing out
+    if (digits == 2) return;  // there are no outliers
     most_ = std::max<int64_t>(4, inputs / 128), outliers_.resize(whole * most_), count_.resize(whole);
   }
 
@@ -189,7 +193,7 @@ class Digits {
   int64_t OutlierCount(int64_t column) const { return count_[column]; }
 
  private:
-  // A number is 256 High + Low, both of 8 bits with a sign.
+  // The digits of a number 256 High + Low, both signed and of 8 bits.
   static Ints Low(Ints number) { return number << 24 >> 24; }
   static Ints High(Ints number) { return (number - Low(number)) >> 8; }
 
@@ -214,8 +218,9 @@ class Digits {
   }
 
 #ifdef __AVX512VNNI__
-  // A digit's range is the largest number over 2^(j/4), with the greatest j <= 15 for which at most so many numbers need
-  // another digit, and of the maxima of 64 lanes, which are quick to count, at most half as many are outside.
+  // Splits a column into one digit and outliers. The range of the digit is the largest magnitude divided by 2^(j/4), for the
+  // greatest j <= 15 with at most `most_` outliers. The search for j first uses the maxima of 64 lanes, which are fast to
+  // count: at most most_ / 2 of them may be out of range.
   void FillOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row) {
     constexpr int kSteps = 16;
     static const float* const kPowers = [] {
@@ -246,7 +251,7 @@ class Digits {
     while (!PutOne(column, x, rest, whole, row, largest * kPowers[steps])) --steps;
   }
 
-  // Writes a column whose digit has that range; false if too many numbers need another.
+  // Writes a column whose digit has the given range. Returns false if there are more than `most_` outliers.
   bool PutOne(int64_t column, const float* x, const float* rest, int64_t whole, int8_t* row, float range) {
     const float by = 127.0f / range;
     Outlier* outliers = outliers_.data() + column * most_;
@@ -286,12 +291,12 @@ class Digits {
   Kind kind_ = kInt8;
   int digits_ = 2;
   int64_t inputs_ = 0, length_ = 0;  // numbers of a column; 32-bit groups of a row, a multiple of 16
-  int64_t most_ = 0;                 // outliers of a column at the most
+  int64_t most_ = 0;                 // the largest number of outliers of a column
   Ints32 rows_;                      // [columns, digits, length], padded with zeros
-  std::vector<float> scale_;         // [columns] of int8
-  std::vector<int32_t> sums_;        // [columns, digits] of int8; of one digit outliers' other one as well, times 256
-  std::vector<Outlier> outliers_;    // [columns, most] of one int8
-  std::vector<int32_t> count_;       // [columns]: how many there are
+  std::vector<float> scale_;         // [columns], for int8
+  std::vector<int32_t> sums_;        // [columns, digits], for int8: sums of digits; with one digit, of 256 hi + lo
+  std::vector<Outlier> outliers_;    // [columns, most], for one digit of int8
+  std::vector<int32_t> count_;       // [columns], the number of outliers
 };
 
 }  // namespace pipejax

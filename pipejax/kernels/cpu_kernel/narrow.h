@@ -1,5 +1,5 @@
-// Products of a matrix of int8 or bfloat16 with columns in digits of its type (digits.h), y = W x, where the processor has
-// them: VNNI, BF16, AMX. Digits are columns of their own.
+// Products y = W x of an int8 or bfloat16 matrix with columns in digits of the same type (digits.h), for processors with
+// instructions for them: VNNI, BF16, AMX. Each digit of a column is multiplied like a separate column.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@ namespace pipejax {
 template <Kind K>
 using Total = std::conditional_t<K == kInt8, Ints, Lanes>;
 
-// A group of weights as Dot takes it: int8 without a sign, 128 too many.
+// A group of weights in the form that Dot needs: int8 weights become unsigned, by adding 128.
 template <Kind K>
 inline Ints Unsigned(Ints weights) {
   return K == kInt8 ? weights ^ static_cast<int32_t>(0x80808080u) : weights;
 }
 
-// sum + a group of weights times that of a digit.
+// The sum plus the product of a group of weights and a group of digits.
 template <Kind K>
 inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
 #ifdef __AVX512VNNI__
@@ -34,7 +34,8 @@ inline Total<K> Dot(Total<K> sum, Ints weights, Ints digits) {
   return sum;
 }
 
-// What the sums of a column's digits stand for; `of_panel`: int8 weights' scales.
+// Combines the sums of a column's digits into the results of a panel. `of_panel` are the scales of int8 weights, `scale` is
+// the scale of the column.
 template <Kind K, int D>
 inline Lanes Joined(const Total<K>* sums, Lanes of_panel, float scale) {
   Lanes found = __builtin_convertvector(sums[0], Lanes);
@@ -48,11 +49,11 @@ inline Lanes Scales(const Matrix& w, int64_t panel) {
   return K == kInt8 ? Load(w.scale + panel * kPanel) : Lanes{};
 }
 
-constexpr int kDotSums = 24;  // of 32 registers
+constexpr int kDotSums = 24;  // of the 32 registers, the number that contains sums
 template <int D>
 constexpr int kDotPanels = D == 1 ? 4 : 2;
 
-// P panels times C columns in D digits.
+// Multiplies P panels with C columns in D digits.
 template <Kind K, int D, int P, int C>
 void DotBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, const Results& y) {
   Total<K> sum[P][C][D];
@@ -113,9 +114,9 @@ void DotPanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64
 
 #ifdef __AVX512VNNI__
 
-// Within which bounds the products of P panels of int8 with C columns in two digits lie, by the first digits alone, in
-// little more than half the arithmetic: a second digit is 128 in size at the most, so it changes an output by no more
-// than 128 times the sizes of the output's weights. tell(panel, column, low, high).
+// Computes bounds of the products of P int8 panels with C columns in two digits from the first digits alone, with little more
+// than half of the arithmetic. The magnitude of a second digit is at most 128, so the second digits change an output by at
+// most 128 times the sum of the magnitudes of its weights. Calls tell(panel, column, low, high).
 template <int P, int C, typename Tell>
 void BoundBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, Tell tell) {
   Ints sum[P][C] = {}, size[P] = {};
@@ -139,7 +140,7 @@ void BoundBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column,
     for (int c = 0; c < C; ++c) {
       const Lanes middle = __builtin_convertvector(sum[p][c] - 128 * x.SumOf(column + c, 0), Lanes) * 256.0f;
       const Lanes rest = __builtin_convertvector(size[p], Lanes) * 128.0f, scale = Scales<kInt8>(w, panel + p) * *x.Scales(column + c);
-      const Lanes apart = rest + ((middle < 0.0f ? -middle : middle) + rest) * 1e-6f;  // more than rounding adds
+      const Lanes apart = rest + ((middle < 0.0f ? -middle : middle) + rest) * 1e-6f;  // 1e-6 exceeds the rounding errors
       tell(panel + p, column + c, (middle - apart) * scale, (middle + apart) * scale);
     }
 }
@@ -147,8 +148,9 @@ void BoundBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column,
 #endif
 #ifdef __AMX_TILE__
 
-// How the tiles lie that TileBlock uses: 0-3 sums, 4-5 weights, 6-7 digits of up to 8 columns. A product takes as long
-// as its digits have rows, so of 9 to 16 columns the second block has no more than it needs.
+// The configuration of the tiles that TileBlock uses: 0-3 for sums, 4-5 for weights, 6-7 for the digits of up to 8 columns
+// each. The time of a product is proportional to the rows of its digits, so with 9 to 16 columns the tiles of the second block
+// have only as many rows as needed.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, none[14] = {};
   uint16_t bytes[16] = {};
@@ -161,7 +163,7 @@ struct alignas(64) TileShapes {
   }
 };
 
-// P panels times B blocks of 8 columns, of which `count` are real.
+// Multiplies P panels with B blocks of 8 columns, of which the first `count` are real. `far`: weights are prefetched.
 template <Kind K, int P, int B>
 void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, int64_t count, bool far, const Results& y) {
 #define MULTIPLY(SUM, X, W) \
@@ -196,7 +198,7 @@ void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, 
   if constexpr (B > 1) _tile_stored(1, sum[0][B - 1], 64);
   if constexpr (P > 1) _tile_stored(2, sum[P - 1][0], 64);
   if constexpr (P > 1 && B > 1) _tile_stored(3, sum[P - 1][B - 1], 64);
-  const Results results = y;  // a copy: what is written might be a part of it, as far as the compiler knows
+  const Results results = y;  // a copy, because the compiler must assume that writes through y.at may change y
   const float* scale = x.Scales(column);
   for (int p = 0; p < P; ++p) {
     const Lanes scales = Scales<K>(w, panel + p);
@@ -221,10 +223,10 @@ template <Kind K>
 void TilePanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end, const Results& y) {
   const TileShapes shapes(end - begin);
   _tile_loadconfig(&shapes);
-  if (end - begin <= 32) {  // each weight is read once, from far away
+  if (end - begin <= 32) {  // the outer loop is over panels, so that each weight is read once from memory
     for (int64_t panel = from; panel < to; panel += 2)
       for (int64_t first = begin; first < end; first += 16) TilePair<K>(panel, to, w, x, first, end, true, y);
-  } else {  // digits stay near, and weights come by in the order in which they lie
+  } else {  // the outer loop is over columns, so that digits stay in the cache and weights are read sequentially
     for (int64_t first = begin; first < end; first += 16)
       for (int64_t panel = from; panel < to; panel += 2) TilePair<K>(panel, to, w, x, first, end, false, y);
   }
@@ -234,7 +236,8 @@ void TilePanels(int64_t from, int64_t to, const Matrix& w, const Digits& x, int6
 #endif
 #endif
 
-// Panels `from` to `to` of w times the columns `begin` to `end` of x, in a level's best way.
+// Multiplies the panels `from` to `to` - 1 of w with the columns `begin` to `end` - 1 of x, by the fastest instructions of the
+// instruction set that is compiled for.
 inline void ByDigits(int64_t from, int64_t to, const Matrix& w, const Digits& x, int64_t begin, int64_t end,
                      const Results& y) {
 #ifdef __AMX_TILE__

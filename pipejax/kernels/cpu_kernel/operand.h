@@ -1,4 +1,5 @@
-// What matrices are multiplied with, and how a product is shared by a team: a task takes as many columns as the cache holds.
+// The columns of a product, and the division of a product among the threads of a team. A task has as many columns as fit into
+// the processor's cache.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +13,11 @@
 
 namespace pipejax {
 
-// Columns, and their digits where a matrix wants them.
+// The columns of a product, in float32 or in digits, as the matrix requires (Matrix::digits).
 class Operand {
  public:
-  // Columns [count, inputs] for w; `make(c, column)` gives the numbers of one, in the room that it is offered or elsewhere.
+  // Sets the columns [count, inputs] for a product with w. make(c, room) returns the address of the numbers of column c, which
+  // it may write to `room`.
   template <typename Make>
   void Set(Team& team, const Matrix& w, int64_t count, Make make) {
     const int64_t inputs = w.Inputs();
@@ -23,7 +25,7 @@ class Operand {
     count_ = count, inputs_ = inputs;
     if (digits) digits_.Reserve(w.kind, digits, count, inputs);
     else floats_.resize(count * inputs);
-    team.Run(count, std::max<int64_t>(1, 2048 / inputs), [&](int64_t c) {  // a share is worth a thread's attention
+    team.Run(count, std::max<int64_t>(1, 2048 / inputs), [&](int64_t c) {  // shares are large enough for a thread
       thread_local Floats32 room;
       if (digits) room.resize(inputs);
       float* offered = digits ? room.data() : floats_.data() + c * inputs;
@@ -33,19 +35,20 @@ class Operand {
     });
   }
 
-  // y = w * this, in parallel.
+  // Computes y = w * this, in parallel.
   void Times(Team& team, const Matrix& w, const Results& y) const {
     Share(team, w, Panels(team, w), [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
       Multiply(from, to, w, begin, end, {y.at + begin * y.stride, y.stride, y.then});
     });
   }
 
-  // Of each column of w * this the number of the highest of so many outputs, the lowest number of equals; the last number
-  // if an output is NaN. What is multiplied never leaves a task.
+  // For each column of w * this, sets `number` to the index of the highest of the first `outputs` outputs: the lowest index if
+  // several are equal, and outputs - 1 if an output is NaN. The products of a task are not written to shared memory.
   void Highest(Team& team, const Matrix& w, int64_t outputs, int32_t* number) {
     const int64_t size = Panels(team, w), parts = (w.panels + size - 1) / size;
     peaks_.resize(parts * count_);
-    const bool bounded = kBounds && w.kind == kInt8 && w.digits == 2 && count_ >= 4;  // fewer columns wait for weights
+    // With fewer than 4 columns, reading the weights takes longer than arithmetic, so bounds would save no time.
+    const bool bounded = kBounds && w.kind == kInt8 && w.digits == 2 && count_ >= 4;
     if (bounded) floors_.assign(count_, -INFINITY), helped_ = vain_ = 0;
     Share(team, w, size, [&](int64_t from, int64_t to, int64_t begin, int64_t end) {
       if (bounded && BoundsHelp()) {
@@ -73,21 +76,22 @@ class Operand {
   }
 
  private:
-#if defined(__AVX512VNNI__) && !defined(__AMX_TILE__)  // tiles are fast enough for two digits of everything
+#if defined(__AVX512VNNI__) && !defined(__AMX_TILE__)  // tiles are fast enough without bounds
   static constexpr bool kBounds = true;
 #else
   static constexpr bool kBounds = false;
 #endif
-  static constexpr int64_t kChunk = 128;  // columns of a task: their digits stay in the cache
+  static constexpr int64_t kChunk = 128;  // the most columns of a task, so that their digits stay in the cache
 
-  // Of a task, a multiple of four: about 128 KiB of weights at the most, and about as many tasks for each thread.
+  // The number of panels of a task, a multiple of four: at most about 128 KiB of weights, and about equally many tasks for
+  // each thread.
   static int64_t Panels(const Team& team, const Matrix& w) {
     const int64_t bytes = w.panels * w.depth * 64, all = team.Threads() << 17;
     const int64_t tasks = team.Threads() * ((bytes + all - 1) / all);
     return std::max<int64_t>(4, (w.panels + tasks - 1) / tasks) / 4 * 4;
   }
 
-  // run(from, to, begin, end), in parallel, for every so many panels of w and every kChunk columns.
+  // Calls run(from, to, begin, end) in parallel, for each `size` panels of w and each kChunk columns.
   template <typename Run>
   void Share(Team& team, const Matrix& w, int64_t size, Run run) const {
     const int64_t parts = (w.panels + size - 1) / size, chunks = (count_ + kChunk - 1) / kChunk;
@@ -97,15 +101,17 @@ class Operand {
     });
   }
 
-  // Panels `from` to `to` of w times the columns `begin` to `end`; y.at is where the first of these goes.
+  // Multiplies the panels `from` to `to` - 1 of w with the columns `begin` to `end` - 1; y.at is the address of the results of
+  // column `begin`.
   void Multiply(int64_t from, int64_t to, const Matrix& w, int64_t begin, int64_t end, const Results& y) const {
     if (w.digits) ByDigits(from, to, w, digits_, begin, end, {y.at - begin * y.stride, y.stride, y.then});
     else ByWidening(from, to, w, floats_.data() + begin * inputs_, inputs_, end - begin, y);
   }
 
-  // The peaks of panels `from` to `to` as far as they may be the highest of all; else -inf. Second digits meet only panels
-  // whose bounds reach as high as what first digits make sure of, in this task or in others up to now. False, and nothing
-  // is said, if these are so many that all panels together take less time.
+  // Sets the peaks of the panels `from` to `to` - 1, or -inf if they cannot be the highest outputs of all. Bounds from first
+  // digits (BoundBlock) are computed for all panels. Second digits are multiplied only with panels whose upper bound is at
+  // least the highest lower bound known so far, in this task or in others. Returns false, without setting peaks, if there are
+  // so many of these panels that computing all products is faster.
   bool PeaksWithin(const Matrix& w, int64_t outputs, int64_t from, int64_t to, int64_t begin, int64_t end,
                    std::pair<float, int32_t>* peaks, int64_t apart) {
 #ifdef __AVX512VNNI__
@@ -152,11 +158,12 @@ class Operand {
 #endif
   }
 
-  // Whether bounds leave little to do in half of the tasks, the first ones aside: these know little of the highest output.
+  // Whether bounds have saved work in about half of the tasks so far. Up to 8 further failures are accepted, since the first
+  // tasks know only low bounds of the highest output.
   bool BoundsHelp() const { return __atomic_load_n(&vain_, __ATOMIC_RELAXED) <= __atomic_load_n(&helped_, __ATOMIC_RELAXED) + 8; }
 
-  // The higher of both, which becomes the first. If two threads raise it at once, one value may be lost; then a later task
-  // looks at a panel too many.
+  // Sets `floor` to the maximum of both numbers and returns it. If two threads do so at the same time, one value may be lost;
+  // then a later task computes more panels than necessary.
   static float Raised(float& floor, float value) {
     float known;
     __atomic_load(&floor, &known, __ATOMIC_RELAXED);
@@ -165,7 +172,7 @@ class Operand {
     return value;
   }
 
-  // The highest of x, whose numbers are `from` to `to`, and the lowest number that it has; NaN if there is one.
+  // The highest of the outputs x, which have the indices `from` to `to` - 1, and its lowest index; NaN if an output is NaN.
   static std::pair<float, int32_t> Peak(const float* x, int64_t from, int64_t to) {
     Lanes high = Lanes{} - INFINITY, bad = {};
     Ints at = {};
@@ -193,8 +200,8 @@ class Operand {
   Floats32 floats_;
   Digits digits_;
   std::vector<std::pair<float, int32_t>> peaks_;  // [columns, tasks]
-  Floats32 floors_;  // of each column, which the highest output is not below
-  int64_t helped_ = 0, vain_ = 0;  // tasks in which bounds left little to do, and much
+  Floats32 floors_;  // for each column, a lower bound of the highest output
+  int64_t helped_ = 0, vain_ = 0;  // numbers of tasks in which bounds saved work, and in which they did not
 };
 
 }  // namespace pipejax

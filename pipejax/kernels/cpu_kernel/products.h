@@ -1,13 +1,13 @@
 // Products of a weight matrix with columns, y = W x.
 //
-// With a few columns such a product costs what reading W costs, if each weight that is read meets all columns at once. W
-// lies in panels of 16 outputs, so that it is read from end to end; sums stay in registers. With many columns it costs
-// arithmetic.
+// With a few columns, such a product takes as long as reading W, if each weight is multiplied with all columns when it is
+// read. W is stored in panels of 16 outputs, so that memory is read sequentially; sums stay in registers. With many columns
+// arithmetic takes longer than reading.
 //
-// Weights are float32, bfloat16, or int8 with a float32 scale an output. Here they are widened to float32 on the way; a
-// processor with products of the narrow types has better ones (narrow.h).
+// Weights are float32, bfloat16, or int8 with a float32 scale for each output. The functions of this file convert them to
+// float32 when they are read. On processors with instructions for products of bfloat16 or int8, narrow.h is faster.
 //
-// A column's numbers lie side by side, in x and in y.
+// The numbers of a column are consecutive in memory, in x and in y.
 #pragma once
 
 #include <cmath>
@@ -19,20 +19,20 @@
 
 namespace pipejax {
 
-// [16 panels, inputs]: in memory [panels, groups, 16, depth], 64 bytes or kParts registers a group.
+// A matrix [16 * panels, inputs], stored as [panels, groups, 16, numbers in 32 bits]. A group has 64 bytes, kParts registers.
 struct Matrix {
   Kind kind;
-  const Ints* groups;   // the first panel's
-  const float* scale;   // [16 panels] of int8
-  int64_t panels, depth;  // groups of a panel
-  int digits;             // in how many of them columns are for it (digits.h); 0: float32
-  int64_t apart = depth;  // groups from a panel to the next
+  const Ints* groups;   // the groups of the first panel
+  const float* scale;   // [16 * panels], only for int8
+  int64_t panels, depth;  // number of panels, and of groups of a panel
+  int digits;             // number of digits of the columns for this matrix (digits.h); 0: columns are float32
+  int64_t apart = depth;  // number of groups from the beginning of a panel to the beginning of the next
 
   int64_t Outputs() const { return panels * kPanel; }
   int64_t Inputs() const { return depth * (kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1); }
 };
 
-// The weights of an output, widened.
+// Writes the weights of an output to x, as float32.
 inline void Row(const Matrix& w, int64_t output, float* x) {
   const int32_t* groups = reinterpret_cast<const int32_t*>(w.groups) + output / kPanel * w.apart * kPanel + output % kPanel;
   for (int64_t g = 0; g < w.depth; ++g, groups += kPanel) {
@@ -45,14 +45,14 @@ inline void Row(const Matrix& w, int64_t output, float* x) {
   }
 }
 
-// Where results go, and how.
+// The array that receives results, and how they are stored: written, written with negative ones replaced by 0, or added.
 enum Then { kPut, kPutPositive, kAdd };
 struct Results {
   float* at;
-  int64_t stride;  // from a column to the next
+  int64_t stride;  // numbers from a column to the next
   Then then = kPut;
 
-  // Some outputs for a column, from that number on.
+  // Stores a register of results of a column, from the output `output` on.
   void Write(int64_t output, int64_t column, Lanes sum) const {
     float* y = at + column * stride + output;
     if (then == kAdd) sum += Load(y);
@@ -61,7 +61,7 @@ struct Results {
   }
 };
 
-// Of some outputs the weights of a group's input j, as float32.
+// The weights of a register of outputs for input j of a group, as float32.
 template <Kind K>
 inline Lanes Widened(Ints group, int j) {
   if constexpr (K == kInt8) return __builtin_convertvector(group << (24 - 8 * j) >> 24, Lanes);
@@ -69,7 +69,7 @@ inline Lanes Widened(Ints group, int j) {
   return Floats(group);
 }
 
-// P panels times C columns, weights widened.
+// Multiplies P panels with C columns, with weights converted to float32.
 template <Kind K, int P, int C>
 void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64_t column, const Results& y) {
   constexpr int kAll = P * kParts;
@@ -84,7 +84,7 @@ void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64
     for (int j = 0; j < kDepth<K>; ++j, ++x) {
       Lanes weights[kAll];
       for (int p = 0; p < kAll; ++p) weights[p] = Widened<K>(groups[p / kParts][g * kParts + p % kParts], j);
-      for (int c = 0; c < C; ++c)  // outside, lest all columns' numbers are kept in registers at once
+      for (int c = 0; c < C; ++c)  // the outer loop, so that not all columns need registers at the same time
         for (int p = 0; p < kAll; ++p) sum[p][c] = Fma(weights[p], x[c * stride], sum[p][c]);
     }
   }
@@ -96,7 +96,7 @@ void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64
     }
 }
 
-// run(count), a constant of the compiler's there; 1 to Most.
+// Calls run with `count`, 1 to Most, as a compile-time constant.
 template <int Most, typename Run>
 inline void WithConstant(int64_t count, Run run) {
   if constexpr (Most > 1)
@@ -121,7 +121,7 @@ void WidenedPanels(int64_t from, int64_t to, const Matrix& w, const float* x, in
   }
 }
 
-// Panels `from` to `to` of w times so many columns of x.
+// Multiplies the panels `from` to `to` - 1 of w with `columns` columns of x.
 inline void ByWidening(int64_t from, int64_t to, const Matrix& w, const float* x, int64_t stride, int64_t columns,
                        const Results& y) {
   if (w.kind == kFloat32) WidenedPanels<kFloat32>(from, to, w, x, stride, columns, y);

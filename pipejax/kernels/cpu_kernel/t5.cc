@@ -1,10 +1,11 @@
-// A T5's encoder, and a step of its decoder, each in one call, for CPUs.
+// The encoder of a T5, and a step of its decoder, each in one call, for CPUs.
 //
-// A step is about a hundred products and as many small things between them. As operations of their own they would cost as
-// much in being started and waited for as in arithmetic, so a team of threads goes through all of them together.
-// The same functions as `pipejax.model.t5` and `pipejax.inference.step_decoder` compute, and tests hold them together.
+// A step consists of about a hundred matrix products and as many small operations between them. If each of them were a
+// separate operation of XLA, starting and synchronising them would take as much time as the arithmetic. So one team of threads
+// computes all of them in one call. The functions are the same as those of `pipejax.model.t5` and
+// `pipejax.inference.step_decoder`; tests compare them.
 //
-// Compiled once for each level of processor that `__init__.py` names.
+// The file is compiled for one of the instruction sets in `__init__.py` (LEVELS).
 #ifdef __AMX_TILE__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,7 +19,7 @@
 namespace pipejax {
 namespace {
 
-// What a layer of either stack does with columns [count, size].
+// The operations that encoder and decoder layers have in common, on columns x [count, size].
 struct Stack {
   Team& team;
   int64_t count, size, inner, feed;
@@ -32,7 +33,7 @@ struct Stack {
     operand.Times(team, w, y);
   }
 
-  // The operand for w is norm(x).
+  // Sets the operand, for a product with w, to norm(x).
   void SetNormed(const float* scale, const Matrix& w) {
     operand.Set(team, w, count, [&](int64_t c, float* room) {
       Norm(x.data() + c * size, scale, epsilon, size, room);
@@ -47,6 +48,7 @@ struct Stack {
     operand.Times(team, w, {x.data(), size, kAdd});
   }
 
+  // Adds the output of the feed-forward network to x.
   template <typename Layer>
   void Feed(const Layer& layer) {
     const int64_t wide = activation ? 2 * feed : feed;
@@ -66,13 +68,13 @@ struct Stack {
   Floats32& hidden;
 };
 
-// An example's slots in the order in which they are summed.
+// The slots of an example in the order in which attention sums them.
 struct Order {
   std::vector<int32_t> slots;
-  bool fed;  // that in which they were fed: each is its own number
+  bool fed;  // whether this is the order in which they were fed, so that slots[i] = i
 };
 
-// What a call needs room for; it keeps the room for the next.
+// The buffers of a call, which are kept for the next call.
 struct Rooms {
   Floats32 x, projected, found, hidden, bias;
   std::vector<int64_t> columns, examples, places, asking, reach;
@@ -81,7 +83,7 @@ struct Rooms {
   Operand operand;
 };
 
-constexpr int32_t kNowhere = 1 << 30;  // the row of a slot that nobody sees, as in gathering.py
+constexpr int32_t kNowhere = 1 << 30;  // the row of a slot that no query sees; NOWHERE in gathering.py
 
 ffi::Error Wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
@@ -90,14 +92,14 @@ T* ResultAt(ffi::RemainingRets& results, int64_t number) {
   return static_cast<T*>((*results.get<ffi::AnyBuffer>(number).value()).untyped_data());
 }
 
-// A step of the decoder: its parts, in the order in which they are called.
+// The parts of a decoder step, in the order in which they are called.
 struct DecoderStep : StepNumbers, StepFields {
   Team& team;
   Rooms& rooms;
   const int64_t inner = H * K, row_size = 3 * inner;
-  int64_t count = 0, room = 0;  // columns; slots that they may see, in whole lanes
+  int64_t count = 0, room = 0;  // number of columns; number of slots that they may see, rounded up to whole registers
 
-  // The columns: only real queries are computed. One sees itself, so a place that sees nothing is a filler's.
+  // Collects the columns, one for each real query. A query sees its own slot, so a place that does not see it is a filler.
   void Gather() {
     auto &columns = rooms.columns, &places = rooms.places, &examples = rooms.examples;
     columns.clear(), places.clear(), examples.assign(B + 1, 0);
@@ -107,20 +109,20 @@ struct DecoderStep : StepNumbers, StepFields {
       columns.push_back(n), places.push_back(at);
       ++examples[at / Q + 1];
     }
-    rooms.asking.clear();  // examples with columns: in a server's batch most places may be empty
-    rooms.reach.assign(B, 1);  // slots of a source up to its last token
+    rooms.asking.clear();  // examples with columns; in the batch of a server most examples may have none
+    rooms.reach.assign(B, 1);  // for each source, the number of slots up to its last token
     for (int64_t b = 0; b < B; ++b) {
       if (examples[b + 1]) rooms.asking.push_back(b);
       for (int64_t l = L; l > rooms.reach[b]; --l)
         if (memory_mask[b * L + l - 1]) rooms.reach[b] = l;
     }
-    for (int64_t b = 0; b < B; ++b) examples[b + 1] += examples[b];  // where an example's columns begin
+    for (int64_t b = 0; b < B; ++b) examples[b + 1] += examples[b];  // examples[b]: the first column of example b
     count = columns.size();
     room = (*std::max_element(start, start + B) + Q + kLanes - 1) / kLanes * kLanes;
   }
 
-  // Slots as they lie on the grid, not as they were fed: sums in another order have other last bits, and where drafts or
-  // other examples of a batch change what is fed when, the answer would not be the same.
+  // Sorts the slots by their time and row on the grid, instead of the order in which they were fed. A sum in another order may
+  // differ in the last bits. Drafts and other examples of the batch change the order of feeding, and must not change answers.
   void SortSlots() {
     rooms.order.resize(B);
     for (int64_t b : rooms.asking) {
@@ -144,7 +146,7 @@ struct DecoderStep : StepNumbers, StepFields {
       Row(embedding, std::clamp<int64_t>(tokens[rooms.columns[c]], 0, V - 1), rooms.x.data() + c * D);
   }
 
-  // The bias of each column and head for the slots in their order, by so many a table.
+  // Sets the bias of each column and head for the slots in their order, from the given table of the relative bias.
   void SetBias(int64_t table) {
     rooms.bias.resize(count * H * room);
     team.Run(count * H, 4, [&](int64_t i) {
@@ -169,7 +171,7 @@ struct DecoderStep : StepNumbers, StepFields {
     stack.Feed(layer);
   }
 
-  // What the columns of an example find in a head's cache, after their own keys and values have come into it.
+  // Computes self-attention of the columns of an example in one head, after writing their keys and values to the cache.
   void AttendCache(int64_t b, int64_t h, float* keys, float* values) {
     const int64_t i = b * H + h, used = start[b] + Q, from = rooms.examples[b], to = rooms.examples[b + 1];
     const Cache cache{keys + i * K * S, values + i * S * K, S, K};
@@ -193,7 +195,7 @@ struct DecoderStep : StepNumbers, StepFields {
     }
   }
 
-  // What they find in the source.
+  // Computes cross-attention of the columns of an example in one head.
   void AttendMemory(int64_t b, int64_t h, const DecoderLayer& layer) {
     const int64_t i = b * H + h, from = rooms.examples[b], length = rooms.reach[b];
     const bool* seen = memory_mask + b * L;
@@ -209,7 +211,7 @@ struct DecoderStep : StepNumbers, StepFields {
                  rooms.examples[b + 1] - from, length, add, rooms.found.data() + at, inner);
   }
 
-  // Of each query the word with the highest logit i32 [N]; of fillers 0.
+  // Sets `chosen`, i32 [N], to the token with the highest logit of each query; 0 for fillers.
   void Choose(Stack& stack, int32_t* chosen) {
     const Matrix finer = Finer(head);
     rooms.tokens.resize(count);
@@ -219,9 +221,9 @@ struct DecoderStep : StepNumbers, StepFields {
     for (int64_t c = 0; c < count; ++c) chosen[rooms.columns[c]] = rooms.tokens[c];
   }
 
-  // Logits f32 [N, V]; of fillers 0.
+  // Sets the logits, f32 [N, V]; 0 for fillers.
   void Head(Stack& stack, float* logits) {
-    const bool in_place = count == N;  // then columns are in order
+    const bool in_place = count == N;  // then the columns are the queries in order
     if (!in_place) rooms.hidden.resize(count * V);
     float* found = in_place ? logits : rooms.hidden.data();
     stack.OfNormed(norm, Finer(head), {found, V});
@@ -231,8 +233,8 @@ struct DecoderStep : StepNumbers, StepFields {
   }
 };
 
-// A step, of fields.h. The results: logits f32 [N, V], or i32 [N] which of the words has the highest; a layer each keys
-// and values of the cache, in place.
+// Computes a decoder step (STEP_FIELDS and DECODER_LAYER_FIELDS in fields.h). The results are the logits f32 [N, V] or the
+// tokens with the highest logits i32 [N], followed by the keys and values of each layer's cache, which are written in place.
 ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                 float epsilon) {
   if (attribute.size() != StepNumbers::kCount) return Wrong("step: numbers of another table");
@@ -253,7 +255,7 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   if (*least < 0 || *most + numbers.Q > numbers.C) return Wrong("step: a cache that is full");
 
   thread_local Rooms kept;
-  Rooms& rooms = kept;  // the one of the thread that leads, for all
+  Rooms& rooms = kept;  // the buffers of the leading thread, which all threads use
   Team team(pool);
   DecoderStep step{numbers, fields, team, rooms};
   step.Gather();
@@ -270,9 +272,10 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   return ffi::Error::Success();
 }
 
-// The encoder, of fields.h. The results: a layer of the decoder each keys [B, H, M, K], their scales, what queries are
-// multiplied with [B, H, K], values [B, H, K, M] and their scales, as PANELS there, zeros past a source's length. The encoder's own attention is in float32 where they are, else
-// in bfloat16, or in int8 where columns of int8 weights have one digit.
+// Computes the encoder (ENCODE_FIELDS, ENCODER_LAYER_FIELDS and MEMORY_FIELDS in fields.h). The results for each layer of the
+// decoder are keys [B, H, M, K], their scales, the factors of queries [B, H, K], values [B, H, K, M] and their scales, in the
+// form of PANELS in fields.h, with zeros after the length of a source. The self-attention of the encoder is computed in float32
+// if keys and values are float32. Otherwise it is computed in bfloat16, or in int8 if columns of int8 weights have one digit.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                   float epsilon) {
   if (attribute.size() != EncodeNumbers::kCount) return Wrong("encode: numbers of another table");
@@ -299,10 +302,10 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   if (memory < length || memory % kPanel) return Wrong("encode: a memory of another size");
 
   thread_local Rooms kept;
-  Rooms& rooms = kept;  // the one of the thread that leads, for all
+  Rooms& rooms = kept;  // the buffers of the leading thread, which all threads use
   Team team(pool);
   const int64_t depth = in_int8 ? 4 : kind == kBfloat16 ? 2 : 1;
-  auto& first = rooms.examples;  // an example's first column: only real tokens are computed
+  auto& first = rooms.examples;  // the first column of each example; only real tokens have columns
   first.assign(1, 0);
   for (int64_t b = 0; b < batch; ++b) first.push_back(first[b] + std::clamp<int64_t>(fields.length[b], 0, length));
   const int64_t count = first[batch];
@@ -322,7 +325,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     team.Run(batch * heads, 1, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, real = first[b + 1] - first[b];
       const float *queries = projected.data() + first[b] * row + h * width, *keys = queries + inner, *values = keys + inner;
-      const float* bias = fields.bias + (table * heads + h) * (2 * length - 1) + length - 1;  // of a query's own key
+      const float* bias = fields.bias + (table * heads + h) * (2 * length - 1) + length - 1;  // the bias of offset 0
       float* found = rooms.found.data() + first[b] * inner + h * width;
       if (layer.inwards.digits == 1) AttendBlocks(queries, keys, values, row, real, width, bias, found, inner);
       else AttendWhole(kind, queries, keys, values, row, real, width, bias, found, inner);
@@ -353,7 +356,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// A product of fields.h, f32 [N, O].
+// Computes a matrix product (PRODUCT_FIELDS in fields.h), f32 [N, O].
 ffi::Error Product(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuffer<ffi::F32> result,
                    ffi::Span<const int64_t> attribute) {
   if (attribute.size() != ProductNumbers::kCount) return Wrong("product: numbers of another table");
@@ -363,8 +366,8 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBu
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("product: " + wrong);
   if (static_cast<int64_t>(result->element_count()) != numbers.N * numbers.O) return Wrong("product: a result of another size");
   thread_local Operand kept;
-  Operand& operand = kept;  // the one of the thread that leads, for all
-  constexpr int64_t kSmall = 1 << 20;  // products of two numbers
+  Operand& operand = kept;  // the operand of the leading thread, which all threads use
+  constexpr int64_t kSmall = 1 << 20;  // multiplications below which the leader computes the product alone
   Team team(pool, numbers.N * numbers.I * numbers.O < kSmall);
   const Matrix matrix = numbers.finer ? Finer(fields.matrix) : fields.matrix;
   operand.Set(team, matrix, numbers.N, [&](int64_t c, float*) { return fields.columns + c * numbers.I; });
@@ -372,9 +375,10 @@ ffi::Error Product(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBu
   return ffi::Error::Success();
 }
 
-// f32 [N, O]: a column's products that may be the highest, and bounds of all others that lie lower than it by `margin`. A
-// quarter of the bytes is read for that. All are products where the highest is farther from 0 than `limit`, or where the
-// column is so small or large that bounds might underflow or overflow.
+// Computes the highest products of each column (PEAKS_FIELDS in fields.h), f32 [N, O]. Products that may be the highest are
+// exact. In place of others there are upper bounds, which are lower than the highest product by more than `margin`. The bounds
+// come from the int8 copy of the matrix, which has a quarter of the bytes. All products are exact if the lower bound of the
+// highest is farther from 0 than `limit`, or if the column is so small or large that bounds might underflow or overflow.
 ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuffer<ffi::F32> result,
                  ffi::Span<const int64_t> attribute, float margin, float limit) {
   if (attribute.size() != ProductNumbers::kCount) return Wrong("peaks: numbers of another table");
@@ -393,10 +397,10 @@ ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuff
     double squares = 0;
     for (int64_t k = 0; k < inputs; ++k) squares += static_cast<double>(columns[c * inputs + k]) * columns[c * inputs + k];
     const double length = std::sqrt(squares) * (1 + 1e-6);
-    const bool bounded = length >= kSmall && length <= kLarge;  // as products.py has them; not if a number is none
+    const bool bounded = length >= kSmall && length <= kLarge;  // SMALL and LARGE in products.py; false if length is NaN
     lengths[c] = bounded ? static_cast<float>(length) : INFINITY;
   }
-  constexpr int64_t kTask = 8;  // panels
+  constexpr int64_t kTask = 8;  // panels of a task
   const int64_t panels = fields.rough.panels, tasks = (panels + kTask - 1) / kTask;
   std::vector<float> of_tasks(tasks * count, -INFINITY);
   Team team(pool);
@@ -415,7 +419,7 @@ ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuff
   }
   team.Run(tasks, 1, [&](int64_t i) {
     for (int64_t panel = i * kTask; panel < std::min(panels, (i + 1) * kTask); ++panel) {
-      bool lower = true;  // also where something is no number
+      bool lower = true;  // whether all bounds are below the floors; a comparison with NaN is false
       for (int64_t c = 0; c < count; ++c)
         for (int64_t o = panel * kPanel; o < (panel + 1) * kPanel; ++o) {
           float& most = found[c * outputs + o];
@@ -428,7 +432,7 @@ ffi::Error Peaks(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::ResultBuff
   return ffi::Error::Success();
 }
 
-// How many steps are left, below zero if the switch is thrown: an i32 of the host's at that address, low half first.
+// Returns the number of steps left, negated if the switch is set: an i32 in host memory at `address`, low half first.
 ffi::Error Left(ffi::Buffer<ffi::S32> left, ffi::Buffer<ffi::U32> address, ffi::ResultBuffer<ffi::S32> result) {
   if (left.element_count() != 1 || address.element_count() != 2 || result->element_count() != 1)
     return Wrong("left: arguments of other sizes");
@@ -441,7 +445,7 @@ ffi::Error Left(ffi::Buffer<ffi::S32> left, ffi::Buffer<ffi::U32> address, ffi::
 }  // namespace
 }  // namespace pipejax
 
-// Whether this process may use what this level needs; the system lends tiles on request.
+// Whether the system allows this process to use the instructions of this level. Tiles (AMX) must be requested.
 extern "C" int pipejax_ready() {
 #ifdef __AMX_TILE__
   constexpr int kRequest = 0x1023, kTileData = 18;

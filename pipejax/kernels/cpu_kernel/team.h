@@ -1,4 +1,4 @@
-// Threads that work through one phase after another, for as long as a call takes.
+// A team of threads that works through the phases of a call one after the other.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,13 @@
 
 namespace pipejax {
 
-// The caller leads; threads of XLA's pool join when they can and spin between phases, which are too short to sleep
-// through. Nobody waits for a thread that has not begun. A pool whose queue is full has the caller itself run what it
-// schedules: a leader that helped would wait for its own end.
+// The calling thread is the leader. Threads of XLA's pool join when they are free, and spin between phases, because phases
+// are too short for sleeping. The leader never waits for a thread that has not started. If the queue of the pool is full, the
+// pool runs a scheduled task in the thread that schedules it. In this case the task must return at once: a leader that ran
+// Help would wait for the end of its own call.
 class Team {
  public:
-  // `alone`: the leader does everything, which is worth no other thread's attention.
+  // `alone`: the leader does all the work, because it is too little for other threads.
   template <typename Pool>
   explicit Team(Pool& pool, bool alone = false)
       : state_(std::make_shared<State>()), threads_(alone ? 1 : std::max<int64_t>(1, pool.num_threads())) {
@@ -31,7 +32,7 @@ class Team {
 
   int64_t Threads() const { return threads_; }
 
-  // Runs task(0) ... task(count - 1), `grain` of them at a time, and waits for all.
+  // Runs a phase: task(0) ... task(count - 1), in shares of `grain` tasks, and waits until all have ended.
   template <typename Task>
   void Run(int64_t count, int64_t grain, const Task& task) {
     const int64_t shares = (count + grain - 1) / grain;
@@ -55,13 +56,13 @@ class Team {
   static constexpr uint64_t kOver = ~uint64_t{0}, kNext = 0xffffffff;
 
   struct State {
-    alignas(64) std::atomic<uint64_t> ticket{0};  // shares of the phase (32 bits), and the next one
-    alignas(64) std::atomic<int64_t> done{0};
+    alignas(64) std::atomic<uint64_t> ticket{0};  // upper 32 bits: number of shares of the phase; lower: the next share
+    alignas(64) std::atomic<int64_t> done{0};     // number of shares that have ended
     const void* context;
     void (*call)(const void*, int64_t);
   };
 
-  // Takes a share of the phase, if one is left. As long as it is not done, the phase goes on.
+  // Takes and runs a share of the phase; returns false if none is left. The phase does not end before the share has ended.
   static bool Take(State& state) {
     uint64_t ticket = state.ticket.load(std::memory_order_acquire);
     while (ticket != kOver && (ticket & kNext) < ticket >> 32)
