@@ -1,1 +1,1 @@
-"""From a checkpoint to rows: the generator, its programs on devices, the decoder's step, records and pictures."""
+"""Inference: the generator, compiled programs, backends, continuous batching, streaming and records."""

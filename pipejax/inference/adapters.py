@@ -1,4 +1,4 @@
-"""Reads adapters for a base that is opened: LoRA runs of ours, and directories of PEFT's."""
+"""Reads adapters for an opened base model: LoRA runs of pipejax, and PEFT directories."""
 
 import logging
 from pathlib import Path
@@ -20,7 +20,7 @@ from pipejax.system.files import look
 
 logger = logging.getLogger(__name__)
 
-CLOSE = 1e-5  # by which merged weights differ from machine to machine
+CLOSE = 1e-5  # relative tolerance for merged weights, which differ slightly between machines
 
 
 class Adapter(NamedTuple):
@@ -28,11 +28,20 @@ class Adapter(NamedTuple):
 
     factors: dict[str, Any]  # arrays by path
     trained: Config
-    origin: dict[str, Any]  # its step, and params_fp
+    origin: dict[str, Any]  # its step and params_fp
 
 
 def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
-    """Reads an adapter, of a run its newest good step."""
+    """Reads an adapter; of a run, its newest good step.
+
+    Args:
+      directory: a run with low-rank factors, or a PEFT adapter.
+      base: the opened base model.
+      tokenizer: the base's tokenizer, which must equal the adapter's, if that has one.
+
+    Raises:
+      UserError: the adapter is not valid, or belongs to another base.
+    """
     place = Path(directory)
     if adapters.is_adapter(place):
         return _of_peft(place, base, tokenizer)
@@ -70,7 +79,7 @@ def _check_tokenizer(place: Path, found: Tokenizer | None, expected: Tokenizer |
 
 
 def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
-    """Raises a UserError unless the weights under the factors are those of the base; a rounded base is not compared."""
+    """Raises a UserError unless the adapter's base weights equal the base's. A rounded base is not compared."""
     for path, array in flatten_dict(base.items["params"], sep="/").items():
         if array.dtype != np.float32:
             logger.info(f"{place}: not compared with {base.path.parents[1]}, whose weights are rounded")

@@ -25,21 +25,22 @@ class Record(TypedDict):
     rows: list[str] | None  # None without a tokenizer
     row_ids: list[list[int]]  # token ids
     steps: int  # time-steps of Algorithm 1
-    calls: int  # decoder calls: fewer than steps if no row was open for a while, or if drafts were accepted
-    columns: NotRequired[dict[str, str | None]]  # for columns in `data.targets`: "" for a blank cell, None without row
+    calls: int  # decoder calls; fewer than steps if no row was open for a while, or if drafts were accepted
+    columns: NotRequired[dict[str, str | None]]  # by column in `data.targets`: "" for a blank cell, None without a row
     truncated: str | None  # the limit that truncated the answer, one of `decoding.TRUNCATIONS`
     method: str  # the name of the method
     repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
     sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
-    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, with the end tokens of its rows
+    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, including the end tokens of its rows
     log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
     trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: the drafted and accepted tokens of each call
-    pieces: NotRequired[dict[str, str]]  # with `decode.trace` and a tokenizer: the texts of the tokens of both, by id
+    # With `decode.trace` and a tokenizer: the texts of the tokens in `row_ids` and `trace`, by id.
+    pieces: NotRequired[dict[str, str]]
     seconds: NotRequired[float]  # from `evaluation`, at batch size 1
 
 
 def texts(record: Record) -> list[str]:
-    """The texts of the rows that are not blank. The record must have been decoded with a tokenizer."""
+    """Returns the texts of the rows that are not blank. The record must have been decoded with a tokenizer."""
     assert record["rows"] is not None, "decoded without a tokenizer"
     return [row for row in record["rows"] if row.strip()]
 
@@ -55,7 +56,7 @@ def record_of(
     tokenizer: Tokenizer | None,
     ends: bool = True,
 ) -> Record:
-    """The record of a decoded example.
+    """Returns the record of a decoded example.
 
     Args:
       source: the source.
@@ -123,7 +124,7 @@ def record_of(
 
 
 def _columns_in(rows: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str | None]:
-    """The text of each column, from the first row that begins with its name.
+    """Returns the text of each column, from the first row that begins with its name.
 
     If two names are the same text after decoding, the columns are assigned to the rows in order instead, provided that
     their numbers agree.

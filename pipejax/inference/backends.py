@@ -1,8 +1,14 @@
 """Backends, which lay out weights and compute the encoder and the decoding steps.
 
-`Backend` computes any backbone with the layers of its module. For the stock T5 and UMT5 `Xla` repeats their arithmetic,
-with XLA's products over packed queries. `registry.STEP_COMPUTERS` names backends with pipejax's own kernels, which are
-faster still. A backend is chosen once, when a checkpoint is opened.
+There are three levels. `Backend` computes any backbone by calling the layers of its module. `Xla` supports the stock T5
+and UMT5 only: it repeats their arithmetic with XLA's matrix products over packed queries, on any device.
+`registry.STEP_COMPUTERS` names backends with pipejax's kernels for certain devices, which are faster still. A backend
+is chosen once (`choose`), before the weights are laid out.
+
+`prepare` turns a checkpoint's parameters into `Ready`: it merges low-rank factors, rounds the weights to the stored
+dtype, and lays them out in the order in which a step reads them. With weights "int8", each row of a matrix [O, I] is
+stored as int8 with one float32 scale (`quantization.quantize`); `Xla` computes products in the compute dtype and
+multiplies each output by its scale. A checkpoint that is already int8 is not rounded again.
 
 Shapes: O outputs, I inputs of a matrix; B batch, L source length; N, Q, C as in `decoding.core`.
 """
@@ -36,16 +42,19 @@ Array = jax.Array
 
 
 class Reading(NamedTuple):
-    """The fixed cost of a call of the decoder, in columns, by the dtype of the weights that the call reads."""
+    """The fixed cost of a decoder call, in units of the cost of one column (query), by the dtype of the weights.
+
+    On a CPU, reading the weights takes a fixed time per call, which this expresses as a number of columns.
+    """
 
     float32: float
     bfloat16: float
     int8: float
-    cached: float  # where the processor's cache holds the weights: the time between calls and between their parts
+    cached: float  # if the processor's cache holds the weights: the time between calls and between their parts
 
 
 Compute = Callable[..., Any]  # calls a function of a tree with static options, compiled or not
-CACHE = 32e6  # bytes; smaller weights stay in a CPU's cache: see `Reading`
+CACHE = 32e6  # bytes; smaller weights stay in the cache of a CPU: see `Reading`
 
 
 @flax.struct.dataclass
@@ -62,9 +71,10 @@ def call(function: Compute, *arguments: Tree, **options: object) -> Tree:
 
 
 def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
-    """Calls the backend's method named `part` with merged parameters. A module-level function, so that jit caches it.
+    """Calls the backend's method named `part` with merged parameters. Defined in the module, so that jit caches it.
 
-    The parameters are float32, except int8 parameters that remain int8: rounding them again would change nothing.
+    The parameters are converted to float32, except int8 parameters that remain int8, because rounding these again would
+    change nothing.
     """
     stay = backend.weights == "int8" and quantization.is_int8(params)
     return getattr(backend, part)(model, lora.merge_factors(params if stay else quantization.whole(params)))
@@ -72,14 +82,23 @@ def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Computes with the layers of any backbone, on any device and in any dtype. Static under jit."""
+    """Computes any backbone with the layers of its module, on any device and in any dtype. Static under jit."""
 
     weights: str = "auto"  # the dtype in which weights are stored, one of `pipejax.config.WEIGHTS`
     skips_fillers: ClassVar[bool] = False  # whether the time of a step depends on its live queries, not on its size
     can_listen: ClassVar[bool] = False  # whether a running program reads the switch of `listen`
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
-        """Merges low-rank factors, rounds the weights, and lays them out. Can be traced."""
+        """Merges low-rank factors, rounds the weights, and lays them out. Can be traced.
+
+        Args:
+          model: the module.
+          params: the checkpoint's parameters.
+          compute: calls a function, compiled or not; see `Compute`.
+
+        Raises:
+          UserError: int8 is requested, and a layer of the module does not read the scales.
+        """
         held = compute(_laid, params, model=model, backend=self, part="_held")
         if self.weights == "int8":
             of_one = lora.choose(held, jnp.zeros(1, jnp.int32) if lora.is_stacked(held) else None)
@@ -87,16 +106,21 @@ class Backend:
         return Ready(held, held)
 
     def _held(self, model: Module, params: Tree) -> Tree:
+        """Returns the parameters in the dtype in which they are stored."""
         return quantization.hold(params, model.dtype, self.weights)
 
     def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
-        """Encodes sources i32 [B, L] of `length` i32 [B] tokens, into a memory of `memory_length(L)` slots."""
+        """Encodes sources i32 [B, L] of `length` i32 [B] tokens.
+
+        Returns:
+          A memory with `memory_length(L)` slots; the slots after the source are masked.
+        """
         mask = jnp.arange(source.shape[1]) < length[:, None]
         memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
         return Backend.widen(self, memory, memory_length(source.shape[1]))
 
     def widen(self, memory: Memory, slots: int) -> Memory:
-        """Pads a memory to `slots` slots, not fewer than it has; the added slots are masked."""
+        """Pads a memory to `slots` slots, at least as many as it has; the added slots are masked."""
         more = slots - memory.mask.shape[1]
         return dataclasses.replace(
             memory,
@@ -106,7 +130,7 @@ class Backend:
         )
 
     def decoder(self, model: Module, weights: Tree, memory: Memory) -> Model[Tree]:
-        """The decoder of an encoded batch; `weights`: `Ready.decoding`."""
+        """Returns the decoder of an encoded batch; `weights` is `Ready.decoding`."""
         return LayerDecoder(model, weights, memory)
 
     @property
@@ -115,11 +139,13 @@ class Backend:
         return Reading(float32=10.0, bfloat16=6.0, int8=5.0, cached=1.5)
 
     def listen(self, count: Array, switch: Array) -> Array:
-        """The number of steps left, i32 scalar; negative if the switch is set.
+        """Returns the number of steps left, i32 scalar; negative if the switch is set.
+
+        A backend that cannot read the switch returns `count` unchanged (see `can_listen`).
 
         Args:
           count: i32 scalar, the number of steps left.
-          switch: u32 [2], the address of a flag, an i32 in the host's memory, low half first. It is set if not 0.
+          switch: u32 [2], the address of a flag, an i32 in the host's memory, low half first. It is set if it is not 0.
         """
         return count
 
@@ -143,7 +169,8 @@ class LayerDecoder:
         """See `Model`."""
         tokens, places = step.tokens, step.query_at_place
         if places is not None:
-            tokens = jnp.take(tokens, places.reshape(-1), mode="clip")  # the tokens of fillers do not matter
+            # Fillers are padding; their tokens have no effect.
+            tokens = jnp.take(tokens, places.reshape(-1), mode="clip")
         tokens = tokens.reshape(step.position.shape)
         params, given = {"params": self.weights}, (step.mask, step.position, step.key_position)
         hidden, cache = self.model.apply(params, tokens, *given, self.memory, cache, step.start, method="step")
@@ -160,10 +187,14 @@ class LayerDecoder:
 
 @dataclasses.dataclass(frozen=True)
 class Xla(Backend):
-    """XLA's products over packed queries, for the stock T5."""
+    """XLA's matrix products over packed queries, for the stock T5 and UMT5."""
 
     def prepare(self, model: Module, params: Tree, *, compute: Compute = call) -> Ready:
-        """See `Backend`. Prepares one layer at a time, so that only one is in memory in float32."""
+        """See `Backend`. Prepares one layer at a time, so that only one layer is in memory in float32.
+
+        Raises:
+          ValueError: the module is not the stock T5 or UMT5.
+        """
         if not is_packed(model):
             raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5 or UMT5")
         lay = partial(compute, _laid, model=model, backend=self)
@@ -184,13 +215,17 @@ class Xla(Backend):
         return quantization.hold(layer, model.dtype, self.weights)
 
     def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
-        """Lays out a layer of the decoder: the projections that make its memory of a source, and the rest."""
+        """Lays out a layer of the decoder.
+
+        Returns:
+          The projections that compute the layer's memory of a source, and the other weights.
+        """
         projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
         held = quantization.hold(projections, model.dtype, self.weights)
         return held, lay_out_layer(layer, partial(narrow, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        """Lays out the parameters outside layers: those of the encoder, and those of the decoder."""
+        """Lays out the parameters outside of layers; returns those of the encoder and those of the decoder."""
         held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights)
         return held, lay_out(model.config, params, partial(narrow, weights=self.weights, dtype=model.dtype))
 
@@ -205,7 +240,7 @@ class Xla(Backend):
 
 
 def _with_tables(stack: Tree, count: int) -> Tree:
-    """A copy of a stack's parameters; relative biases of single layers are stacked into one of the whole stack."""
+    """Returns a copy of a stack's parameters in which the relative biases of single layers are stacked into one."""
     if "relative_bias" in stack:
         return dict(stack)
     tables = [stack[f"layers_{i}"]["relative_bias"]["embedding"] for i in range(count)]
@@ -216,14 +251,14 @@ XLA = Xla()
 
 
 def call_costs(weights: Tree, backend: Backend = XLA) -> float:
-    """The fixed cost of a call on a CPU, in columns: the time of reading the weights."""
+    """Returns the fixed cost of a call on a CPU, in columns: the time of reading the weights."""
     held = sorted(jax.tree.leaves(weights), key=lambda x: x.nbytes)
     cached = sum(x.nbytes for x in held) < CACHE
     return backend.reading.cached if cached else getattr(backend.reading, held[-1].dtype.name)
 
 
 def portable(model: Module, weights: str = "auto") -> Backend:
-    """The fastest backend that runs on any device; logs a line if the module is computed layer by layer."""
+    """Returns the fastest backend that runs on any device; logs a line if it computes layer by layer."""
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -235,14 +270,23 @@ def portable(model: Module, weights: str = "auto") -> Backend:
 
 
 def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights: str) -> Backend:
-    """The backend `wanted` (None: the fastest); `Xla` is replaced by `Backend` if it does not support the backbone."""
+    """Returns the backend `wanted`, or the fastest if it is None.
+
+    If `wanted` is an `Xla` that does not support the backbone, the result is a `Backend`.
+    """
     if wanted is None:
         return fastest(backbone, dtype, weights)
     return portable(backbone.module(dtype=dtype), wanted.weights) if type(wanted) is Xla else wanted
 
 
 def fastest(backbone: Backbone, dtype: DTypeLike, weights: str = "auto") -> Backend:
-    """The fastest backend on this machine for a compute dtype; `weights`: one of `pipejax.config.WEIGHTS`."""
+    """Returns the fastest backend on this machine.
+
+    Args:
+      backbone: the architecture.
+      dtype: the compute dtype.
+      weights: the dtype of stored weights, one of `pipejax.config.WEIGHTS`.
+    """
     found = portable(backbone.module(dtype=dtype), weights)
     for place in registry.STEP_COMPUTERS.values():
         faster: Backend | None = registry.find(place)(backbone, found, dtype)

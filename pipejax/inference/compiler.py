@@ -1,4 +1,4 @@
-"""A thread that compiles beside those that work: first for whoever waits, then what was planned."""
+"""A background thread that compiles programs: first those that a request waits for, then the planned ones."""
 
 import itertools
 import logging
@@ -11,38 +11,42 @@ from pipejax.system import cli
 
 logger = logging.getLogger(__name__)
 
-Needs = Mapping[Hashable, Callable[[], object]]  # what has to be compiled, by key, with what does it
+Needs = Mapping[Hashable, Callable[[], object]]  # programs to compile: by key, the function that compiles one
 Told = Callable[[Hashable, Exception | None], None]
-END, WANTED, PLANNED, LATER, LAST = range(5)  # in this order; a request waits for what is wanted
+END, WANTED, PLANNED, LATER, LAST = range(5)  # priorities, in this order; a request waits for WANTED ones
 
 
 class Compiler:
-    """Compiles one program after the other."""
+    """Compiles one program after the other in a background thread."""
 
     def __init__(self, tell: Told) -> None:
-        """Starts the thread, which calls `tell` with each need that is met, or whose compilation failed."""
-        self.compiled: dict[Hashable, Any] = {}  # programs, and keys of needs that are met; for all threads
-        self.planned = self.prepared = 0  # needs asked for as PLANNED, and those of them that are met
+        """Starts the thread.
+
+        `tell` is called by that thread with the key of each need, and with the exception if its compilation failed.
+        """
+        # Compiled programs, and keys of needs that are met; any thread may read it.
+        self.compiled: dict[Hashable, Any] = {}
+        self.planned = self.prepared = 0  # number of needs requested as PLANNED, and how many of them are met
         self._tell, self._numbers = tell, itertools.count()
         self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object]]]()
         self.thread = threading.Thread(target=self._run, name="compiler", daemon=True)
         self.thread.start()
 
     def ask(self, needs: Needs, order: int = WANTED) -> None:
-        """Has them met, unless they are; returns at once."""
+        """Queues the needs that are not met yet, and returns at once."""
         if order == PLANNED:
             self.planned += len(needs)
         for key, make in needs.items():
             self._asked.put((order, next(self._numbers), key, make))
 
     def close(self) -> None:
-        """Compiles no more; what is under way is not waited for."""
+        """Stops compiling; does not wait for a compilation in progress."""
         self._asked.put((END, next(self._numbers), None, lambda: None))
 
     def _run(self) -> None:
         while (asked := self._asked.get())[0] != END:
             self._meet(*asked)
-            del asked  # and what it would make
+            del asked  # frees the request and the objects that it refers to
 
     def _meet(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
         error = None
@@ -51,9 +55,10 @@ class Compiler:
                 with cli.unneeded():
                     make()
                 self.compiled[key] = True
-            except Exception as failed:  # of memory, of a device: whoever waits must hear of it
+            except Exception as failed:  # such as device errors and lack of memory: passed on to the waiting requests
                 logger.error(f"compiling failed: {failed}")
                 error = failed
-                error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold what was made
+                # The frames of the traceback would keep intermediate results alive.
+                error.__traceback__ = error.__context__ = error.__cause__ = None
         self._tell(key, error)
         self.prepared += order == PLANNED and error is None

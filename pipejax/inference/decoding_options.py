@@ -1,4 +1,4 @@
-"""Makes the `DecodingOptions` of a batch, by which tokens are chosen, from the config and the sources."""
+"""Makes the `DecodingOptions` of a batch, which determine how tokens are chosen, from the config and the sources."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -14,7 +14,7 @@ from pipejax.system.errors import UserError
 
 
 def given(source: Source, method: Method) -> RowPrefixes:
-    """The given number and prefixes of an answer's rows: those of the source, of its schema, or of the method."""
+    """Returns the number and the prefixes of an answer's rows, as given by the source, its schema or the method."""
     if source.schema is not None:
         if source.prefixes or source.max_rows is not None:
             where = f"source {source.id}"
@@ -24,7 +24,7 @@ def given(source: Source, method: Method) -> RowPrefixes:
 
 
 def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> RowPrefixes:
-    """The given number and prefixes of an answer's rows, with prefixes as token ids.
+    """Returns the number and the prefixes of an answer's rows, with prefixes as token ids.
 
     Args:
       source: the source.
@@ -40,7 +40,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prefix, str):
             return prefix
-        if tokenizer is None:  # these are prefixes of the method, as those of sources were checked
+        if tokenizer is None:  # prefixes of the method, because those of sources were checked before
             raise UserError(known.where, found="texts, but the checkpoint has no tokenizer", expected="none")
         return prefix_ids(tokenizer, prefix, known.where, ends)
 
@@ -48,7 +48,10 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
 
 
 def forced_of(rows: RowPrefixes, strategy: Strategy) -> np.ndarray | None:
-    """i32 [R, W], the forced token at each row and time, -1 where the model chooses; None if nothing is forced."""
+    """Returns the forced token at each row and time, i32 [R, W], -1 where the model chooses.
+
+    None: nothing is forced.
+    """
     if not rows.prefixes and rows.most is None:
         return None
     forced = np.full(strategy.places, -1, np.int32)
@@ -70,7 +73,7 @@ def of_batch(
     config: Config,
     tokenizer: Tokenizer | None,
 ) -> DecodingOptions:
-    """The options of a batch, NumPy arrays [B, ...].
+    """Returns the options of a batch, NumPy arrays [B, ...].
 
     Args:
       sources: B sources, which have the same schema, if any.
@@ -101,11 +104,14 @@ def of_batch(
 
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:
-    """The distribution from which the tokens of a source's answer are drawn."""
+    """Returns the distribution from which the tokens of a source's answer are sampled."""
     return Sampling(decode.temperature, decode.top_k, decode.top_p, seed_of(source, decode.seed))
 
 
 def seed_of(source: Source, seed: int) -> int:
-    """A 32-bit seed for a source's answer. It depends on the source's id and the sample's number, not on the batch."""
+    """Returns a 32-bit seed for a source's answer.
+
+    It depends on the source's id and the sample's number, not on the batch.
+    """
     digest = hashlib.sha256(f"{seed}/{source.sample}/{source.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little")

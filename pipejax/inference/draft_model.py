@@ -1,4 +1,4 @@
-"""The small T5 that drafts for another one: opened, checked, and ready to run (`decoding.drafters.model` asks it)."""
+"""A small T5 that drafts tokens for a larger one: opens, checks and prepares it (`decoding.drafters.model` uses it)."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """The checkpoint that `decode.draft_checkpoint` names."""
+    """The checkpoint of `decode.draft_checkpoint`."""
 
     directory: str
     config: Config
@@ -28,7 +28,11 @@ class DraftModel:
 
 
 def load(config: Config) -> DraftModel | None:
-    """Opens the newest good step of `decode.draft_checkpoint`, if it has the same vocabulary; None: no T5 drafts."""
+    """Opens the newest good step of `decode.draft_checkpoint`; returns None if `decode.draft` is not "model".
+
+    Raises:
+      UserError: the checkpoint cannot be used, or has another vocabulary.
+    """
     directory = config.decode.draft_checkpoint
     if config.decode.draft != "model":
         if directory:
@@ -52,18 +56,21 @@ def load(config: Config) -> DraftModel | None:
 
 
 def bind_draft_model(small: DraftModel, large: Programs, weights: str) -> None:
-    """Gives the programs of the large T5 those of the small one, which holds its weights as `decode.weights` says."""
+    """Creates the programs of the small T5 and attaches them to the programs of the large one.
+
+    `weights` is `decode.weights`, the dtype in which the small T5's weights are stored.
+    """
     model = small.config.model
     assert model is not None, "checked by open_run"
     dtype = jnp.dtype(large.model.dtype)
-    # Whoever asked for XLA's products alone gets them.
+    # A caller that asked for XLA's products gets them for the small T5 as well.
     backend = backends.choose(large.backend if type(large.backend) is Xla else None, model, dtype, weights)
     large.small = Programs(model, dtype, devices=large.devices, backend=backend)
     large.small.set_params(small.params)
 
 
 def check(small: DraftModel | None, made: Strategy, method: Method) -> None:
-    """Raises a UserError if a T5 is to draft that is not there, or is known to be trained for something else."""
+    """Raises a UserError if the drafting T5 is missing, or is known to be trained for another method."""
     if not made.needs_draft_model:
         return
     if small is None:

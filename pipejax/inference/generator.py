@@ -40,7 +40,8 @@ class Generator:
     """A model ready to decode: parameters, tokenizer and settings.
 
     The public methods are `decode`, `stream_rows`, `under`, `warm_up`, `adapted` and `default_strategy`; the others are
-    for pipejax's commands. Weights are laid out when the first source is decoded, after the input is checked.
+    for pipejax's commands. Weights are laid out when the first source is decoded, after the input was checked. Copies
+    with other settings (`under`, `adapted`) share weights and compiled programs.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Generator:
         return methods.default(self.config)
 
     def adapted(self, name: str) -> "Generator":
-        """The generator with an adapter that was passed to `load`, and with the settings of the adapter's training.
+        """Returns the generator with an adapter that was passed to `load`, and with the settings of its training.
 
         Args:
           name: the name of the adapter.
@@ -118,7 +119,7 @@ class Generator:
         return Ids.of(self.architecture)
 
     def method(self, name: str | None = None) -> Method:
-        """The method of a name, with the settings of the config; None: `default_strategy`."""
+        """Returns the method of a name, with the settings of the config; None: `default_strategy`."""
         return methods.make(name or self.default_strategy, self.config)
 
     def decode(
@@ -141,7 +142,7 @@ class Generator:
             tokens such as the eos.
           strategy: the name of a method, such as "sequential"; None: `default_strategy`.
           batch_size: the batch size on each device; None: `decode.batch_size`.
-          drafter: a drafter of your own, instead of `decode.draft` (docs/drafting.md).
+          drafter: a custom drafter that replaces `decode.draft` (docs/drafting.md).
           schema: a flat JSON schema, or the path of its file: the text of each record is then a valid JSON object
             (docs/schemas.md).
           settings: values for keys of the sections decode and grid, such as temperature=0.7, for this call only. A
@@ -149,7 +150,7 @@ class Generator:
 
         Raises:
           UserError: an unknown strategy or setting, a value out of its range, an empty source, an id outside the
-            vocabulary, text without a tokenizer, a schema that rows cannot follow.
+            vocabulary, text without a tokenizer, or a schema that rows cannot follow.
         """
         if isinstance(given, str | bytes | Mapping):
             raise UserError("sources", found=f"{_kind(given)}", expected="a list of texts, of token ids or of records")
@@ -193,6 +194,7 @@ class Generator:
         return self._stream(source, method, self.make_strategy(strategy))
 
     def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
+        """Decodes a source in a running batch with one place; reuses a free batch of the same strategy."""
         config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)
         if batch is None:
@@ -210,9 +212,9 @@ class Generator:
                     scores = event.log_probs if config.scores else None
                     found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
                     yield self._record(source, method, made, found, 0)
-        except Exception:  # such as device errors and lack of memory: the arrays of the batch may be invalid
+        except Exception:  # after such errors (of a device, or lack of memory) the arrays of the batch may be invalid
             batches.remove(batch)
-            batch.clear()  # other batches share its programs, which refer to it
+            batch.clear()  # other batches share its programs, which refer to it, so its arrays are freed here
             raise
 
     def warm_up(
@@ -249,7 +251,7 @@ class Generator:
         return report
 
     def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
-        """A copy with other settings, for a call of the method named `call`; see `settings.of_call`."""
+        """Returns a copy with other settings, for a call of the method named `call`; see `settings.of_call`."""
         if not settings:
             return self
         other, drafts = copy.copy(self), self._opened.small is not None
@@ -265,7 +267,7 @@ class Generator:
         effort: schema_lib.Effort | None = schema_lib.WHOLE,
         pause: Callable[[], None] | None = None,
     ) -> "Generator":
-        """A generator whose answers follow a JSON schema; it shares weights and programs with this one.
+        """Returns a generator whose answers follow a JSON schema; it shares weights and programs with this one.
 
         Args:
           given: a flat JSON schema, or the path of its file.
@@ -375,14 +377,14 @@ class Generator:
         return decoding_options.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
 
     def batch_size_for(self, wanted: int) -> int:
-        """The batch size on a device, if `wanted` is requested: at most `programs.CPU_BATCH` on a CPU."""
+        """Returns the batch size on a device if `wanted` is requested: on a CPU at most `programs.CPU_BATCH`."""
         on_cpu = self._devices[0].platform == "cpu"
         return min(wanted, programs.CPU_BATCH) if on_cpu else wanted
 
     def make_strategy(
         self, name: str | None = None, drafter: Drafter | None = None, *, drafts: bool = True
     ) -> Strategy:
-        """The checked strategy of a method.
+        """Returns the checked strategy of a method.
 
         Args:
           name: the name of the method; None: `default_strategy`.
@@ -409,7 +411,7 @@ class Generator:
         return made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:
-        """The token ids of a source, truncated to `data.max_source`; the report counts truncated sources."""
+        """Returns the token ids of a source, truncated to `data.max_source`; the report counts truncated sources."""
         try:
             found = encode_source(source.content, self.config.data, self.tokenizer, self.architecture)
         except UserError as error:

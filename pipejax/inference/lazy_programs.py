@@ -1,4 +1,4 @@
-"""A T5 as it was read, and as it runs on devices once somebody decodes."""
+"""Keeps a T5's parameters as read from disk until they are needed on devices."""
 
 import dataclasses
 import logging
@@ -19,13 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class LazyPrograms:
-    """Parameters until they are asked for as programs; then these alone. Threads may share it.
+    """Parameters that become `Programs` on first use. Threads may share it.
 
-    To lay weights out takes seconds and may compile a kernel, so all that is given to decode is checked before.
+    Laying out weights takes seconds and may compile a kernel, so it is postponed until the input has been checked. The
+    parameters are released once the programs exist.
     """
 
     def __init__(self, config: Config, params: Any, devices: Sequence[jax.Device], backend: Backend | None) -> None:
-        """Opens the small T5 that drafts, if one does; nothing runs on a device yet. No backend: the fastest."""
+        """Opens the small T5 of `decode.draft_checkpoint`, if needed; runs nothing on a device.
+
+        Args:
+          config: the config with the architecture.
+          params: the parameters.
+          devices: the devices that decode a batch each.
+          backend: lays out the weights; None: the fastest.
+        """
         self.size = sum(x.size for x in jax.tree.leaves(params))
         self.small = draft_model.load(config)
         self._config, self._devices, self._backend = config, devices, backend
@@ -35,12 +43,13 @@ class LazyPrograms:
 
     @property
     def programs(self) -> Programs:
-        """The weights on the devices, and what is compiled for them; made when they are first asked for."""
+        """The weights on the devices, and the programs compiled for them; created at the first access."""
         with self._lock:
             self._made = self._made or self._prepare()
             return self._made
 
     def _prepare(self) -> Programs:
+        """Chooses the backend, lays out the weights, and binds the small T5."""
         config, dtype = self._config, dtype_of(self._config)
         assert config.model is not None
         if lora.is_stacked(self._params):
@@ -58,5 +67,5 @@ class LazyPrograms:
 
 
 def dtype_of(config: Config) -> Any:
-    """The dtype that decoding computes in."""
+    """Returns the dtype in which decoding computes."""
     return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a `Generator`."""
+"""Makes a `Generator` from a checkpoint."""
 
 import copy
 import dataclasses
@@ -26,22 +26,25 @@ def load(
     method: Method | None = None,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> Generator:
-    """Does the work of `pipejax.load`, which describes arguments and errors. `where` names the overrides in errors."""
+    """Implements `pipejax.load`, which documents arguments and errors.
+
+    `where` is the origin of the overrides, for messages.
+    """
     config_lib.check_taken(overrides, "decode", where=where)
     compile_cache.use_cache()
     place = Path(path)
     if not (place / ("best" if best else "checkpoints")).is_dir():
-        from pipejax.convert import converted  # not above: a checkpoint opens sooner without it
+        from pipejax.convert import converted  # imported here, because checkpoints open faster without it
 
         place = converted.find_checkpoint(path)
     restored = checkpoint.open_run(place, best=best, packed=True)
     config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
     config = override(config, overrides, where=where)
-    methods.default(config)  # else the first decode would say that a class is not there
+    methods.default(config)  # fails here if a class is missing, not at the first decode
     tokenizer, params = checkpoint.tokenizer_of(restored), restored.items["params"]
     found = {}
     if adapters:
-        from pipejax.inference import adapters as reading  # not above, for the same reason
+        from pipejax.inference import adapters as reading  # imported here for the same reason
 
         found = {name: reading.read(directory, restored, tokenizer) for name, directory in adapters.items()}
         params = lora.stack(params, [own.factors for own in found.values()])
@@ -64,7 +67,11 @@ def load(
 
 
 def override(saved: Config, overrides: Overrides, *, where: str) -> Config:
-    """The config of a checkpoint with overrides; raises a UserError also if they make another backbone of it."""
+    """Returns the config of a checkpoint with overrides.
+
+    Raises:
+      UserError: an override is not allowed, or would change the backbone.
+    """
     config = config_lib.override(saved, overrides, where=where)
     if config.model != saved.model:
         found, expected = (config_lib.described(x.model, "model")["class"] for x in (config, saved))

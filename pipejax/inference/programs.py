@@ -1,4 +1,8 @@
-"""Compiles and runs encoder and decoding loop for batches. Backbone and decoding strategy are combined here.
+"""Compiles and runs the encoder and the decoding loop for batches; combines a backbone with a decoding strategy.
+
+A decode runs several programs: the encoder, for a padded source length, and then the decoding loop, once per cache
+size. The loop stops when all answers are complete or the cache is full; the next program continues with a larger cache.
+Programs are compiled on first use, by their strategy and shapes, and are kept.
 
 Shapes: B batch, L source length (padded to a bucket), E devices.
 """
@@ -40,25 +44,25 @@ from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
-SLOTS = (160, *(448 << i for i in range(16)))  # cache sizes
-# On a GPU the host runs the loop: after each iteration it waits for all kernels to read the condition, which at batch 1
-# takes half as long as a step of T5-Base. More steps in an iteration save more of this time, but waste more steps at
-# the end of a decode; answers of 10 to 30 steps are fastest with about four. On CPUs and TPUs reading the condition
+SLOTS = (160, *(448 << i for i in range(16)))  # cache sizes, in slots
+# On a GPU the host controls the loop: after each iteration it waits for all kernels to read the condition, which at
+# batch 1 takes half as long as a step of T5-Base. More steps per iteration save more of this time, but waste more steps
+# at the end of a decode; for answers of 10 to 30 steps, about four are fastest. On CPUs and TPUs reading the condition
 # costs nothing.
 TURNS = {"gpu": 4, "cuda": 4}
-# Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, while attention is
-# padded to the example with the most live rows, and steps continue until the longest answer ends.
+# Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, attention is padded to
+# the example with the most live rows, and steps continue until the longest answer ends.
 CPU_BATCH = 8
 
 
 def devices() -> list[jax.Device]:
-    """The devices that decode a batch each: those of this process, but a single one on a CPU, as CPUs share cores."""
+    """Returns the devices that decode a batch each: those of this process, but only one CPU, as CPUs share cores."""
     here = jax.local_devices()
     return here[:1] if here[0].platform == "cpu" else here
 
 
 def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
-    """The static sizes of a decode: a program for each number of slots, and in it a loop for each number of queries.
+    """Returns the static sizes of a decode: one program per number of slots, with one loop per number of queries.
 
     On a CPU the time of a step grows with its queries. On other devices it hardly does, so one loop is enough.
 
@@ -70,7 +74,7 @@ def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
-    # The draft of a small model is a loop inside each step, whose cache several steps in an iteration would copy.
+    # The draft of a small model is a loop within each step; several steps per iteration would copy the loop's cache.
     turn = 1 if strategy.needs_draft_model else TURNS.get(platform, 1)
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
 
@@ -84,7 +88,16 @@ def encode_batch(
     *,
     backend: Backend = XLA,
 ) -> Memory:
-    """Encodes sources i32 [B, L] of `length` i32 [B] tokens, with adapters i32 [B]; model and backend are static."""
+    """Encodes a batch. The model and the backend are static.
+
+    Args:
+      model: the module.
+      encoder: `Ready.encoding`.
+      source: i32 [B, L].
+      length: i32 [B], number of tokens of each source.
+      adapter: i32 [B], number of the adapter of each source; None: there are no adapters.
+      backend: the backend.
+    """
     memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
     return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
 
@@ -120,9 +133,9 @@ def decode_batch(
     Args:
       model: the module.
       strategy: the strategy.
-      weights: of the decoder; a pair with those of the small model if there is `drafting`.
+      weights: the decoder's weights; with `drafting`, a pair with those of the small model.
       memory: the encoded sources.
-      carry: of the previous part; None: decoding begins.
+      carry: the carry of the previous part; None: decoding begins.
       source: the sources, if the strategy reads them.
       options: how tokens are chosen.
       sizes: the sizes of the decode.
@@ -182,7 +195,7 @@ class Programs:
         self._forget_copies()
 
     def tuned_for(self, strategy: Strategy) -> Strategy:
-        """The strategy tuned for these weights and devices."""
+        """Returns the strategy tuned for these weights and devices."""
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
         return strategy.tuned_for(platform, costs=self._call_costs, skips_fillers=fillers)
 
@@ -268,7 +281,13 @@ class Programs:
         adapter: int | None,
         report: Report,
     ) -> tuple[Tree, Memory, SourceIds | None]:
-        """Encodes a batch: the decoder's weights, the memory, and the source; `call` is `_run` or `_find`."""
+        """Encodes a batch.
+
+        `call` is `_run`, which runs a program, or `_find`, which only compiles it.
+
+        Returns:
+          The decoder's weights, the memory, and the source, if the strategy reads it.
+        """
         across, ready = len(source), self.on(len(source))
         adapters = None if adapter is None else np.full_like(lengths, adapter)
         memory = call(self, "encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
@@ -284,14 +303,14 @@ class Programs:
         return (ready.decoding, own.decoding), memory, dataclasses.replace(read, memory=drafter)
 
     def small_of(self, strategy: Strategy) -> "Programs | None":
-        """The programs of the T5 that drafts, if the strategy has one."""
+        """Returns the programs of the drafting T5, if the strategy uses one."""
         if not strategy.needs_draft_model:
             return None
         assert self.small is not None, "the generator sets it"
         return self.small
 
     def on(self, across: int) -> Ready:
-        """The weights, replicated on the first `across` devices. There is one copy on each device for all calls."""
+        """Returns the weights, replicated on the first `across` devices; all calls share one copy per device."""
         if across not in self._placed:
             for device in self.devices[:across]:
                 if device not in self._copies:
@@ -322,11 +341,11 @@ class Programs:
         shape: tuple[int, int, int],
         report: Report,
     ) -> Any:
-        """The compiled encoder, or the decoder with `slots` cache slots, for batches of shape [E, B, L]."""
+        """Returns the compiled encoder, or decoder with `slots` cache slots, for batches of shape [E, B, L]."""
         wished = arguments[4:]
         key = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
         if key not in self._compiled:
-            jax.block_until_ready(arguments)  # pending computations must not count as compilation
+            jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
             begun = time.perf_counter()
             across, batch, length = shape
             function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
@@ -345,8 +364,9 @@ class Programs:
                 )
                 name = f"{type(part).__name__.lower()} decoder"
                 more = "" if slots == sizes.slots[0] else ", for longer answers"
-            if self.config.num_layers + self.config.num_decoder_layers > 8:  # takes seconds
-                level = logging.INFO if logger.hasHandlers() else logging.WARNING  # without handlers INFO is not shown
+            if self.config.num_layers + self.config.num_decoder_layers > 8:  # compiling a larger model takes seconds
+                # INFO lines are not shown without handlers.
+                level = logging.INFO if logger.hasHandlers() else logging.WARNING
                 line = f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}"
                 logger.log(level, line)
             mesh, specs = self._mesh(across), (P(), *[P("each")] * (len(arguments) - 1))
@@ -368,7 +388,7 @@ def _by_itself(function: Callable[..., Any], weights: Tree, *arrays: Any) -> Any
 
 
 def _whole_on(x: jax.Array, *, device: jax.Device) -> jax.Array:
-    """A copy on `device` of an array that is replicated on some device of this process."""
+    """Returns a copy on `device` of an array that is replicated on some device of this process."""
     here = {shard.device: shard.data for shard in x.addressable_shards}
     return here[device] if device in here else jax.device_put(next(iter(here.values())), device)
 

@@ -1,4 +1,4 @@
-"""The sums of a decode: examples, time, steps, and what was cut."""
+"""Totals of a decode: examples, time, steps, and the numbers of truncated sources and answers."""
 
 import dataclasses
 from collections import Counter
@@ -10,23 +10,24 @@ from pipejax.methods import Method
 
 @dataclasses.dataclass
 class Report:
-    """The sums of a decode."""
+    """Totals of a decode."""
 
     examples: int = 0
-    seconds: float = 0.0  # generate and detokenise; compilation and tokenisation left out
+    seconds: float = 0.0  # for generation and detokenisation, without compilation and tokenisation
     compile_seconds: float = 0.0
-    compiles_within: bool = False  # `seconds` holds the compilation, and nobody knows how much that is
-    shapes: int = 0  # compiled
+    compiles_within: bool = False  # whether `seconds` includes an unknown time of compilation
+    shapes: int = 0  # compiled programs
     steps: int = 0
-    calls: int = 0  # of the decoder
-    other_steps: int | None = 0  # ideal steps of the other strategy for the same rows, unbounded; None: unknown rows
+    calls: int = 0  # decoder calls
+    # Ideal steps of the other strategy for the same rows, without limits; None: the rows are unknown.
+    other_steps: int | None = 0
     cut_sources: int = 0
-    repeated: int = 0  # rows that were left out, as they repeat one above them
+    repeated: int = 0  # rows left out because they repeat an earlier one
     truncated: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @classmethod
     def of_all(cls, parts: "Sequence[Report]") -> "Report":
-        """The sums over processes that each decoded a part at the same time."""
+        """Returns the totals over processes that each decoded a part at the same time."""
         others = [part.other_steps for part in parts]
         found = cls(other_steps=None if None in others else sum(n for n in others if n))
         for key in ("examples", "steps", "calls", "cut_sources", "repeated"):
@@ -37,7 +38,7 @@ class Report:
         return found
 
     def summary(self, method: Method) -> dict[str, Any]:
-        """Means and counts; of the two step counts one is measured, the other ideal for the same rows."""
+        """Returns means and counts. Of the two step counts, one is measured and the other ideal for the same rows."""
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count if self.other_steps else None
         both = (method.name, own), (method.rival, other)
@@ -56,7 +57,7 @@ class Report:
         }
 
     def lines(self, method: Method) -> list[str]:
-        """The summary for people."""
+        """Returns the summary as lines for people."""
         s = self.summary(method)
         slow, fast = (key.removesuffix("_steps") for key in s if key.endswith("_steps"))
         ratio = s["step_ratio"] and (

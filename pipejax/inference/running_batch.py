@@ -2,10 +2,10 @@
 
 `RunningBatch.add` encodes a source and assigns it a free place. `RunningBatch.advance` calls the compiled loop, which
 begins the new examples, stops the dropped ones, and takes steps with all of them until an example is done or a pause is
-due. Between two calls examples are added or dropped. All sources share one memory length L and one cache size C. Both
-grow when a source or an answer needs it, and are reset when a source comes while no place is in use.
+due. Examples are added and dropped between two calls. All sources share one memory length L and one cache size C. Both
+grow when a source or an answer needs it, and are reset when a source is added while no place is in use.
 
-Everything that is compiled is a program with a name and arguments. The methods that call programs have an argument
+Every compiled computation is a program with a name and arguments. The methods that call programs have an argument
 `call`, which either runs a program or only compiles it and returns the shapes of its results. In this way `needs_of`
 compiles exactly the programs that `add` and `advance` will run.
 
@@ -55,9 +55,9 @@ DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is do
 
 
 class Encodings:
-    """A least-recently-used cache of encoded sources, by token ids and adapter.
+    """A least-recently-used cache of encoded sources of one model, by token ids and adapter.
 
-    For one model. Only one thread may call its methods; all threads may read the counters.
+    Only one thread may call its methods; all threads may read the counters.
     """
 
     def __init__(self, most: int) -> None:
@@ -67,7 +67,7 @@ class Encodings:
         self.hits = self.misses = self.bytes = 0  # sources found, sources encoded, bytes of the kept memories
 
     def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
-        """The memory of a source: the cached one, or that of `encode`, which is then cached.
+        """Returns the memory of a source: the cached one, or the result of `encode`, which is then cached.
 
         Args:
           ids: i32 [n], the token ids.
@@ -99,7 +99,7 @@ def _size(memory: Memory) -> int:
 
 @flax.struct.dataclass
 class Encoded:
-    """One encoded source, or those of all places of a batch, for the decoder and a drafter."""
+    """Encoded sources, one or all places of a batch, for the decoder and a drafter."""
 
     memory: Memory
     source: SourceIds | None  # the ids, for strategies that read them
@@ -145,7 +145,7 @@ class Switch:
 
 
 class RunningBatch:
-    """Decodes up to `places` sources side by side on one device. Not thread-safe.
+    """Decodes up to `places` sources in parallel on one device. Not thread-safe.
 
     The answer of an example does not depend on the other examples. Programs are compiled when they are needed: an
     encoder for each padded length of sources, and a decoder for each memory length (a power of two), each cache size,
@@ -184,7 +184,7 @@ class RunningBatch:
             self._drafting = Drafting(small.model, small.backend)
             self._small_encoder, self._weights = small.on(1).encoding, (self._weights, small.on(1).decoding)
         self._sizes = schedule(self.strategy, places)
-        self.cache_sizes = self._sizes.slots  # as the cache grows
+        self.cache_sizes = self._sizes.slots  # the sizes through which the cache grows
         self._forced: np.ndarray | None = None
         self._rules: tuple[Rule, ...] = ()
         self.schema: Schema | None = None
@@ -228,7 +228,7 @@ class RunningBatch:
         assert not self._in_use.any(), "the batch must be empty"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
         self.schema = schema
-        # Arrays that all examples share go to the device once, and not with each call.
+        # Arrays that all examples share are transferred to the device once, not with each call.
         self._rules = () if schema is None else (schema.grammar(self.strategy, [None] * self.places).on_device(),)
         if self._carry is not None:
             self._carry = self._with_states(self._carry, self._rules)
@@ -241,7 +241,7 @@ class RunningBatch:
 
     @property
     def fullest(self) -> int:
-        """The place whose example uses the most slots of the cache."""
+        """Returns the place whose example uses the most slots of the cache."""
         assert self._carry is not None, "no place is in use"
         return int(np.where(self._in_use, np.asarray(self._carry.used), -1).argmax())
 
@@ -296,13 +296,13 @@ class RunningBatch:
     # and returns the shapes of its results.
 
     def _encode_source(self, call: Call, source: Any, length: Any, adapter: int | None) -> Memory:
-        """The memory of a source i32 [1, n] of `length` i32 [1] tokens."""
+        """Returns the memory of a source i32 [1, n] of `length` i32 [1] tokens."""
         own = None if adapter is None else np.asarray([adapter], np.int32)
         memory: Memory = call("encode", self._encoder, source, length, own)
         return memory
 
     def _read(self, call: Call, memory: Memory, source: Any, length: Any) -> Encoded:
-        """The encoded source, with its ids and the small model's memory if the strategy needs them."""
+        """Returns the encoded source, with its ids and the small model's memory if the strategy needs them."""
         if not self.strategy.reads_source:
             return Encoded(memory, None)
         ids, small = np.zeros((1, memory.mask.shape[1]), np.int32), None
@@ -350,7 +350,7 @@ class RunningBatch:
         return 0 if self._encoded is None else self._encoded.length
 
     def needs(self, length: int, *, logits: bool, adapter: int | None) -> Needs:
-        """Programs to compile before a source can be added.
+        """Returns the programs to compile before a source can be added.
 
         Args:
           length: number of tokens of the source.
@@ -363,13 +363,13 @@ class RunningBatch:
         return self.needs_of(bucket(length), most, slots, {logits, *self._kinds()}, adapter)
 
     def _kinds(self) -> list[bool]:
-        """For each place in use, whether its example is sampled or scored."""
+        """Returns, for each place in use, whether its example is sampled or scored."""
         return [*map(bool, (self._scored | (self._sampling.temperature > 0))[self._in_use])]
 
     def needs_of(
         self, source: int | None, length: int, slots: int, logits: Iterable[bool], adapter: int | None = None
     ) -> Needs:
-        """Programs to compile for adding a source and for steps; those that are compiled are left out.
+        """Returns the programs to compile for adding a source and for steps, without the compiled ones.
 
         Args:
           source: the padded length of the source; None: no source is added.
@@ -392,13 +392,13 @@ class RunningBatch:
         return {key: make for key, make in found.items() if key not in self._compiled}
 
     def _trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:
-        """The shapes of an encoded source of a padded length; `call` returns shapes."""
+        """Returns the shapes of an encoded source of a padded length; `call` returns shapes."""
         source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
         with precision(self._model.dtype):
             return self._read(call, self._encode_source(call, source, of_each, adapter), source, of_each)
 
     def _shape_of_source(self, length: int, adapter: int | None) -> Encoded:
-        """The shapes of a source with a memory of `length` slots; compiles nothing."""
+        """Returns the shapes of a source with a memory of `length` slots; compiles nothing."""
 
         def shapes(name: str, *given: Any) -> Any:
             return jax.eval_shape(self._functions[name], *given)
@@ -422,14 +422,14 @@ class RunningBatch:
     def _compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
-        carry = self._with_states(carry, options.rules)  # by now the batch may have another schema
+        carry = self._with_states(carry, options.rules)  # the batch may have another schema by the time this runs
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._grow(self._find, encoded, carry, size)
         self._step(self._find, encoded, carry, options, 1)
 
     def _program(self, name: str, *given: Any, **static: int) -> Any:
-        """The compiled program for arguments of these shapes. Arguments may be `ShapeDtypeStruct`s."""
+        """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
         whose = () if name.startswith("encode") else (self.strategy, self.places)
         key = name, *whose, *static.values(), *_shapes(given)
         if key not in self._compiled:
@@ -470,7 +470,7 @@ class RunningBatch:
         return decoded, done
 
     def steps_for(self, tokens: int, taken: int) -> int:
-        """The fewest steps in which an answer can grow by `tokens` tokens, after `taken` steps."""
+        """Returns the fewest steps in which an answer can grow by `tokens` tokens, after `taken` steps."""
         step = taken
         while tokens > 0 and step < self.starts.max():  # until all rows have begun
             tokens -= int((self.starts <= step).sum())
@@ -496,7 +496,7 @@ class RunningBatch:
         return sorted((first[k] + j, i, j) for k, i in enumerate(rows.tolist()) for j in range(begin[k], end[k]))
 
     def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
-        """The rows so far, bool [B] of done examples, and the number of steps taken."""
+        """Runs the loop; returns the rows so far, bool [B] of done examples, and the number of steps taken."""
         assert self._encoded is not None and self._carry is not None, "no source was added"
         self.lacks, options = {}, self._options(any(self._kinds()))
         with precision(self._model.dtype):
@@ -520,20 +520,20 @@ class RunningBatch:
                 self._carry = self._grow(self._call, self._encoded, self._carry, slots)
 
     def _options(self, logits: bool) -> DecodingOptions:
-        """The options of all places, for steps with or without logits."""
+        """Returns the options of all places, for steps with or without logits."""
         options = DecodingOptions(forced=self._forced, rules=self._rules)
         scored = self._scored.any()
         return dataclasses.replace(options, sampling=self._sampling, scores=True, scored=scored) if logits else options
 
     def _with_states(self, carry: Carry, rules: tuple[Rule, ...]) -> Carry:
-        """The carry with states for the rules; `refill` initialises them for new examples."""
+        """Returns the carry with states for the rules; `refill` initialises them for new examples."""
         shapes = [jax.eval_shape(rule.init, self.places, self.strategy.places[0]) for rule in rules]
         return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
 
-    # The programs, traced.
+    # The functions of the programs, which are traced.
 
     def _meet(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
-        """The strategy, bound to its small model if it has one, and the decoder of all places."""
+        """Returns the strategy, bound to its small model if it has one, and the decoder of all places."""
         strategy: Strategy = self.strategy
         memory = encoded.memory
         if self._drafting:
@@ -545,7 +545,7 @@ class RunningBatch:
         )
 
     def _widened(self, encoded: Encoded, *, slots: int) -> Encoded:
-        """The same sources with memories of `slots` slots."""
+        """Returns the same sources with memories of `slots` slots."""
         source = encoded.source
         if source is not None:
             small = source.memory
@@ -556,7 +556,10 @@ class RunningBatch:
         return Encoded(self._backend.widen(encoded.memory, slots), source)
 
     def _empty_state(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
-        """Encoded sources (zeros) and a carry for an empty batch; `one`: an encoded source, for its shapes."""
+        """Returns encoded sources (zeros) and a carry for an empty batch.
+
+        `one` is an encoded source, for its shapes.
+        """
         many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), one)
         strategy, decoder = self._meet(weights, many)
         state, options = strategy.init(self.places, many.source), DecodingOptions(scores=True)
@@ -565,7 +568,7 @@ class RunningBatch:
         return many, decoding.grow(decoder, carry, slots)
 
     def _reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
-        """The strategy's state for sources padded to another length; the same program for each cache size."""
+        """Returns the strategy's state for sources padded to another length; one program for each cache size."""
         strategy, _ = self._meet(weights, encoded)
         return strategy.reread(state, encoded.source)
 
@@ -619,10 +622,10 @@ class RunningBatch:
 
 
 def _shapes(tree: Any) -> tuple[Hashable, ...]:
-    """A hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
+    """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _placed(encoded: Encoded, new: Encoded, place: Array) -> Encoded:
-    """The encoded sources with the source `new` at a place."""
+    """Returns the encoded sources with the source `new` at a place."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, axis=0), encoded, new)

@@ -1,4 +1,4 @@
-"""Settings of a decode: those that a call from Python may change, and those that go against a model's training."""
+"""Settings of a decode: which ones a call from Python may change, and which ones contradict a model's training."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import shown_value
 
-# The settings of a call, by their plain names; and those of them that only a checkpoint that is opened anew can have.
+# The settings of a call by their short names; and those among them that require opening the checkpoint again.
 NAMES = {
     field.name: f"{section}.{field.name}"
     for section, settings in (("decode", DecodeConfig), ("grid", GridConfig))
@@ -21,7 +21,18 @@ WITH_WEIGHTS = [name for name, key in NAMES.items() if config_lib.SETTINGS[key].
 def of_call(
     config: Config, call: str, settings: Mapping[str, Any], *, drafts: bool, without: Mapping[str, str]
 ) -> Config:
-    """The config with settings of one call, which are checked as those of --set are."""
+    """Returns the config with the settings of one call, checked like --set.
+
+    Args:
+      config: the generator's config.
+      call: the name of the method that is called, for messages.
+      settings: values by short name.
+      drafts: whether the generator has a small T5 for drafts.
+      without: settings that this call does not accept, with the expected alternative in words.
+
+    Raises:
+      UserError: a setting is unknown, invalid or not accepted.
+    """
     for name, value in settings.items():
         if name not in NAMES:
             hint = did_you_mean(name, NAMES) or f"the keys are {', '.join(NAMES)}"

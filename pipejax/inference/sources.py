@@ -1,4 +1,4 @@
-"""The sources to be decoded, from Python or in lines: texts, token ids, or records as a task makes its source of."""
+"""Sources to decode, from Python or from lines: texts, token ids, or records from which a task builds its source."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,14 +23,24 @@ class Source(NamedTuple):
 
     id: str | int
     content: str | Sequence[int] | np.ndarray
-    prefixes: tuple[str | Sequence[int], ...] = ()  # with which the rows begin, in turn
-    max_rows: int | None = None  # after so many rows the answer ends
-    sample: int = 0  # the number of the answer, if there are several
-    schema: Schema | None = None  # that the answer follows
+    prefixes: tuple[str | Sequence[int], ...] = ()  # the beginnings of the rows, in order
+    max_rows: int | None = None  # the number of rows after which the answer ends
+    sample: int = 0  # the number of the sample, if there are several
+    schema: Schema | None = None  # the schema that the answer follows
 
 
 def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:
-    """The source of a record, with the template that the model was trained with."""
+    """Returns the source of a record, made with the template of the model's training.
+
+    Args:
+      value: the record.
+      place: its place, for messages.
+      name: the id of a record that has none.
+      config: the model's config.
+
+    Raises:
+      UserError: the record has neither a source nor the template's fields.
+    """
     value = dict(value)
     if "source" in value and "source_ids" in value:
         raise UserError(place, found='"source" and "source_ids"', expected="one of them")
@@ -59,24 +69,24 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
 
 
 def template_of(config: Config) -> Template:
-    """The template that `of_record` fills; "{source}": a record's source is taken as it is."""
+    """Returns the template that `of_record` fills; "{source}": a record's source is used unchanged."""
     known = config.data.task in TASKS
     return Template(_task(config.data).template if known else "{source}", key="data.source_template")
 
 
-_task = functools.lru_cache(maxsize=8)(make_task)  # asked for every record
+_task = functools.lru_cache(maxsize=8)(make_task)  # cached, because it is needed for every record
 
 
 def fields_of(config: Config) -> tuple[str, ...]:
-    """The fields of the template by which the model was trained; none without one."""
+    """Returns the fields of the template that the model was trained with; empty without a template."""
     task = _task(config.data) if config.data.task in OWN_FILES else None
     return task.fields if isinstance(task, FilesTask) else ()
 
 
 def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> None:
-    """Raises a UserError unless each field is in some record; reads no more of them than it has to.
+    """Raises a UserError unless each field is in some record; reads no more records than necessary.
 
-    In a record a field may be absent; if none has it, its name is not that of the training data.
+    A single record may lack a field. If all records lack it, the name differs from that in the training data.
     """
 
     def has(value: Any) -> Mapping[str, Any]:
@@ -88,7 +98,11 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
 
 
 def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Tokenizer | None) -> Source:
-    """The source if it can be decoded; without a tokenizer texts cannot."""
+    """Returns the source if it can be decoded.
+
+    Raises:
+      UserError: it is a text without a tokenizer, empty, or has an id outside of the vocabulary.
+    """
     vocabulary, ends = architecture.vocab_size, architecture.end_token_ids
     for i, prefix in enumerate(source.prefixes):
         where = f'{place}: "row_prefixes"'

@@ -1,8 +1,8 @@
-"""The T5 decoder as decoding needs it: one step of gathered live queries, in XLA's products, on any device.
+"""The T5 decoder for decoding: one step of gathered live queries, with XLA's matrix products, on any device.
 
-The same function of the same parameters as `t5.Decoder` without dropout, and tests hold the two together. What
-differs is the cost. Weights lie as a step reads them (`weights`), and activations are columns: [D, N], a column a
-query. Whatever depends on positions alone is computed once a step and shared by the layers.
+Computes the same function of the same parameters as `t5.Decoder` without dropout; tests compare the two. Only the cost
+differs. The weights are laid out in the order in which a step reads them (`weights`), and activations are columns:
+[D, N], one column per query. Values that depend only on positions are computed once per step and shared by the layers.
 
 Shapes as in `decoding.core`: B batch, N queries of a step, Q queries of one example, C cache slots, L source length,
 D width, H heads, K head width, I = H * K, F feed-forward width, V vocabulary.
@@ -27,9 +27,9 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Cache:
-    """Keys and values of what was fed, a layer each, in the very shapes that the products of attention read.
+    """Keys and values of the tokens fed so far, by layer, in the shapes that the products of attention read.
 
-    In any other shape XLA may write a step's keys twice, reshaped and not, and copy the cache to do so.
+    With other shapes XLA may write a step's keys twice, reshaped and not, and copy the cache for it.
     """
 
     keys: tuple[Array, ...]  # [B * H, K, C]
@@ -38,7 +38,7 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True)
 class StepDecoder:
-    """A `decoding.Model`: the decoder over one batch of encoded sources."""
+    """A `decoding.Model`: the decoder of one batch of encoded sources."""
 
     config: T5Config
     weights: Weights
@@ -76,7 +76,7 @@ class StepDecoder:
         return first_argmax(logits), cache
 
     def _embed(self, tokens: Array) -> Array:
-        """[D, N]."""
+        """Returns the embeddings [D, N] of tokens i32 [N]."""
         table = self.weights.embedding or self.weights.head
         found = table.rows[tokens].astype(self.dtype)
         return (found * table.scale[tokens][:, None].astype(self.dtype) if table.scale.size else found).T
@@ -84,29 +84,42 @@ class StepDecoder:
     def _of_normed(
         self, matrix: Matrix, x: Array, scale: Array, factor: float = 1.0, dtype: DTypeLike | None = None
     ) -> Array:
-        """The matrix [O, I] times the norm of the columns x [I, N], times a factor: [O, N]; `dtype`: None is x's."""
+        """Returns the matrix [O, I] times the normalised columns x [I, N], times a factor: [O, N].
+
+        `dtype` is the result's; None: the dtype of x.
+        """
         return self._times(matrix, self._normalize(x, scale, factor), dtype)
 
     def _normalize(self, x: Array, scale: Array, factor: float = 1.0) -> Array:
+        """Returns the columns x [D, N] divided by their root mean square, times `scale` [D] and a factor."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=0) + self.config.layer_norm_epsilon)
         hidden = (wide * inverse * scale[:, None]).astype(self.dtype)
         return hidden if factor == 1.0 else hidden * jnp.asarray(factor, hidden.dtype)
 
     def _times(self, matrix: Matrix, columns: Array, dtype: DTypeLike | None = None) -> Array:
+        """Returns the matrix [O, I] times columns [I, N]: [O, N]. The scales of an int8 matrix are applied last."""
         found = jnp.matmul(matrix.rows.astype(self.dtype), columns, preferred_element_type=dtype)
         return found * matrix.scale[:, None].astype(found.dtype) if matrix.scale.size else found
 
     def _add(self, matrix: Matrix, columns: Array, residual: Array) -> Array:
-        """The residual [O, N] plus the matrix times the columns [I, N]."""
+        """Returns the residual [O, N] plus the matrix [O, I] times the columns [I, N]."""
         return residual + self._times(matrix, columns)
 
     def _attend_cache(
         self, projected: Array, keys: Array, values: Array, bias: Array, start: Array
     ) -> tuple[Array, Array, Array]:
-        """The values that queries find in a layer's cache, [I, B Q], and the cache with their own keys and values.
+        """Writes a step's keys and values to a layer's cache, and attends to it.
 
-        `bias`: f32 [B, H, Q, C]; `start`: i32 [B|1], the slot of each example's first query.
+        Args:
+          projected: [3 I, B Q], queries, keys and values.
+          keys: [B * H, K, C].
+          values: [B * H, C, K].
+          bias: f32 [B, H, Q, C], including the mask.
+          start: i32 [B|1], the slot of each example's first query.
+
+        Returns:
+          The attended values [I, B Q], and the keys and values with those of this step.
         """
         query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
         key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])
@@ -114,16 +127,17 @@ class StepDecoder:
         return _by_query(attend(query, keys, values, bias)), keys, values
 
     def _attend_memory(self, number: int, query: Array) -> Array:
-        """The values that the queries [I, B Q] of a layer find in the source: [I, B Q]."""
+        """Attends to the source with the queries [I, B Q] of a layer; returns [I, B Q]."""
         bias = jnp.where(self.memory.mask, 0.0, MASKED)[:, None, None]
         return _by_query(attend(self._by_head(query), self.memory.keys[number], self.memory.values[number], bias))
 
     def _by_head(self, columns: Array) -> Array:
-        """[M I, B Q] -> [B, M H, K, Q]."""
+        """Reshapes [M I, B Q] -> [B, M H, K, Q]."""
         batch = self.memory.mask.shape[0]
         return columns.reshape(-1, self.config.d_kv, batch, columns.shape[1] // batch).transpose(2, 0, 1, 3)
 
     def _activate(self, x: Array, layer: Layer) -> Array:
+        """Returns the hidden activations [F, N] of the feed-forward layer."""
         if self.config.feed_forward == "relu":
             return jax.nn.relu(self._of_normed(layer.feed_inwards, x, layer.feed_norm))
         gate, value = jnp.split(self._of_normed(layer.feed_inwards, x, layer.feed_norm), 2)
@@ -135,14 +149,14 @@ class StepDecoder:
         return activation(gate) * value
 
     def _bias(self, step: Step, table: Array) -> Array:
-        """f32 [B, H, Q, C] for self-attention, of a table [H, distances]."""
+        """Returns the bias of self-attention f32 [B, H, Q, C], including the mask, from a table [H, distances]."""
         back = step.position[:, :, None] - step.key_position[:, None]
         bias = jnp.take(table, jnp.clip(back, 0, table.shape[1] - 1), axis=1)  # [H, B, Q, C]
         return jnp.where(step.mask[:, None], bias.swapaxes(0, 1), MASKED)
 
 
 def _write(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
-    """The cache [B * H, ..] with what is new in each example's slots along that axis."""
+    """Returns the cache [B * H, ...] with new values written at each example's slots along `axis`."""
     if len(start) == 1:
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start[0], axis=axis)
     caches, new_tokens = (x.reshape(len(start), -1, *x.shape[1:]) for x in (cache, new))
@@ -154,24 +168,24 @@ def _write(cache: Array, new: Array, start: Array, *, axis: int) -> Array:
 
 
 def _at_places(x: Array, step: Step) -> Array:
-    """[.., N] -> [.., B Q]: the queries of each example side by side."""
+    """Returns the queries grouped by example: [..., N] -> [..., B Q]."""
     if step.query_at_place is None:
         return x
-    return jnp.take(x, step.query_at_place.reshape(-1), axis=1, mode="clip")  # fillers get any query
+    return jnp.take(x, step.query_at_place.reshape(-1), axis=1, mode="clip")  # fillers are padding; any query will do
 
 
 def _gather(found: Array, step: Step) -> Array:
-    """[.., B Q] -> [.., N]."""
+    """Returns the queries packed again: [..., B Q] -> [..., N]."""
     return found if step.place_of_query is None else jnp.take(found, step.place_of_query, axis=1, mode="clip")
 
 
 def _by_query(found: Array) -> Array:
-    """[B, H, K, Q] -> [I, B Q]."""
+    """Reshapes [B, H, K, Q] -> [I, B Q]."""
     return found.transpose(1, 2, 0, 3).reshape(-1, found.shape[0] * found.shape[3])
 
 
 def grow(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache | None) -> Cache:
-    """A cache of that many slots: those of `old`, if there is one, and zeroed ones."""
+    """Returns a cache with `slots` slots: the slots of `old`, if given, followed by zeros."""
     heads, width = batch * config.num_heads, config.d_kv
     if old is None:
         keys, values = jnp.zeros((heads, width, slots), dtype), jnp.zeros((heads, slots, width), dtype)
@@ -184,7 +198,14 @@ def grow(config: T5Config, batch: int, dtype: DTypeLike, slots: int, old: Cache 
 
 
 def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """The values that queries [B, H, K, Q] find in keys under a bias, as many."""
+    """Returns the attended values [B, H, K, Q] of queries [B, H, K, Q].
+
+    Args:
+      query: [B, H, K, Q].
+      keys: [B * H, K, C], or [B, H, K, L].
+      values: [B * H, C, K], or [B, H, L, K].
+      bias: added to the scores f32 [B, H, Q, C].
+    """
     batch, heads, width, queries = query.shape
     rows = query.swapaxes(2, 3).reshape(batch * heads, queries, width)
     keys, values = keys.reshape(-1, *keys.shape[-2:]), values.reshape(-1, *values.shape[-2:])

@@ -51,6 +51,7 @@ def events(
 def _all_events(
     batch: RunningBatch, tokenizer: Tokenizer | None, add: Callable[[], int]
 ) -> Iterator[RowEvent | Decoded]:
+    """Yields the events of all rows, and finally the result; frees the place of the batch at the end."""
     rows, place = len(batch.starts), add()
     known, ended, over = np.zeros(rows, np.int64), np.zeros(rows, bool), False
     growing, text = defaultdict[int, Growing](lambda: Growing(tokenizer)), defaultdict[int, str](str)  # by row
@@ -60,7 +61,8 @@ def _all_events(
             over, new_tokens = bool(done[place]), batch.new_tokens(decoded, place, known)
             for _, row, j in new_tokens:
                 known[row] = j + 1
-            # An open row has gained a token in every step so far. A row without room for its end token was cut off.
+            # An open row has gained a token in every step so far, so a row with fewer tokens has ended. A row without
+            # room for its end token was cut off.
             end = np.minimum(int(decoded.steps[place]) - batch.starts, decoded.tokens.shape[2])
             closed = np.flatnonzero((known < end) & ~ended & (known > 0)).tolist()
             ended[closed] = True
@@ -70,7 +72,7 @@ def _all_events(
                 (int(batch.starts[row] + known[row]), True, row, end_of(batch.strategy, written[row], known[row]))
                 for row in closed
             ]
-            found.sort()  # by step, so the order does not depend on the number of steps of an `advance`
+            found.sort()  # by step, so that the order does not depend on how many steps an `advance` takes
             cut = {row for row in range(rows) if not ended[row] and (over or known[row] == decoded.tokens.shape[2])}
             last = {row: i for i, (*_, row, _) in enumerate(found) if row in cut}  # indices of the last events
             for i, (_, ended_now, row, token) in enumerate(found):
@@ -85,11 +87,11 @@ def _all_events(
 
 
 def end_of(strategy: Strategy, written: Sequence[int], length: int) -> int:
-    """The end token of a row.
+    """Returns the end token of a row.
 
     Args:
       strategy: the strategy.
-      written: the row's tokens; strategies may keep the end token behind the row.
+      written: the row's tokens; strategies may keep the end token after the row.
       length: the row's length without its end token.
 
     Returns:
@@ -100,7 +102,7 @@ def end_of(strategy: Strategy, written: Sequence[int], length: int) -> int:
 
 
 class Repeats:
-    """Determines which rows of an unfinished answer repeat, or may come to repeat, a row above them."""
+    """Determines which rows of an unfinished answer repeat, or may still come to repeat, an earlier row."""
 
     def __init__(self) -> None:
         """Creates an answer without rows."""
@@ -111,14 +113,14 @@ class Repeats:
         self._rows.setdefault(row, []).append(token)
 
     def may_repeat(self, row: int, *, over: bool) -> bool:
-        """Whether the row is a prefix of a row above it or, if it is `over`, equal to one."""
+        """Whether the row is a prefix of an earlier row or, if it is `over`, equal to one."""
         written = self._rows.get(row, [])
         above = (self._rows.get(i, []) for i in range(row))
         return any(other[: None if over else len(written)] == written for other in above)
 
 
 def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Iterator[RowEvent | Decoded]:
-    """Leaves out the events of rows that repeat a row above; events of a row that may still do so are held back."""
+    """Drops the events of rows that repeat an earlier row; delays the events of a row that may still do so."""
     repeats, waiting = Repeats(), defaultdict[int, list[RowEvent]](list)
     for event in found:
         if isinstance(event, RowEvent):

@@ -1,7 +1,7 @@
-"""The decoder's weights as a step reads them, whatever computes it.
+"""The decoder's weights in the layout that a decoding step reads, for all backends.
 
-A step reads every weight for a few tokens, so weights lie in rows as they are read, and projections of the same input
-are one matrix. Shapes: D width, I = heads times their width, F feed-forward width, V vocabulary.
+A step reads every weight for only a few tokens. So matrices are stored by rows in the order of reading, and projections
+with the same input are one matrix. Shapes: D width, I = heads times their width, F feed-forward width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ Array = jax.Array
 class Matrix:
     """A weight matrix [O, I]."""
 
-    rows: Array  # [O, I], or laid out otherwise by a backend
-    scale: Array  # f32 [O] of int8, else f32 [0]
+    rows: Array  # [O, I], or another layout of a backend
+    scale: Array  # f32 [O] for int8 rows, else f32 [0]
 
 
 @flax.struct.dataclass
 class Layer:
-    """Of a decoder layer; norm scales are float32."""
+    """The weights of a decoder layer; norm scales are float32."""
 
     self_norm: Array  # [D]
     self_inwards: Matrix  # [3 I, D]: query, key, value
@@ -45,17 +45,24 @@ class Layer:
 
 @flax.struct.dataclass
 class Weights:
-    """The weights that a decoder step reads, all but those of the source."""
+    """The weights that a decoder step reads, without the projections that compute the memory of a source."""
 
-    embedding: Matrix | None  # [V, D]; None: the head's, if tied
+    embedding: Matrix | None  # [V, D]; None: `head`, if tied
     layers: tuple[Layer, ...]
     norm: Array  # [D]
     head: Matrix  # [V, D]
-    bias: Array  # f32 [T, H, distances], the last for all that is farther; T is 1, or each layer has its own
+    bias: Array  # f32 [T, H, distances]; the last distance includes all longer ones; T is 1, or the number of layers
 
 
 def narrow(part: Tree, weights: str, dtype: Any) -> Matrix:
-    """A projection or a table as a matrix [O, I] held in what `weights` says; "auto": in that dtype."""
+    """Returns a projection or table as a matrix [O, I] in the stored dtype.
+
+    Args:
+      part: the parameters of the projection or table; int8 ones with scales are used unchanged.
+      weights: the stored dtype, one of `pipejax.config.WEIGHTS`; "auto": `dtype`. For "int8", each row is rounded with
+        one float32 scale.
+      dtype: the compute dtype.
+    """
     rows = part["kernel"].T if "kernel" in part else part["embedding"]
     if SCALE in part:
         return Matrix(rows, part[SCALE])
@@ -65,12 +72,18 @@ def narrow(part: Tree, weights: str, dtype: Any) -> Matrix:
 
 
 def join(*matrices: Matrix) -> Matrix:
-    """Matrices with the same inputs as one, each laid out before: XLA transposes what is joined element by element."""
+    """Concatenates matrices with the same inputs, each already laid out.
+
+    XLA would transpose a concatenation of matrices element by element, so they are laid out first.
+    """
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *matrices)
 
 
 def lay_out(config: T5Config, params: Tree, matrix: Callable[[Tree], Matrix]) -> Weights:
-    """The decoder's weights from a T5's parameters, but for its layers; `matrix` holds a projection or a table."""
+    """Returns the decoder's weights outside of layers, from a T5's parameters.
+
+    `matrix` converts a projection or a table.
+    """
     longest = config.relative_attention_max_distance
     of_distance = buckets(np.arange(longest + 1), count=config.relative_attention_num_buckets, longest=longest)
     decoder = params["decoder"]
@@ -84,13 +97,16 @@ def lay_out(config: T5Config, params: Tree, matrix: Callable[[Tree], Matrix]) ->
 
 
 def bias_tables(stack: Tree) -> Array:
-    """[T, buckets, H] of a stack's parameters without layers: the one that they share, or their own."""
+    """Returns the relative biases of a stack's parameters without layers, [T, buckets, H].
+
+    T is 1 if the layers share a table, else the number of layers.
+    """
     found: Array = stack["relative_bias"]["embedding"]
     return found.reshape(-1, *found.shape[-2:])
 
 
 def lay_out_layer(layer: Tree, matrix: Callable[[Tree], Matrix]) -> Layer:
-    """A layer of the decoder from its parameters."""
+    """Returns the weights of a decoder layer from its parameters; `matrix` converts a projection."""
     own, cross, feed = layer["self_attention"], layer["cross_attention"], layer["feed_forward"]
     return Layer(
         self_norm=own["norm"]["scale"],

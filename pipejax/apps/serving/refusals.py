@@ -25,7 +25,8 @@ class Refused(Exception):
 
         Args:
           status: the HTTP status.
-          message: the message for the client; it must not reveal anything about this machine.
+          error: the message for the client, or a UserError, whose parts the response also contains. It must not reveal
+            anything about this machine.
           field: the field of the body that causes the error.
           code: OpenAI's code of the error.
           headers: additional headers.
