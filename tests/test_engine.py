@@ -22,6 +22,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import Encodings, RunningBatch, Steps, Switch
 from pipejax.inference.sources import Source
 from pipejax.kernels.backends import OwnKernel
+from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError
 from support import oracle
 from support.served import wait_until
@@ -153,13 +154,12 @@ def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
         decode=DecodeConfig(draft="source", draft_tokens=1),
     )
     made = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
-    compiled = {}
+    compiled = CompiledPrograms()
     batch = RunningBatch(made.programs, made.make_strategy("pipelined"), 2, compiled=compiled)
 
     def meet(needs):
         for key, make in needs.items():
-            make()
-            compiled[key] = True
+            compiled.find(key, make)
 
     rng = np.random.default_rng(0)
     short, longer = ([*rng.integers(2, 12, length).tolist(), 1] for length in (20, 70))

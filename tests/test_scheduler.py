@@ -18,6 +18,7 @@ from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Needs
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch, Steps
 from pipejax.inference.sources import Source
+from pipejax.system.compiled import CompiledPrograms
 from support import oracle
 from support.tiny import MORE_WORDS
 
@@ -76,9 +77,9 @@ class FakeBatch:
         if not self.lacks:
             for one in self.places_of.values():
                 one[1] += 1
-        counts = np.asarray([self.places_of.get(place, (0, 0))[1] for place in range(self.places)])
-        tokens = np.tile(np.arange(99) % 9 + 2, (self.places, 1, 1))
-        scores = np.zeros(tokens.shape, np.float32)
+        counts: Any = np.asarray([self.places_of.get(place, (0, 0))[1] for place in range(self.places)])
+        tokens: Any = np.tile(np.arange(99) % 9 + 2, (self.places, 1, 1))
+        scores: Any = np.zeros(tokens.shape, np.float32)
         decoded = Decoded(tokens=tokens, lengths=counts[:, None], steps=counts, truncated=0 * counts, log_probs=scores)
         wanted = np.asarray([self.places_of.get(place, (0, 0))[0] for place in range(self.places)])
         return decoded, counts >= wanted
@@ -93,7 +94,7 @@ class ManualCompiler:
     """Compiles the requested programs when a test calls `run`: first those that requests wait for."""
 
     def __init__(self) -> None:
-        self.compiled = dict[Any, Any]()
+        self.compiled = CompiledPrograms()
         self.asked = list[tuple[int, Any, Callable[[], object]]]()
 
     def ask(self, needs: Needs, order: int = WANTED) -> None:
@@ -103,9 +104,7 @@ class ManualCompiler:
         while self.asked:
             self.asked.sort(key=lambda one: one[0])
             _, key, make = self.asked.pop(0)
-            if key not in self.compiled:
-                make()
-                self.compiled[key] = True
+            self.compiled.find(key, make)
             tell(key, None)
 
 

@@ -5,9 +5,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
 
 from pipejax.system import cli
+from pipejax.system.compiled import CompiledPrograms
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Compiler:
         `tell` is called by that thread with the key of each need, and with the exception if its compilation failed.
         """
         # Compiled programs, and keys of needs that are met; any thread may read it.
-        self.compiled: dict[Hashable, Any] = {}
+        self.compiled = CompiledPrograms()
         self.planned = self.prepared = 0  # number of needs requested as PLANNED, and how many of them are met
         self._tell, self._numbers = tell, itertools.count()
         self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object]]]()
@@ -53,8 +53,7 @@ class Compiler:
         if key not in self.compiled:
             try:
                 with cli.unneeded():
-                    make()
-                self.compiled[key] = True
+                    self.compiled.find(key, make)
             except Exception as failed:  # such as device errors and lack of memory: passed on to the waiting requests
                 logger.error(f"compiling failed: {failed}")
                 error = failed

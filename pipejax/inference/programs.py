@@ -41,6 +41,7 @@ from pipejax.model.backbone import Backbone, Module, choose_blocks
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 from pipejax.system import Tree
+from pipejax.system.compiled import CompiledPrograms
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class Programs:
         self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
         self.small: Programs | None = None  # the programs of the small model that drafts
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled = CompiledPrograms()
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
 
@@ -344,41 +345,51 @@ class Programs:
         """Returns the compiled encoder, or decoder with `slots` cache slots, for batches of shape [E, B, L]."""
         wished = arguments[4:]
         key = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
-        if key not in self._compiled:
-            jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
-            begun = time.perf_counter()
-            across, batch, length = shape
-            function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
-            name, more = "encoder", ""
-            if not isinstance(part, str):
-                sizes = schedule(part, batch)
-                small = self.small_of(part)
-                function = partial(
-                    decode_batch,
-                    self.model,
-                    part,
-                    sizes=sizes,
-                    slots=slots,
-                    backend=self.backend,
-                    drafting=Drafting(small.model, small.backend) if small else None,
-                )
-                name = f"{type(part).__name__.lower()} decoder"
-                more = "" if slots == sizes.slots[0] else ", for longer answers"
-            if self.config.num_layers + self.config.num_decoder_layers > 8:  # compiling a larger model takes seconds
-                # INFO lines are not shown without handlers.
-                level = logging.INFO if logger.hasHandlers() else logging.WARNING
-                line = f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}"
-                logger.log(level, line)
-            mesh, specs = self._mesh(across), (P(), *[P("each")] * (len(arguments) - 1))
-            own = partial(_by_itself, function)
-            each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
-            places = tuple(NamedSharding(mesh, spec) for spec in specs)
-            with precision(self.model.dtype):
-                lowered = jax.jit(each, in_shardings=places).lower(*arguments)
-            self._compiled[key] = lowered.compile()
-            report.compile_seconds += time.perf_counter() - begun
-            report.shapes += 1
-        return self._compiled[key]
+        return self._compiled.find(key, lambda: self._compile(part, slots, arguments, shape, report))
+
+    def _compile(
+        self,
+        part: Strategy | Literal["encoder"],
+        slots: int,
+        arguments: tuple[Any, ...],
+        shape: tuple[int, int, int],
+        report: Report,
+    ) -> jax.stages.Compiled:
+        """Compiles a program; see `_program`."""
+        jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
+        begun = time.perf_counter()
+        across, batch, length = shape
+        function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
+        name, more = "encoder", ""
+        if not isinstance(part, str):
+            sizes = schedule(part, batch)
+            small = self.small_of(part)
+            function = partial(
+                decode_batch,
+                self.model,
+                part,
+                sizes=sizes,
+                slots=slots,
+                backend=self.backend,
+                drafting=Drafting(small.model, small.backend) if small else None,
+            )
+            name = f"{type(part).__name__.lower()} decoder"
+            more = "" if slots == sizes.slots[0] else ", for longer answers"
+        if self.config.num_layers + self.config.num_decoder_layers > 8:  # compiling a larger model takes seconds
+            # INFO lines are not shown without handlers.
+            level = logging.INFO if logger.hasHandlers() else logging.WARNING
+            line = f"preparing the {name} for batches of {batch} with sources of up to {length} tokens{more}"
+            logger.log(level, line)
+        mesh, specs = self._mesh(across), (P(), *[P("each")] * (len(arguments) - 1))
+        own = partial(_by_itself, function)
+        each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
+        places = tuple(NamedSharding(mesh, spec) for spec in specs)
+        with precision(self.model.dtype):
+            lowered = jax.jit(each, in_shardings=places).lower(*arguments)
+        program = lowered.compile()
+        report.compile_seconds += time.perf_counter() - begun
+        report.shapes += 1
+        return program
 
 
 def _by_itself(function: Callable[..., Any], weights: Tree, *arrays: Any) -> Any:

@@ -46,6 +46,7 @@ from pipejax.model import lora
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 from pipejax.system import Tree
+from pipejax.system.compiled import CompiledPrograms
 
 Array = jax.Array
 SLICE = 0.1  # target seconds of one `advance`; each pause of the loop costs some milliseconds
@@ -159,7 +160,7 @@ class RunningBatch:
         places: int,
         switch: "Switch | None" = None,
         encodings: Encodings | None = None,
-        compiled: dict[Hashable, Any] | None = None,
+        compiled: CompiledPrograms | None = None,
     ) -> None:
         """Creates an empty batch; compiles nothing.
 
@@ -190,7 +191,7 @@ class RunningBatch:
         self.schema: Schema | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
-        self._compiled, self._waits = compiled if compiled is not None else {}, compiled is None
+        self._compiled, self._waits = compiled if compiled is not None else CompiledPrograms(), compiled is None
         self.lacks: Needs = {}  # programs of a larger cache that the last `advance` needed and that are not compiled
         self._adapter: int | None = None  # the adapter of the latest source
         self._functions: dict[str, Callable[..., Any]] = {
@@ -403,9 +404,8 @@ class RunningBatch:
         def shapes(name: str, *given: Any) -> Any:
             return jax.eval_shape(self._functions[name], *given)
 
-        if (key := ("memory", length, self.strategy)) not in self._compiled:
-            self._compiled[key] = self._trace_source(shapes, length, adapter)
-        found: Encoded = self._compiled[key]
+        key = "memory", length, self.strategy
+        found: Encoded = self._compiled.find(key, lambda: self._trace_source(shapes, length, adapter))
         return found
 
     def _compile_room(self, length: int, adapter: int | None) -> None:
@@ -432,11 +432,13 @@ class RunningBatch:
         """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
         whose = () if name.startswith("encode") else (self.strategy, self.places)
         key = name, *whose, *static.values(), *_shapes(given)
-        if key not in self._compiled:
+
+        def compile_program() -> jax.stages.Compiled:
             with precision(self._model.dtype):
                 made = jax.jit(partial(self._functions[name], **static), donate_argnums=DONATED.get(name, ()))
-                self._compiled[key] = made.lower(*given).compile()
-        return self._compiled[key]
+                return made.lower(*given).compile()
+
+        return self._compiled.find(key, compile_program)
 
     def _call(self, name: str, *given: Any, **static: int) -> Any:
         """Runs a program."""

@@ -5,7 +5,7 @@ Shapes: B batch, L source length, G rows of slots, N slots per row, A parts of a
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots
 from pipejax.model.t5 import is_stock
 from pipejax.system import Tree, cli, targets
+from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.training.optimizer import combine, learning_rate, make_optimizer, partition, trained_paths, updates_made
@@ -263,7 +264,8 @@ class Trainer:
             in_shardings=(self.shardings, None, replicated),
             out_shardings=(self.shardings, replicated),
         )
-        self._programs: dict[tuple[tuple[int, ...], ...], Future[jax.stages.Compiled]] = {}
+        self._programs = CompiledPrograms()
+        self._prepared = set[tuple[tuple[int, ...], ...]]()  # the keys that the background thread has compiled or will
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         whole = make()  # without dropout
         self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, **asked))
@@ -319,26 +321,22 @@ class Trainer:
 
         The program takes the state, the batch and the dropout key. The state's buffers are donated.
         """
-        key = _key(batch)
-        known = self._programs.get(key)
         # A program that waits in the background queue is compiled here instead, because that is sooner. A background
         # compilation that failed is repeated, because it may succeed now.
-        if known is None or known.cancel() or known.exception():
-            known = self._programs[key] = Future()
-            known.set_result(self.lower(batch).compile())
-        return known.result()
+        program: jax.stages.Compiled = self._programs.find(_key(batch), lambda: self.lower(batch).compile())
+        return program
 
     def is_ready(self, batch: ArrayShapes) -> bool:
         """Whether the program for these shapes is already compiled."""
-        known = self._programs.get(_key(batch))
-        return known is not None and known.done() and not known.cancelled() and not known.exception()
+        return _key(batch) in self._programs
 
     def prepare(self, pairs: Iterable[Pair]) -> None:
         """Compiles the programs for batches of these shapes in a background thread, one after the other."""
         for pair in pairs:
             batch = abstract_batch(self.config.train, pair, self.method.choices)
-            if _key(batch) not in self._programs:
-                self._programs[_key(batch)] = self._compiler.submit(self._compile_ahead, batch)
+            if (key := _key(batch)) not in self._prepared:
+                self._prepared.add(key)
+                self._compiler.submit(self._programs.find, key, partial(self._compile_ahead, batch))
 
     def close(self) -> None:
         """Ends the background thread; compilations that have not begun are cancelled."""

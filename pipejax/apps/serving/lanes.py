@@ -1,7 +1,6 @@
 """The running batches of a server, by lane, and the requests that have a place in them."""
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipejax.apps.schemas.row_schema import Schema
 from pipejax.apps.serving.answer import Kind, Running
@@ -9,6 +8,7 @@ from pipejax.inference import decoding_options
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
 from pipejax.inference.sources import Source
+from pipejax.system.compiled import CompiledPrograms
 
 
 class Lane(NamedTuple):
@@ -25,9 +25,7 @@ class Lanes:
     Only one thread may change them; all threads may call `running_with`, `new_batch` and read `running`.
     """
 
-    def __init__(
-        self, generator: Generator, switch: Switch, encodings: Encodings, compiled: dict[Hashable, Any]
-    ) -> None:
+    def __init__(self, generator: Generator, switch: Switch, encodings: Encodings, compiled: CompiledPrograms) -> None:
         """Creates no batch yet.
 
         Args:

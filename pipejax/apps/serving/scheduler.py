@@ -9,7 +9,7 @@ place and begins again later (`_requeue`).
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pipejax.inference import decoding_options
 from pipejax.inference.compiler import PLANNED, WANTED, Needs
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, Encodings, Switch
+from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError, out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ WEIGHTS = "weights"  # the key of the first need, laying out the weights
 class ProgramCompiler(Protocol):
     """Compiles programs on demand and reports each to `Scheduler.met`; see `Compiler`."""
 
-    compiled: dict[Hashable, Any]
+    compiled: CompiledPrograms
 
     def ask(self, needs: Needs, order: int = WANTED) -> None:
         """Schedules the compilation of programs; returns at once."""
