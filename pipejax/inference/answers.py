@@ -68,59 +68,99 @@ def record_of(
       tokenizer: makes the texts; None: the record has none.
       ends: whether the log-probabilities of end tokens count; False for an answer that was cut off.
     """
-    rows = list(zip(found.tokens[place], found.lengths[place].tolist(), strict=True))
-    exist, told = len(rows), found.log_probs is not None or found.trace is not None
-    if told:
-        exist = method.exist(exist, decoding_options.given(source, method).most)
-    kept = [(i, rows[i][0][: rows[i][1]].tolist()) for i in method.order([n for _, n in rows])]
-    unique = config.decode.unique_rows
-    repeated = [i for k, (i, row) in enumerate(kept) if unique and row in (above for _, above in kept[:k])]
-    kept = [(i, row) for i, row in kept if i not in repeated]
-    text: str | None = None
-    said: list[str] | None = None
+    rows = [tokens[:n].tolist() for tokens, n in zip(found.tokens[place], found.lengths[place].tolist(), strict=True)]
+    numbers, repeated = _kept_rows(rows, method, unique=config.decode.unique_rows)
+    kept = [rows[i] for i in numbers]
+    text, row_texts = None, None
     if tokenizer is not None:
-        text, said = method.read([tokenizer.decode(row) for _, row in kept], config.data.separator)
-        if unique and method.parts_text:
-            repeated = [k for k, row in enumerate(said) if row in said[:k]]
-            said = [*dict.fromkeys(said)]
+        text, row_texts, repeated = _texts_of(kept, repeated, method, config, tokenizer)
     if source.schema is not None:
-        text = source.schema.dump([row[:length].tolist() for row, length in rows])
+        text = source.schema.dump(rows)
     assert found.calls is not None, "`Programs.decode` sets them"
     record: Record = {
         "id": source.id,
         "text": text,
-        "rows": said,
-        "row_ids": [row for _, row in kept],
+        "rows": row_texts,
+        "row_ids": kept,
         "steps": int(found.steps[place]),
         "calls": int(found.calls[place]),
-        "truncated": TRUNCATIONS[int(found.truncated[place])],
+        "truncated": TRUNCATIONS[int(found.truncated[place])] if source.schema is None else None,
         "method": method.name,
     }
-    if said is not None and config.data.columns:
+    if row_texts is not None and config.data.columns:
         assert tokenizer is not None
-        record["columns"] = _columns_in(said, config, tokenizer)
-    if source.schema is not None:  # a schema's rows are complete
-        record["truncated"] = None
-    if unique:
+        record["columns"] = _columns_in(row_texts, config, tokenizer)
+    if config.decode.unique_rows:
         record["repeated"] = repeated
     if config.decode.samples > 1:
         record["sample"] = source.sample
+    if found.log_probs is None and found.trace is None:
+        return record
+    exist = method.exist(len(rows), decoding_options.given(source, method).most)
     if found.log_probs is not None:
         by_time, first = found.log_probs[place], [int(start(i)) for i in range(len(rows))]
-        record["log_probs"] = [by_time[i, first[i] : first[i] + len(row)].tolist() for i, row in kept]
-        spans = [slice(first[i], first[i] + n + ends) for i, (_, n) in enumerate(rows[:exist])]
+        record["log_probs"] = [by_time[i, first[i] : first[i] + len(rows[i])].tolist() for i in numbers]
+        spans = [slice(first[i], first[i] + len(row) + ends) for i, row in enumerate(rows[:exist])]
         record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
     if found.trace is not None:
-        calls = decoding.list_calls(found.trace, place, record["calls"])
-        # Rows are numbered as in `row_ids`, where an empty row may precede others (grid.stop=literal).
-        last = kept[-1][0] if kept else -1
-        later = [row for row in range(last + 1, exist) if row not in repeated]
-        numbers = {row: k for k, row in enumerate([*(row for row, _ in kept), *later])}
-        record["trace"] = [[x._replace(row=numbers[x.row]) for x in call if x.row in numbers] for call in calls]
+        record["trace"] = _trace_of(decoding.list_calls(found.trace, place, record["calls"]), numbers, repeated, exist)
         if tokenizer is not None:
-            seen = {*chain(*record["row_ids"]), *chain(*(one.drafted for call in record["trace"] for one in call))}
+            seen = {*chain(*kept), *chain(*(one.drafted for call in record["trace"] for one in call))}
             record["pieces"] = {str(i): tokenizer.piece(i) for i in sorted(seen)}
     return record
+
+
+def _kept_rows(rows: Sequence[list[int]], method: Method, *, unique: bool) -> tuple[list[int], list[int]]:
+    """Returns the numbers of the rows that a record contains, in the method's order, and of those that are left out.
+
+    Args:
+      rows: the token ids of all rows of the grid.
+      method: the method.
+      unique: whether rows that repeat an earlier row are left out (`decode.unique_rows`).
+    """
+    order = list(method.order([len(row) for row in rows]))
+    if not unique:
+        return order, []
+    repeated = [i for k, i in enumerate(order) if any(rows[i] == rows[above] for above in order[:k])]
+    return [i for i in order if i not in repeated], repeated
+
+
+def _texts_of(
+    kept: Sequence[list[int]], repeated: list[int], method: Method, config: Config, tokenizer: Tokenizer
+) -> tuple[str, list[str], list[int]]:
+    """Returns the text of an answer, the texts of its rows, and the numbers of the rows that repeat an earlier row.
+
+    Args:
+      kept: the token ids of the rows that the record contains.
+      repeated: the numbers of the rows that were left out as repetitions, by token ids. A method that parts a text
+        into rows generates a single row of tokens, so its repetitions are found by text.
+      method: the method.
+      config: the config.
+      tokenizer: the tokenizer.
+    """
+    text, row_texts = method.read([tokenizer.decode(row) for row in kept], config.data.separator)
+    if config.decode.unique_rows and method.parts_text:
+        repeated = [k for k, row in enumerate(row_texts) if row in row_texts[:k]]
+        row_texts = [*dict.fromkeys(row_texts)]
+    return text, row_texts, repeated
+
+
+def _trace_of(
+    calls: Sequence[Sequence[decoding.Asked]], kept: Sequence[int], repeated: Sequence[int], exist: int
+) -> list[list[decoding.Asked]]:
+    """Returns the trace of an answer with rows numbered as in `row_ids`.
+
+    An empty row may precede others (grid.stop=literal), so the numbers differ from those of the grid.
+
+    Args:
+      calls: the trace with the row numbers of the grid.
+      kept: the numbers of the rows that the record contains.
+      repeated: the numbers of the rows that were left out as repetitions.
+      exist: the number of rows that the answer can have.
+    """
+    later = [row for row in range(kept[-1] + 1 if kept else 0, exist) if row not in repeated]
+    numbers = {row: k for k, row in enumerate([*kept, *later])}
+    return [[one._replace(row=numbers[one.row]) for one in call if one.row in numbers] for call in calls]
 
 
 def _columns_in(rows: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str | None]:
