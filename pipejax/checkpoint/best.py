@@ -27,7 +27,7 @@ class Best:
         self.config, self.about = config, dict(about)
         self.store = Store(directory, keep=1, writable=True)
         found = self.store.newest_metadata()
-        # score of the step on disk; () without a step
+        # Score of the step on disk; () without a step.
         self.score: tuple[float, ...] = tuple((found or {}).get("score", ()))
         self._waiting: tuple[int, tuple[float, ...], Tree] | None = None
 

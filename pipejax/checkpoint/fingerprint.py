@@ -64,7 +64,7 @@ def _mesh_of(x: object) -> Mesh | None:
 def fingerprints(tree: Tree) -> Fingerprints:
     """Returns the fingerprint of every array of a tree, by path."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    # dispatches all computations before the first result is fetched
+    # Dispatches all computations before the first result is fetched.
     numbers = [_compiled_sums(_mesh_of(x))(x) for _, x in leaves]
     return {
         path_of(keys): [str(x.dtype), list(x.shape), *(int(n) for n in np.asarray(pair))]

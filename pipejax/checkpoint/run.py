@@ -136,7 +136,7 @@ def save_params(
     require_free(directory)
     try:
         with new_directory(directory) as partial:
-            # copied before the step is saved, because the manifest has the tokenizer's digests
+            # Copied before the step is saved, because the manifest has the tokenizer's digests.
             if tokenizer_source is not None:
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
             store = Store(partial / "checkpoints", writable=True)
@@ -149,7 +149,7 @@ def save_params(
             write_text(partial / "config.json", config_lib.to_json(config))
     except OSError as error:
         reason = error.strerror or str(error)
-        # it lists source, target and reason of each file; the source may be a temporary copy
+        # It lists source, target and reason of each file; the source may be a temporary copy.
         if isinstance(error, shutil.Error):
             reason = str(error.args[0][0][2]).partition(": ")[0]
         raise UserError(directory, f"cannot be written ({reason})") from error

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 STAGING = ".orbax-checkpoint-tmp"  # suffix of a step that is not committed yet
-# prefixes of a step that is to be deleted, and of a step that is being replaced
+# Prefixes of a step that is to be deleted, and of a step that is being replaced.
 GONE, REPLACED = ".gone-", ".replaced-"
 
 
@@ -108,7 +108,7 @@ class Steps:
         After a failed write, Orbax's other writes continue for a while and create new files.
         """
         until, still = time.monotonic() + seconds, 0
-        # if the directory cannot be listed, `sweep` runs again when the store is opened the next time
+        # If the directory cannot be listed, `sweep` runs again when the store is opened the next time.
         with contextlib.suppress(OSError):
             while still < 4 and time.monotonic() < until:
                 self.sweep()

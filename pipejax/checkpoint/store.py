@@ -147,8 +147,8 @@ class Store:
                 if distributed.first():
                     about |= self._tokenizer
                     self._steps.sweep()
-                    # created first: without these directories the other processes wait in Orbax, for ten minutes if
-                    # this one fails
+                    # Created first: without these directories the other processes wait in Orbax, for ten minutes if
+                    # this one fails.
                     for name in items:
                         (staging / name / "array_metadatas").mkdir(parents=True)
             with distributed.fail_together(Exception):
@@ -255,7 +255,7 @@ class Store:
                 if distributed.first():
                     self.verify(step)
             except UserError as trouble:
-                # the step cannot be read now, but is not damaged, and the caller does not need its arrays
+                # The step cannot be read now, but is not damaged, and the caller does not need its arrays.
                 logger.warning("%s", trouble)
             return self.describe(step)
 
@@ -269,7 +269,7 @@ class Store:
 
         `commit` does so as well, but a kill may have come between the commit and the removal.
         """
-        # the other processes wait, so that none lists the steps before the removal
+        # The other processes wait, so that none lists the steps before the removal.
         with distributed.fail_together(UserError):
             if distributed.first():
                 self._steps.retire(newest)

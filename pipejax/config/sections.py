@@ -58,8 +58,8 @@ class DataConfig:
     train: str = setting(  # `jsonl`, `csv`: a path, a URL, a pattern of either, or hub:OWNER/NAME[SPLIT]; "": none
         "", resume=("data",)
     )
-    dev: str = setting("", resume=("dev",))  # the same for evaluations during training
-    test: str = setting("", resume=True)  # the same for `pipejax evaluate`
+    dev: str = setting("", resume=("dev",))  # examples for evaluations in training; as `train`
+    test: str = setting("", resume=True)  # examples for `pipejax evaluate`; as `train`
     stream: int = setting(  # `jsonl`, `csv`: examples per shuffled buffer of a stream; 0: `train` is read into memory.
         0, least=0
     )
@@ -228,7 +228,7 @@ class DecodeConfig:
     seed: int = setting(0, least=0, most=2**31 - 1, ability="sample", request=(-(2**63), 2**63 - 1))  # for sampling
     samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
     unique_rows: bool = setting(  # Drop a row that repeats an earlier one;
-        # two repeated rows in succession end the answer.
+        # two repeated rows in succession end the answer
         False,
         ability="unique",
         asks=True,

@@ -81,6 +81,7 @@ def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
 
 
 def _read_floats(directory: Path, model: Model) -> tuple[Model, Params]:
+    """Reads float weights, after checking the names and shapes of all tensors."""
     weights, tensors = open_tensors(directory)
     tensors = unwrapped(model, weights, tensors)
     model = model.fitted(tensors, weights)
@@ -149,6 +150,17 @@ def _write_directory(
     run: Config | None,
     origin: description.ModelOrigin,
 ) -> None:
+    """Writes the files of a model directory, the tokenizer and the weights, completely or not at all.
+
+    Args:
+      out: the directory, absent or empty.
+      files: contents of JSON files, by name.
+      weights: the name of the file of tensors.
+      tensors: by name.
+      tokenizer_dir: the tokenizer's files to copy; None: none.
+      run: the config for pipejax.json and README.md; None: neither is written.
+      origin: facts for README.md.
+    """
     out = absolute(out)
     require_free(out)
     try:
@@ -284,6 +296,10 @@ def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
 
 
 def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None) -> Config:
+    """Returns the config of a converted model.
+
+    It comes from pipejax.json of the adapter or the model, or else from the settings of transformers' `generate`.
+    """
     generate = generation.read_generation(directory, read_json(directory / "config.json"))
     read = (
         description.read_settings(place, model, generate) for place in dict.fromkeys((adapter or directory, directory))

@@ -131,11 +131,13 @@ def read_json(file: Path) -> dict[str, object]:
 
 
 def check_finite(where: str, array: np.ndarray) -> None:
+    """Raises a UserError if a value is NaN or infinite."""
     if wrong := array.size - np.count_nonzero(np.isfinite(array)):
         raise UserError(where, found=f"{wrong} values that are NaN or infinite", expected="finite numbers")
 
 
 def damaged(file: Path, expected: str, error: Exception) -> UserError:
+    """Returns the UserError for a file that cannot be read; names a placeholder, such as a git-LFS pointer."""
     found = stand_in(file) or f"a damaged file ({first_line(error)})"
     return UserError(file, found=found, expected=expected)
 

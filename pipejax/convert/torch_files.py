@@ -73,6 +73,8 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
+    """A tensor in a pickle: a view of a storage."""
+
     storage: Storage
     offset: int  # offset of the first number, counted in numbers
     shape: tuple[int, ...]

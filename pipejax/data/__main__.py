@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _stats(flags: argparse.Namespace) -> int:
+    """Prints the statistics of a task's splits."""
     config = Config(data=DataConfig(task=flags.task, data_dir=flags.data_dir, tokenizer=flags.tokenizer))
     if flags.task in PAPERS:
         published: Any = make_task(config.data)

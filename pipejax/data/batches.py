@@ -98,6 +98,7 @@ def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
 
 
 def _stack(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
+    """Makes a batch of examples in the order in which they fill the rows of slots; `numbers` are their indices."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
@@ -140,7 +141,7 @@ class Share:
 
     index: int = 0
     count: int = 1
-    # rows of slots on this process's devices; several processes may hold the same row
+    # Rows of slots on this process's devices; several processes may hold the same row.
     rows: frozenset[int] = frozenset()
     # Sends this process's message to all processes; returns the messages of all, by process index.
     tell: Callable[[bytes], list[bytes]] = lambda mine: [mine]

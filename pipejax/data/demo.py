@@ -101,12 +101,15 @@ class DemoTask:
         self._long = long
 
     def examples(self, split: str) -> Sequence[Example]:
+        """Returns the examples of a split, generated with seed 0."""
         return examples(split, long=self._long)
 
     def source(self, value: Object, place: str) -> str:
+        """Returns the record's "source"."""
         return text_of(value, "source", place)
 
     def tokenizer(self) -> Tokenizer:
+        """Returns the demo's word-level tokenizer."""
         with tempfile.TemporaryDirectory() as directory:
             build_tokenizer(Path(directory), LONG_WORDS if self._long else WORDS)
             return Tokenizer.load(directory)
@@ -114,6 +117,10 @@ class DemoTask:
 
 @functools.cache
 def _example(split: str, index: int, _: int, *, seed: int, long: bool) -> Example:
+    """Draws example number `index` of a split.
+
+    Notes are drawn until one's hash belongs to the split, so that splits are disjoint.
+    """
     share = _SHARES[split]
     entropy = np.random.SeedSequence([seed, list(SIZES).index(split), index])
     chance = _uniform_numbers(np.random.default_rng(entropy))

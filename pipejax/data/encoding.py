@@ -86,6 +86,7 @@ def answered(
 
 
 def place_of_example(example: Example) -> str:
+    """Returns the name of an example in messages: its "FILE:LINE" or, if unknown, its id."""
     return example.place or f"example {example.id}"
 
 

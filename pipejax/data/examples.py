@@ -17,7 +17,7 @@ class Example:
     source: str
     targets: tuple[str, ...]
     place: str = dataclasses.field(default="", repr=False, compare=False)  # "FILE:LINE", for errors; "": unknown
-    # the text in which present keyphrases are searched; "": the source
+    # The text in which present keyphrases are searched; "": the source.
     document: str = dataclasses.field(default="", repr=False, compare=False)
 
 

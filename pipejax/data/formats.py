@@ -36,10 +36,12 @@ def read_records(
 
 
 def is_parquet(path: str | Path) -> bool:
+    """Whether a path's name is that of a Parquet file."""
     return Path(inner_name(path)).suffix.lower() in PARQUET
 
 
 def is_dataset(path: Path) -> bool:
+    """Whether a directory was written by `save_to_disk` of Hugging Face datasets."""
     return path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file())
 
 
@@ -82,6 +84,7 @@ def _check_columns(names: Sequence[object], where: str) -> None:
 
 
 def _read_dataset(path: Path) -> Iterator[Placed]:
+    """Yields ("PATH:NUMBER", record) for each row of a saved Hugging Face dataset."""
     if not is_dataset(path):
         raise UserError(path, found="a directory", expected=EXPECTED)
     if (path / "dataset_dict.json").is_file():
@@ -89,7 +92,7 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(path, found=f"the splits {splits or 'none'}", expected=f"one of them, such as {path}/train")
     library, arrow = module("datasets", "datasets", path), module("pyarrow", "datasets", path)
     try:
-        # a saved format would return arrays instead of lists
+        # A saved format would return arrays instead of lists.
         rows = library.load_from_disk(str(path)).with_format(None)
         for number, value in enumerate(rows, start=1):
             yield f"{path}:{number}", value

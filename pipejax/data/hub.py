@@ -17,6 +17,11 @@ def parted(source: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def at(source: str | Path, revision: str) -> str:
+    """Returns NAME@REVISION for a hub name with a revision, else the source unchanged.
+
+    Raises:
+      UserError: a local path has a revision.
+    """
     if revision and look(source):
         raise UserError(
             source, found=f"a path with the revision {revision}", expected="a name of the hub, which has some"

@@ -48,7 +48,7 @@ class BadLines:
         if not self.skip:
             refuse_line(error)
         message = str(error)
-        # the files of a stream are read once per pass; the list has at most SHOWN messages
+        # The files of a stream are read once per pass; the list has at most SHOWN messages.
         if self.tell and message in self.messages:
             return
         self.count += 1
@@ -237,7 +237,7 @@ def id_of(value: Object, place: str) -> str | int:
         return place.rpartition(":")[2]
     is_float = isinstance(found, numbers.Real) and not isinstance(found, numbers.Integral)
     if (abs(found) < 2**53 if is_float else isinstance(found, decimal.Decimal)) and found % 1 == 0:
-        # a table stores whole numbers as floats in a column with gaps; larger floats have lost digits
+        # A table stores whole numbers as floats in a column with gaps; larger floats have lost digits.
         found = int(found)
     # numbers.Integral includes NumPy's integers
     if isinstance(found, bool) or not isinstance(found, str | numbers.Integral):
@@ -274,6 +274,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 def kind(value: object) -> str:
+    """Describes the type of a JSON value in words, for messages."""
     if value is None:
         return "null"
     if isinstance(value, numbers.Number) and not isinstance(value, bool):

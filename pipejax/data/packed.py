@@ -65,7 +65,7 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
     try:
         yield content
     except damage as error:
-        # an error of the disk, not of the data
+        # An error of the disk, not of the data.
         if not name or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise UserError(where, f"damaged {name} data ({error})", expected="a whole file") from error

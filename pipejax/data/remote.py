@@ -15,6 +15,7 @@ _DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:\[([\w.-]+)\])?"
 
 
 def is_remote(path: str | Path) -> bool:
+    """Whether a path is a URL or names a data set on the hub."""
     return isinstance(path, str) and ("://" in path or path.startswith(HUB))
 
 
@@ -73,21 +74,26 @@ class Guarded(io.RawIOBase):
         self.file, self.refusal, self.holder = file, refusal, holder
 
     def readable(self) -> bool:
+        """See io.RawIOBase."""
         return True
 
     def seekable(self) -> bool:
+        """See io.RawIOBase."""
         return bool(self.file.seekable())
 
     def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase; raises a UserError for an exception of the library."""
         try:
             return int(self.file.readinto(buffer))
         except Exception as error:  # a broken connection or a damaged archive may raise any exception
             raise self.refusal(error) from error
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """See io.RawIOBase."""
         return int(self.file.seek(offset, whence))
 
     def close(self) -> None:
+        """Closes the library's file as well."""
         super().close()
         self.file.close()
 

@@ -22,7 +22,7 @@ Pair = tuple[int, int]  # source tokens, slots of a row
 TRIED, EXAMPLES = 640, 2**17  # the most batches that `choose_pairs` draws, and the most examples in them
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding, because sources have ten times the tokens
-# padding tokens that a pair has to save in a run to be worth its compilation, for small models on few cores
+# Padding tokens that a pair has to save in a run to be worth its compilation, for small models on few cores.
 COMPILING = 2**15
 LONGEST = 2**31 - 1  # no length is larger: arrays count in 32 bits
 

@@ -55,7 +55,7 @@ class _Lengths:
     cuts: dict[str, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(("max_source", "max_target", "time_max", "sub_max", "either"), 0)
     )
-    # the number of examples
+    # The number of examples.
     changed: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TEXTS, 0))
     first: dict[str, str] = dataclasses.field(default_factory=dict)  # where a text first changes, and how
 
@@ -138,7 +138,7 @@ def _count(
     late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
     cuts = lengths.cuts
     cuts["max_source"] += source > data.max_source
-    # with the eos of the empty row that ends the target
+    # With the eos of the empty row that ends the target.
     cuts["max_target"] += sum(rows) + len(rows) + (bounds.delay > 0) > data.max_target
     cuts["time_max"] += late
     cuts["sub_max"] += many
@@ -154,6 +154,7 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
 
 
 def table_lines(splits: dict[str, Statistics]) -> list[str]:
+    """Returns the statistics of splits as the lines of text tables."""
     lines = [f"{'split':8}{'examples':>10}{'words/target':>14}{'rows':>7}{'words/row':>11}{'no target':>11}"]
     for name, s in splits.items():
         lines.append(

@@ -41,7 +41,7 @@ class Shuffled:
     def __init__(self, stream: Stream, seed: int) -> None:
         self.stream, self.seed = stream, seed
         self._count: int | None = None  # examples per pass; None until the first pass ends
-        # the newest buffers, each with the number of its first example
+        # The newest buffers, each with the number of its first example.
         self._kept: list[tuple[int, list[Example]]] = []
         self._begin(0)
 
@@ -75,6 +75,11 @@ class Shuffled:
         self._buffers = self.stream.read(order)
 
     def _read_on(self) -> None:
+        """Reads the next buffer and shuffles it; begins the next pass after the last buffer.
+
+        Raises:
+          UserError: a file cannot be read, or a later pass has another number of examples than the first.
+        """
         try:
             examples = next(self._buffers, None)
         except UserError:

@@ -32,6 +32,7 @@ class Dialect(NamedTuple):
 
     @classmethod
     def of(cls, config: DataConfig) -> "Dialect":
+        """Returns the dialect in the config."""
         return cls(config.csv_delimiter, config.csv_quotes)
 
     @classmethod
@@ -77,7 +78,7 @@ class _Quoting:
         self._needed = re.compile(rf'{between}|["\r\n]')
         self._is_kept = False  # whether a cell in quotes needs them: it contains a delimiter, a quote or a line break
         self._is_broken = False  # whether a cell without quotes around it contains a quote
-        # the first cell that may contain rows: its first line, and the line after its last one
+        # The first cell that may contain rows: its first line, and the line after its last one.
         self.doubtful: tuple[int, int] | None = None
 
     def lost(
@@ -126,6 +127,7 @@ def suffix_of(path: str | Path) -> str:
 
 
 def is_table(path: str | Path) -> bool:
+    """Whether the name of a path is that of a text table."""
     return suffix_of(path) in SUFFIXES
 
 
@@ -171,7 +173,7 @@ class TextTable:
         if tell and self.delimiter not in (",", dialect.delimiter, named):
             _say_once(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
         self.names = list[str]()
-        # the rows after the names, in the form of `rows`
+        # The rows after the names, in the form of `rows`.
         self.rest = self.rows(chain([first], lines)) if first else iter(())
         number, self.lines, cells = next(self.rest, (1, 0, list[str]()))
         if isinstance(cells, UserError):
@@ -231,7 +233,7 @@ class TextTable:
                     hint="data.csv_quotes: letters reads quotes as text, quote accepts the cell",
                 )
             elif broken and not isinstance(cells, _Lost):
-                # after an unclosed quote, the following lines are not rows any more
+                # After an unclosed quote, the following lines are not rows any more.
                 cells = UserError(f"{broken[0]}{_span(begun, begun + count)}")
             elif self.tell and isinstance(cells, list):
                 is_long = count > 1 and any(_ENDS.search(x) and (self.delimiter in x or len(cells) < 2) for x in cells)

@@ -31,10 +31,12 @@ def normalized(text: str) -> str:
 
 
 def split_rows(text: str, delimiter: str) -> list[str]:
+    """Splits a text into rows; blank rows are left out."""
     return [part for part in map(str.strip, text.split(delimiter)) if part]
 
 
 def sentences(text: str) -> list[str]:
+    """Splits an English text into sentences."""
     with extra("metrics", "sentences"):
         import sentencex
 
@@ -84,4 +86,5 @@ class Template:
         return field.replace("_", "a").replace("-", "a").isalnum()
 
     def fill(self, values: Mapping[str, str]) -> str:
+        """Returns the text with each field's value in place of its name."""
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)

@@ -260,7 +260,7 @@ class Tokenizer:
         for step in self._decoding_steps:
             kind = step["type"]
             is_wide = kind == "Strip" and step["stop"] > 0
-            # the pattern may span two pieces
+            # The pattern may span two pieces.
             is_wide |= kind == "Replace" and len(step["pattern"].get("String", "  ")) > 1
             if kind == "ByteFallback" and not fused:
                 found = "runs of bytes"
@@ -603,11 +603,21 @@ def _damage(directory: Path) -> str:
 
 
 def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTokenizerBase":
+    """Reads the tokenizer of a hub id, from the local cache if it was downloaded before.
+
+    Args:
+      name: the id with its revision, for messages.
+      of_hub: the id.
+      revision: the client's arguments for the revision.
+
+    Raises:
+      UserError: the id does not exist, or the hub cannot be reached.
+    """
     import huggingface_hub
 
     transformers, at = import_transformers(), _DATA | revision
     try:
-        # succeeds if it was downloaded before
+        # Succeeds if it was downloaded before.
         inner = transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)
     except Exception:
         try:

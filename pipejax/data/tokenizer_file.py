@@ -47,18 +47,22 @@ class TokenizerFile:
 
     @property
     def added_tokens_decoder(self) -> "dict[int, tokenizers.AddedToken]":
+        """The added tokens by id, as in transformers."""
         found: dict[int, tokenizers.AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
         return found
 
     @property
     def all_special_ids(self) -> list[int]:
+        """The ids of all special tokens, as in transformers."""
         return [self.convert_tokens_to_ids(piece) for piece in self.special_tokens_map.values()]
 
     def get_vocab(self) -> dict[str, int]:
+        """Returns the ids by piece, as in transformers."""
         found: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
         return found
 
     def convert_tokens_to_ids(self, piece: str) -> int:
+        """Returns the id of a piece, as in transformers."""
         found = self.backend_tokenizer.token_to_id(piece)
         assert found is not None, "`read_tokenizer_file` saw to it"
         return found

@@ -58,6 +58,7 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
 
 
 def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
+    """Reads a PEFT directory. Its base weights are not part of it, so they are not compared with the base."""
     assert base.config.model is not None  # `open_run` checks it
     factors = adapters.read_factors(place, base.config.model)
     if any(look(place / name) for name in FILES):

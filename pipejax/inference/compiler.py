@@ -49,6 +49,7 @@ class Compiler:
             del asked  # frees the request and the objects that it refers to
 
     def _meet(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
+        """Compiles one need, and reports its key and the exception, if any, to `tell`."""
         error = None
         if key not in self.compiled:
             try:

@@ -28,6 +28,8 @@ _texts_of = functools.partial(texts_of, blank=True)
 
 
 class Documents(NamedTuple):
+    """The columns of a file of predictions."""
+
     sources: list[str]
     gold: list[Rows]
     predicted: list[Rows]

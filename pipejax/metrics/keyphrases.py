@@ -21,6 +21,8 @@ stem: Callable[[str], str] = functools.lru_cache(maxsize=1 << 20)(PorterStemmer(
 
 
 class _Scores(NamedTuple):
+    """Scores of one document, 0 to 1."""
+
     precision: float
     recall: float
     f1: float

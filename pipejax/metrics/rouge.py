@@ -39,4 +39,5 @@ def per_document(
 
 
 def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
+    """Returns the mean F1 scores of `count` documents in percent, from the sums over them."""
     return {name: 100 * sums[name] / count if count else 0.0 for name in TYPES}

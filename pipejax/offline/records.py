@@ -280,6 +280,7 @@ def _read(lines: Path) -> Iterator[Object]:
 
 
 def _write_text(lines: Path, partial: Path, target: str) -> None:
+    """Writes CSV or TSV with a line of names; lists and objects become JSON."""
     with partial.open("w", encoding="utf-8", newline="") as file:
         delimiter = DELIMITERS[Path(target).suffix.lower()]
         rows = csv.writer(file, delimiter=delimiter, lineterminator="\n")
@@ -296,6 +297,7 @@ def _write_text(lines: Path, partial: Path, target: str) -> None:
 
 
 def _write_parquet(lines: Path, partial: Path, target: str) -> None:
+    """Writes Parquet. Ids are int64 if all are whole numbers, else strings."""
     arrow, parquet = (module(name, "parquet", f"--output {target}") for name in ("pyarrow", "pyarrow.parquet"))
     whole = all(isinstance(record["id"], int) and abs(record["id"]) < 2**63 for record in _read(lines))
     first, fields = next((record for _, record in read_file(lines)), {}), []

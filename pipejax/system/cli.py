@@ -45,6 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_checkpoint(self) -> None:
+        """Adds --checkpoint and --best."""
         self.add_argument(
             "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
         )
@@ -53,6 +54,7 @@ class Parser(argparse.ArgumentParser):
     def add_number(
         self, flag: str, text: str, *, least: int = 1, most: int = WHOLE, default: int | None = None
     ) -> None:
+        """Adds a flag for a whole number from `least` to `most`."""
         self.add_argument(flag, type=whole_number(least, most), default=default, metavar="N", help=text)
 
     def add_overrides(self, text: str = "model=MODULE:CLASS alone: a backbone of your own, not a T5") -> None:
@@ -74,6 +76,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        """Keeps the arguments for `error`, which names misspelt flags."""
         self._given = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
@@ -155,6 +158,8 @@ def line_of(record: logging.LogRecord) -> str:
 
 
 class _Lines(logging.Handler):
+    """A log handler that writes records as lines for the user, or as JSON objects."""
+
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:

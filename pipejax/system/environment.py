@@ -134,11 +134,13 @@ def _plain(value: object) -> bool | int | str | None:
 
 
 def check_flags() -> None:
+    """Raises a UserError if XLA_FLAGS has a flag that this XLA does not know."""
     _try_flags(os.environ.get(_FLAGS, "").strip())
 
 
 @functools.cache
 def _try_flags(flags: str) -> None:
+    """Starts a process with these flags, because XLA aborts the process for an unknown flag."""
     if not flags:
         return
     ended = subprocess.run([sys.executable, "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, check=False)

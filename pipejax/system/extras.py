@@ -44,6 +44,7 @@ def command(name: str) -> str:
 
 
 def libraries(name: str) -> list[str]:
+    """Returns the requirements of an extra, including those of nested extras."""
     found = []
     for line in importlib.metadata.requires("pipejax") or []:
         library, _, marker = line.partition(";")

@@ -166,14 +166,17 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 50
 
 
 def types_of(cls: type) -> dict[str, Kind]:
+    """Returns the type of each field of a dataclass, by name."""
     return typing.get_type_hints(cls)
 
 
 def alternatives(kind: Kind) -> tuple[Kind, ...]:
+    """Returns the members of a union, or the type itself."""
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
 def noun(kind: Kind) -> str:
+    """Describes a type in words, for messages."""
     nouns = {
         int: "a whole number",
         float: "a number",

@@ -167,6 +167,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
+    """Syncs all files and directories below a directory, and the directory."""
     for place, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             sync(Path(place, name))
@@ -174,6 +175,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_output(path: Path) -> None:
+    """Syncs a regular file and the directory that contains it; does nothing for pipes and devices."""
     if path.is_file():
         sync(path)
         sync(Path(os.path.realpath(path)).parent)
@@ -187,6 +189,7 @@ def _sync_name(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Writes a file completely or not at all."""
     with new_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -234,6 +237,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def make_directories(directory: Path) -> list[Path]:
+    """Creates a directory with its parents, durably; returns the created ones, innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -242,6 +246,7 @@ def make_directories(directory: Path) -> list[Path]:
 
 
 def remove_empty(directories: list[Path]) -> None:
+    """Removes the directories that are empty."""
     for directory in directories:
         with contextlib.suppress(OSError):
             directory.rmdir()
@@ -254,6 +259,7 @@ def free_name(path: Path) -> Path:
 
 
 def sweep(directory: Path, *patterns: str) -> None:
+    """Removes the files and directories that match the patterns; errors are ignored."""
     for pattern in patterns:
         with contextlib.suppress(OSError):
             for path in directory.glob(pattern):

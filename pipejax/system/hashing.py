@@ -8,6 +8,7 @@ GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: its multiples mod 2**32 spread even
 
 
 def places(shape: tuple[int, ...]) -> Array:
+    """Returns the position of each element in row-major order mod 2^32, u32 of this shape."""
     place = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         place = place * jnp.uint32(size & 0xFFFFFFFF) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

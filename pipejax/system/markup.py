@@ -13,4 +13,5 @@ def escape(text: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
+    """Returns a number with a noun, such as "2 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

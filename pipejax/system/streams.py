@@ -28,15 +28,24 @@ class _Stream(io.RawIOBase):
         self._descriptor, self._name, self._dead = descriptor, name, False
 
     def writable(self) -> bool:
+        """See io.RawIOBase."""
         return True
 
     def fileno(self) -> int:
+        """See io.RawIOBase."""
         return self._descriptor
 
     def isatty(self) -> bool:
+        """See io.RawIOBase."""
         return os.isatty(self._descriptor)
 
     def write(self, data: Any) -> int:
+        """Writes bytes; waits if the descriptor is non-blocking and full. After a failure, drops them.
+
+        Raises:
+          UserError: the first failure of a stream with a name.
+          ReaderGone: the reader of a stream with a name has closed the pipe.
+        """
         while not self._dead:
             try:
                 return os.write(self._descriptor, data)

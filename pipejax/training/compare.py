@@ -46,7 +46,7 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
         found["epoch"] = f"{last['epoch']:.1f}" if "epoch" in last else "-"
         found["loss"] = f"{last['loss']:.4f}" if last["loss"] is not None else "none"
         found["minutes"] = f"{sum(sum(line['seconds'].values()) for line in trained) / 60:.1f}"
-    # evaluations by another metric (an older release's default) are on another scale, so they are left out below
+    # Evaluations by another metric (an older release's default) are on another scale, so they are left out below.
     if evaluations:
         best = max((x for x in evaluations if x["metric"] == evaluations[-1]["metric"]), key=score_of)
         found |= {"best at": str(best["step"]), "dev loss": f"{best['dev_loss']:.4f}", "steps": f"{best['steps']:.1f}"}

@@ -89,7 +89,7 @@ class Examiner:
             before = line["metric"]
             if before == metric:
                 self._count(score_of(line))
-        # an older release had another default metric
+        # An older release had another default metric.
         if distributed.same(before) not in ("", metric) and best is not None:
             logger.warning(f"scores by {before} so far, by {metric} from here on: best/ is chosen anew")
             best.score = ()
@@ -140,7 +140,7 @@ class Examiner:
 
         def tick(count: int) -> None:
             nonlocal answers
-            # all processes decode equally many examples, and each decodes the remainder as well
+            # All processes decode equally many examples, and each decodes the remainder as well.
             answers += count * jax.process_count()
             reach(f"{min(answers, total)} of {total} answers")
             if stopped():

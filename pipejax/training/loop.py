@@ -114,7 +114,7 @@ class Examples:
 
     train: Sequence[Example]
     dev: Sequence[Example]
-    # by name: "data", the training examples; "data_whole", all of them, if they are in memory; "dev"
+    # By name: "data", the training examples; "data_whole", all of them, if they are in memory; "dev".
     fingerprints: dict[str, str]
 
     @classmethod
@@ -220,14 +220,14 @@ class Run:
             batch = next(self.batches)
             arrays = sharding.put_batch(batch.arrays, self.trainer.mesh)
         program = self._program(batch)
-        # several processes would have to compile in the same order, so they do not compile ahead
+        # Several processes would have to compile in the same order, so they do not compile ahead.
         if not distributed.several():
             self.trainer.prepare(self.shapes.in_use(min(self.step + EVERY, self.config.train.steps - 1)))
         if self.step == self.profiled.start and self.profiled:
             self.profile.enter_context(jax.profiler.trace(self.directory.path / "profile"))
         self.state, metrics = program(self.state, arrays, self.trainer.dropout_key(self.step + 1))
         self.step += 1
-        # the save overlapped with this one step and is completed now, so a crash loses at most one interval
+        # The save overlapped with this one step and is completed now, so a crash loses at most one interval.
         if self.step == self.saved + 1:
             jax.block_until_ready(metrics)
             with self.clock("checkpoint"):
@@ -237,7 +237,7 @@ class Run:
             self.profile.close()
         self.window.add(self.step, batch, metrics)
         if self.evaluation_is_due() or self._save_is_due():
-            # so that the time of the step is not counted as part of the evaluation or the save
+            # So that the time of the step is not counted as part of the evaluation or the save.
             jax.block_until_ready(metrics)
 
     def log_if_due(self) -> None:
@@ -313,7 +313,7 @@ class Run:
         if error is None:
             self.exchange.close()
         else:
-            # after an error of this process alone the others would not take part in the save, which would never end
+            # After an error of this process alone the others would not take part in the save, which would never end.
             if not distributed.several() or distributed.shared(error):
                 self.store.settle()
             if not distributed.lost(error):  # a process that is gone cannot be notified
@@ -347,6 +347,7 @@ class Run:
             return self.trainer.program(shapes)
 
     def _say_what_is_trained(self, examples: int) -> None:
+        """Logs the size of the model, the number of examples, the devices and the batch shapes."""
         train, trainer, params = self.config.train, self.trainer, self.state.params
         size, own = (sum(x.size for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, trainer.trained(params)))
         trains = f" ({own:.2f} M are trained)" if own < size else ""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.75  # the share of a GPU's memory that JAX reserves, unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another one
-# the usable share of a device's memory: XLA allocates at most a third more than the estimate (tests/test_plan.py)
+# The usable share of a device's memory: XLA allocates at most a third more than the estimate (tests/test_plan.py).
 ROOM = 0.75
 
 
@@ -51,7 +51,7 @@ def estimate(
     heads = math.ceil(model.num_heads / config.mesh.tensor)
     inner, hidden = heads * model.d_kv, math.ceil(model.d_ff / config.mesh.tensor)
     gates = 1 if model.feed_forward == "relu" else 2
-    # dropout stores its output beside its input; its mask is recomputed, not stored
+    # Dropout stores its output beside its input; its mask is recomputed, not stored.
     dropped = wide if train.dropout else 0
 
     def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
@@ -112,13 +112,13 @@ def estimate(
     terms["encoded source and its gradient"] = 2 * stream(tokens)
     table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
     if not train.lora_rank:
-        # one gradient for the lookups and one for the output head, before they are added
+        # One gradient for the lookups and one for the output head, before they are added.
         terms["gradients of the table, by use"] = 2 * 4 * table
     # The encoder and the decoder are computed one after the other, so only the larger working set counts.
     smaller = min((name for name in terms if "at work" in name), key=terms.__getitem__)
     del terms[smaller]
     work = [name for name in terms if "at work" in name or "kept of" in name]
-    # the stacked gradient is split into layers only after the layers' working memory is free, so the two never coexist
+    # The stacked gradient is split into layers only after the layers' working memory is free, so the two never coexist.
     if blocks and train.remat != "none":
         for name in work if sum(terms[name] for name in work) < gradients else ["gradient"]:
             del terms[name]

@@ -81,6 +81,7 @@ class Window:
         self.peak = sum(p for p in peaks if p) if known else None
 
     def add(self, step: int, batch: Batch, metrics: dict[str, Array]) -> None:
+        """Adds a step with its batch, without the arrays, and its metrics, which may still be computed."""
         self.steps.append((step, batch._replace(arrays={}), metrics))
 
     def flush(self) -> Line:

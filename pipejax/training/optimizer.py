@@ -58,7 +58,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         update = optax.chain(adafactor, _decay(rate, decay, decays))
     else:
         update = optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=decay, mask=decays)
-    # keeps the place of the clipping of former releases, so that their optimizer states can still be restored
+    # Keeps the place of the clipping of former releases, so that their optimizer states can still be restored.
     return optax.chain(optax.identity(), update)
 
 

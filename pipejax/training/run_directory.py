@@ -53,7 +53,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path, self.writes = absolute(path), distributed.first()
         self._waiting: list[str] = []  # lines of the log that could not be written yet
-        # directories created for a new run, removed if it does not begin; None once it has begun
+        # Directories created for a new run, removed if it does not begin; None once it has begun.
         self._made: list[Path] | None = None
         self._lock: IO[str] | None = None
         with distributed.fail_together(UserError):
@@ -86,6 +86,7 @@ class RunDirectory:
         return self
 
     def _take(self) -> None:
+        """Creates and locks the directory in the first process, and removes temporary files of killed processes."""
         with writing(self.path):
             made, new = make_directories(self.path), not self.is_run
             self._lock = (self.path / ".lock").open("a")
@@ -164,7 +165,7 @@ class RunDirectory:
             try:
                 tokenizer.save(partial)
             except Exception as error:
-                # the tokenizers library raises other exceptions than OSError when the disk is full
+                # The tokenizers library raises other exceptions than OSError when the disk is full.
                 raise UserError(target, f"cannot be written ({error})") from error
 
     def _cut_metrics(self, step: int) -> None:

@@ -32,13 +32,13 @@ class Start:
     state: TrainState
     step: int  # the number of updates already made
     tokenizer: Tokenizer
-    # the config of the run so far; None: the run is new. Its steps and intervals may differ from the new ones
+    # The config of the run so far; None: the run is new. Its steps and intervals may differ from the new ones.
     before: Config | None = None
     shapes: Shapes | None = None  # the batch shapes of the run so far; None: not chosen yet
-    # fingerprint of the weights that the run began with; "": random weights, or a run of an older release
+    # Fingerprint of the weights that the run began with; "": random weights, or a run of an older release.
     init: str = ""
     conversion: int | None = None  # version of the conversion of those weights; None: unknown
-    # the id on tracker boards
+    # The id on tracker boards.
     run: str = dataclasses.field(default_factory=lambda: distributed.same(uuid.uuid4().hex[:16]))
 
 
@@ -125,7 +125,7 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     with distributed.fail_together(UserError):
         tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
     shapes = Shapes.from_json(own.metadata["shapes"]) if "shapes" in own.metadata else None
-    # runs of older releases derived the id from the path
+    # Runs of older releases derived the id from the path.
     by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]
     init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
     state = TrainState(own.items["params"], own.items["state"])

@@ -85,7 +85,7 @@ def batch_loss(
         pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
         together = example[:, :, None] == example[:, None, :]
         mask = grid.visible(*pairs) & together & real[:, None, :]
-        # the example, within its row of slots, of each source token
+        # The example, within its row of slots, of each source token.
         owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])
         of_source = example[:, :, None] == owner
     variables = {"params": params}

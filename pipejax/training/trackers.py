@@ -59,6 +59,7 @@ class Trackers:
                 logger.warning(f"{board}: {failure}; {end}")
 
     def close(self) -> None:
+        """Ends the trackers' runs; logs the errors."""
         for name, end in self._ends.items():
             if failure := _failure(end):
                 logger.warning(f"{name}: {failure}")
@@ -97,7 +98,7 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
     with writing(directory):
         directory.mkdir(exist_ok=True)
         writer = files.EventsWriter(str(directory / "events"))
-        # hides the values of steps that were lost before a resume
+        # Hides the values of steps that were lost before a resume.
         started = events.SessionLog(status=events.SessionLog.START)
         writer.write_event(events.Event(wall_time=time.time(), step=step + 1, session_log=started))
 

@@ -44,6 +44,7 @@ def cut(path: str, size: int, *, dialect: Dialect = FOUND) -> list[Block]:
 
 
 def _cut_table(content: BinaryIO, path: str, size: int, dialect: Dialect) -> Iterator[Block]:
+    """Yields the blocks of a text table. All digests include the line of names."""
     read: list[bytes] = []  # the lines since the last row
 
     def lines() -> Iterator[bytes]:

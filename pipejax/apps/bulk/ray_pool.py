@@ -116,6 +116,8 @@ class RayPool:
 
 
 class _Actor(Worker):
+    """The callable that Ray Data runs in each process."""
+
     def __call__(self, batch: Any) -> dict[str, list[str]]:  # type: ignore[override]
         name, block = strict_json.loads(batch["block"][0])
         return {"said": [json.dumps(super().__call__(name, Block(*block)))]}

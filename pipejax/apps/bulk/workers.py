@@ -137,6 +137,11 @@ class Worker:
         return said
 
     def _shard(self, name: str, block: Block) -> Shard:
+        """Decodes the lines of a block and writes the shard.
+
+        Raises:
+          UserError: this process has other settings than the first one, or a line is invalid.
+        """
         if found := self.shards.look(name):  # written by a process that died before it could report it
             return found
         self.shards.begin(name)

@@ -208,6 +208,7 @@ def _decode(
 def _description(
     config: Config, restored: Restored, model: Module, batch: int, length: int, tokenizer: Tokenizer | None
 ) -> dict[str, object]:
+    """Returns the content of export.json: how to call the programs, and how to make texts of ids."""
     architecture, template = model.config, template_of(config)
     affixes = source_affixes(tokenizer, architecture, config.data.special_tokens)
     return {

@@ -121,6 +121,7 @@ def _without_bucket() -> Iterator[None]:
 
 
 def generators(published: Published, manual: Manual) -> dict[str, Iterator[tuple[str, Record]]]:
+    """Returns the checked records of each split, with their keys."""
     return {split: _checked(split, records) for split, records in published.read(manual).items()}
 
 

@@ -32,6 +32,7 @@ DEV_SHARE = 8
 
 
 def _msqa(manual: Manual) -> Mapping[str, Records]:
+    """Returns the records by split, from files of one of the two layouts."""
     names = {"train": ["train.json"], "dev": ["dev.json", "valid.json"], "test": ["test.json"]}
     files = manual.splits(names)
     official = {split for split, file in files.items() if file.read().lstrip()[:1] == b"{"}
@@ -238,6 +239,7 @@ def _wikihowqa(manual: Manual) -> Mapping[str, Records]:
 
 
 def _how_to(name: str, file: File, summaries: File) -> Records:
+    """Yields a record for each pair of a question and one of its answers."""
     pairs: list[tuple[str, str, str]] = []
     for place, line in file.lines():
         columns = line.split("\t")

@@ -34,13 +34,20 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The file's name without its directory."""
         return PurePosixPath(self.member).name if self.member else self.path.name
 
     @property
     def folder(self) -> str:
+        """The name of the directory that contains the file."""
         return PurePosixPath(self.member).parent.name if self.member else self.path.parent.name
 
     def open(self) -> BinaryIO:
+        """Opens the file for reading bytes.
+
+        Raises:
+          UserError: it cannot be opened.
+        """
         if not self.member:
             return open_file(self.path, "a publisher's file")
         try:
@@ -53,10 +60,12 @@ class File(NamedTuple):
         return UserError(self, f"cannot be read ({said})", expected="a whole zip without a password")
 
     def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields ("FILE:LINE", text) for each line."""
         with self.open() as lines:
             yield from decode_lines(lines, str(self))
 
     def objects(self) -> Iterator[Placed]:
+        """Yields ("FILE:LINE", object) for each line of JSON."""
         with self.open() as lines:
             yield from read_objects(lines, str(self))
 
@@ -139,6 +148,7 @@ class Manual:
         return found or self.missing(f"{folder}/")
 
     def missing(self, what: str) -> NoReturn:
+        """Raises a UserError that names the missing files, and the files that were expected."""
         raise UserError(f"--manual-dir {self.directory}", found=f"no {what}", expected=f"{self.expected}")
 
 

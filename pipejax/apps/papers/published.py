@@ -67,6 +67,7 @@ class PublishedTask(Task):
         return dataclasses.replace(config, data=data, grid=published.grid)
 
     def examples(self, split: str) -> Sequence[Example]:
+        """Returns the examples of a split; empty if the data set lacks it."""
         source = self._source(self.published.splits[split])
         return PreparedExamples(source, functools.partial(self._example, split)) if source is not None else []
 
@@ -77,6 +78,11 @@ class PublishedTask(Task):
         return plain_text(self.published.source(_Fields(value, place)), self.published.placeholders)
 
     def _source(self, split: str) -> Sequence[Record] | None:
+        """Returns the prepared records of a split, or None if it is absent or empty.
+
+        Raises:
+          UserError: the data set is not prepared, or has another file format.
+        """
         with extra("data", f"data.task={self.published.name}"):
             import tensorflow_datasets as tfds
 

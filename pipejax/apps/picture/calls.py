@@ -65,6 +65,7 @@ def marks(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> list[Mark]:
 
 
 def facts_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
+    """Describes the numbers of calls, steps and accepted drafts in a sentence."""
     drafted = sum(len(one.drafted) for call in calls for one in call)
     accepted = sum(one.accepted for call in calls for one in call)
     share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
@@ -112,6 +113,7 @@ def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
 
 
 def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: float) -> str:
+    """Returns the box of a token as SVG."""
     left, tall = LEFT + mark.time * column, BOX
     early = ", right, but a row above was not so far" if mark.kind == "rejected" and mark.is_written else ""
     tip = f"call {mark.call}, {grid.name_of(mark.row)}, time-step {mark.time}: {mark.text} ({SAID[mark.kind]}{early})"
@@ -136,6 +138,7 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
 
 
 def table_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
+    """Returns an HTML table of the drafts and tokens of each row in each call."""
     said: dict[tuple[int, int, str], list[str]] = {}
     for mark in marks(grid, calls):
         said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)

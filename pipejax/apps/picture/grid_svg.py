@@ -34,6 +34,8 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
+    """The filled grid of one answer."""
+
     rows: tuple[tuple[str, ...], ...]  # token texts, without bos and eos
     delay: int
     steps: int
@@ -44,9 +46,11 @@ class Grid:
 
     @property
     def height(self) -> int:
+        """The number of rows, including the empty last row."""
         return max((cell.row for cell in self.cells), default=-1) + 1
 
     def name_of(self, row: int) -> str:
+        """Returns the name of a row, or "row" with its number, counted from 1."""
         if row < len(self.names) and (name := self.names[row]):
             return name
         return "empty row" if len(self.rows) == row < self.height else f"row {row + 1}"
@@ -144,11 +148,13 @@ def open_svg(width: int, height: int, labels: str) -> str:
 
 
 def time_axis(steps: int, column: int, top: int) -> list[str]:
+    """Returns the labels of the time-steps as SVG elements."""
     times = [label(LEFT + (time + 0.5) * column, top - 6, str(time)) for time in range(1, steps + 1)]
     return [label(LEFT - 12, top - 6, "time-step", anchor="end"), *times]
 
 
 def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: float) -> str:
+    """Returns a cell as SVG."""
     x, y, width, height = LEFT + cell.time * column + 2, top + cell.row * pitch + 3, column - 4, pitch - 6
     centre, middle = x + width / 2, y + height / 2
     row = f"row {cell.row + 1}" if cell.row == len(grid.rows) else grid.name_of(cell.row)
@@ -172,6 +178,7 @@ def _cell(cell: Cell, grid: Grid, *, column: int, pitch: int, top: int, size: fl
 
 
 def _strips(grid: Grid, *, top: int, room: float) -> Iterator[str]:
+    """Yields the two strips of steps below the grid, pipelined and sequential, as SVG elements."""
     unit = min(room / max(len(grid.sequential), grid.steps), 24.0)
     gap = 1.5 if unit > 6 else 0.5 if unit > 2.5 else 0.0
     for name, times in (("pipelined", range(1, grid.steps + 1)), ("sequential", grid.sequential)):
@@ -187,6 +194,7 @@ def _strips(grid: Grid, *, top: int, room: float) -> Iterator[str]:
 
 
 def facts(grid: Grid) -> str:
+    """Describes the pipelined steps, the sequential steps and their ratio in a line."""
     ratio = f" ({len(grid.sequential) / grid.steps:.1f}×)" if grid.steps else ""
     return (
         f"{count(grid.steps, 'time-step')} instead of {len(grid.sequential)}{ratio}, "
@@ -219,15 +227,18 @@ def _column_of_tokens(grid: Grid) -> tuple[int, float]:
 
 
 def width_of(grid: Grid, *, page: bool) -> int:
+    """Returns the width of the SVG in pixels."""
     least = 240 if page else round(text_width(facts(grid)) * 17)
     return LEFT + max((grid.steps + 1) * _column_of_tokens(grid)[0], least) + RIGHT
 
 
 def pitch_of(grid: Grid) -> int:
+    """Returns the distance of two rows in pixels."""
     return 32 if grid.height <= 12 else 27
 
 
 def top_of(*, page: bool) -> int:
+    """Returns the height above the grid in pixels."""
     return TOP - 22 if page else TOP
 
 

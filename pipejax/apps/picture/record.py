@@ -24,6 +24,7 @@ def find_record(path: str, name: str | None) -> tuple[str, Object]:
 
 
 def with_pieces(record: Object, piece: Callable[[int], str], place: str) -> Object:
+    """Returns the record with the pieces of its token ids, by id; existing pieces are kept."""
     ids = record.get("row_ids")
     if not _is_table(ids):
         return record  # `tokens` reports the error
@@ -111,6 +112,11 @@ def delays(record: Object, rows: list[list[str]], place: str) -> list[int]:
 
 
 def end_of(record: Object, place: str) -> tuple[int, str | None]:
+    """Returns the record's steps, and the limit that cut its answer, or None.
+
+    Raises:
+      UserError: the values are invalid, or a picture of such an answer is not possible.
+    """
     found, truncated = record.get("steps"), record.get("truncated")
     if truncated == "max_tokens":
         raise UserError(

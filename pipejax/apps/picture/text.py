@@ -23,6 +23,7 @@ def text_width(text: str) -> float:
 
 
 def shorten(text: str, room: float) -> str:
+    """Returns the text, cut with an ellipsis if it is wider than `room`, in units of the font size."""
     if text_width(text) <= room:
         return text
     while text and text_width(text) + 0.7 > room:
@@ -33,6 +34,7 @@ def shorten(text: str, room: float) -> str:
 def label(
     x: float, y: float, text: str, *, size: float = 11, ink: str = QUIET, anchor: str = "middle", weight: int = 400
 ) -> str:
+    """Returns a text as an SVG element."""
     extra = (f' font-weight="{weight}"' if weight != 400 else "") + (' class="quiet"' if ink == QUIET else "")
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}"{extra}>'

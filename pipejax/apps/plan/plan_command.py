@@ -26,6 +26,7 @@ from pipejax.training.memory import GIB, SHARE
 
 
 def _gib(text: str) -> float:
+    """The argparse type of a number of GiB."""
     try:
         return float(text)
     except ValueError as error:
@@ -127,6 +128,7 @@ def _resolve(config: Config, name: str | None) -> Config:
 
 
 def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
+    """Returns the results as lines for people."""
     unit, size_of = ("GiB", GIB) if found["estimate_total_bytes"] >= GIB else ("MiB", GIB / 1024)
 
     def line(name: str, size: float) -> str:

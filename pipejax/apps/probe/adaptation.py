@@ -103,6 +103,11 @@ def _update(
     delay: Array,
     without: Array,
 ) -> tuple[Tree, optax.OptState, Array]:
+    """Makes one update with the mean negative log-likelihood under P conditions; returns the loss as well.
+
+    `delay` and `without` are i32 [P]; `batch` is as for `likelihoods`, with weights f32 [B, N].
+    """
+
     def mean(params: Tree) -> Array:
         weights = batch["weights"][:, None]
         nll = likelihoods(module, params, batch, delay, without) * weights

@@ -113,7 +113,10 @@ def fit_shapes(targets: Sequence[Parted], size: int, group: int) -> Shapes:
 
 
 class Meter:
-    """Measures targets batch by batch, with a few compiled programs."""
+    """Measures targets batch by batch, with a few compiled programs.
+
+    A batch has at most B targets, and all conditions are measured for it, P in each call.
+    """
 
     def __init__(self, model: Module, params: Tree, conditions: Sequence[Condition], shapes: Shapes, size: int) -> None:
         self.model, self.params, self.conditions = model, params, conditions
@@ -121,6 +124,7 @@ class Meter:
         self._program = jax.jit(partial(likelihoods, model))
 
     def batches(self, targets: Sequence[Parted]) -> list[list[int]]:
+        """Returns the indices of targets in batches of at most B with similar lengths."""
         lengths = [(len(target.encoded.source), len(target.row)) for target in targets]
         order = self.shapes.order(np.asarray(lengths, np.int64)).tolist()
         return [order[first : first + self.size] for first in range(0, len(order), self.size)]
@@ -141,6 +145,7 @@ class Meter:
 
 
 def at_once(batch: dict[str, np.ndarray], conditions: Sequence[Condition]) -> int:
+    """Returns P, the number of conditions that one call can measure within SLOTS slots."""
     return min(max(SLOTS // batch["inputs"].shape[1], 1), len(conditions))
 
 

@@ -37,6 +37,8 @@ DECIMALS = 5  # decimals of nats in the output
 
 
 class Found(Summary):
+    """The content of probe.json: the summary, and what was measured."""
+
     checkpoint: str
     step: int
     params_fp: str
@@ -123,6 +125,7 @@ def _examples(source: str, config: Config) -> Sequence[Example]:
 def _encode(
     source: str, examples: Sequence[Example], config: Config, method: Method, tokenizer: Tokenizer
 ) -> list[Parted]:
+    """Encodes the examples, with the row of each slot; warns about truncated ones."""
     model, targets = config.model, list[Parted]()
     assert model is not None
     ids = Ids.of(model)
@@ -141,6 +144,10 @@ def _encode(
 
 
 def conditions(targets: Sequence[Parted]) -> list[Condition]:
+    """Returns the conditions of a measurement.
+
+    They are WHOLE, each Δt of DELAYS, HIDDEN, and WHOLE without each single row that later rows could see.
+    """
     height = min(max(int(target.row.max()) for target in targets), ROWS - 1)
     seen = [Condition(WHOLE), *map(Condition, DELAYS), Condition(HIDDEN)]
     return seen + [Condition(WHOLE, row) for row in range(height)]

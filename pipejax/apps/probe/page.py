@@ -19,6 +19,7 @@ LABELLED = 8  # the most arcs with a visible label; every arc has its cost as a 
 
 
 def html(found: Found) -> str:
+    """Returns the page of a measurement."""
     conditions = found["conditions"]
     rows, places = [*conditions["hidden"]["rows"]], [*conditions["hidden"]["places"]]
     by_row = {label_of(name): [part, *part["rows"].values()] for name, part in conditions.items()}
@@ -42,10 +43,12 @@ def html(found: Found) -> str:
 
 
 def label_of(name: str) -> str:
+    """Returns the label of a condition."""
     return name.replace("delay_", "Δt = ")
 
 
 def facts(found: Found) -> str:
+    """Describes the measurement in a line."""
     return (
         f"{found['checkpoint']}, step {found['step']}; {count(found['examples'], 'example')} of {found['input']}, "
         f"{count(found['tokens'], 'token')}; {found['nll']['whole']:.3f} nats a token with the rows above seen whole"
@@ -53,6 +56,7 @@ def facts(found: Found) -> str:
 
 
 def number(cost: float) -> str:
+    """Formats a cost with three decimals."""
     return f"{cost:.3f}".replace("-0.000", "0.000")
 
 

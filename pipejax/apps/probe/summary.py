@@ -44,6 +44,8 @@ class Parts(Cost):
 
 
 class Summary(TypedDict):
+    """The summary of a measurement."""
+
     examples: int
     tokens: int
     nll: dict[str, float]  # nats per token, by condition
@@ -64,10 +66,12 @@ def mean(examples: Sequence[tuple[float, int]]) -> Cost:
 
 
 def place_of(number: int, last: int) -> str:
+    """Returns the name in PLACES of a token's position in its row, counted from 0; `last` is the last one's."""
     return "last" if 0 < number == last else PLACES[min(number, 3)]
 
 
 def row_of(number: int) -> str:
+    """Returns the label of a row, counted from 0; rows from ROWS on share one."""
     return str(number + 1) if number < ROWS else f"{ROWS + 1}+"
 
 
@@ -162,6 +166,7 @@ def said(name: str, found: Parts) -> str:
 
 
 def where(found: Parts) -> str:
+    """Describes the rows and positions that most of a cost comes from."""
     total = _nats(found)
     place = max(found["places"], key=lambda place: _nats(found["places"][place]))
     if _nats(found["places"][place]) < MOST * total:

@@ -40,6 +40,8 @@ class Automaton(NamedTuple):
 
 
 class _Node(NamedTuple):
+    """An expression: its kind, its parts, and the arguments of that kind."""
+
     kind: str
     parts: tuple[int, ...] = ()
     mask: int = 0  # of bytes: which

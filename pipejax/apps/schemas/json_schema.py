@@ -118,12 +118,15 @@ def equal(one: object, other: object) -> bool:
 
 
 class _SchemaReader:
+    """Reads the schemas of single properties."""
+
     def __init__(self, made: Expressions, longest: int, root: object) -> None:
         self._made, self._longest, self._root = made, longest, root
         self._free = made.characters(patterns.inverse(CONTROLS))
         self._any = made.characters(patterns.inverse(()))
 
     def row(self, given: object, where: str) -> Texts:
+        """Returns the valid texts of a property: a list or a single value, with an optional leading space."""
         schema = self.follow(given, where)
         is_list = schema.get("type") in ("array", ["array"])
         found = self._list(schema, where) if is_list else self._single(schema, where, "beside null")
@@ -259,6 +262,7 @@ class _SchemaReader:
         return Texts(expression, texts.__getitem__, (*reversed(texts),))
 
     def _literals(self, schema: Object, where: str, kind: object, nullable: bool) -> Texts:
+        """Returns the texts of `enum` or `const`."""
         _known(schema, where, "enum", "const")
         key = "enum" if "enum" in schema else "const"
         values = schema["enum"] if key == "enum" else [schema["const"]]
@@ -279,6 +283,7 @@ class _SchemaReader:
         return self._spelled(values)
 
     def _integer(self, schema: Object, where: str) -> int:
+        """Returns the whole numbers within the schema's bounds."""
         _known(schema, where, *_LOWER, *_UPPER)
         low = math.ceil(_number_of(schema, "minimum", -LARGEST, where))
         low = max(low, math.floor(_number_of(schema, "exclusiveMinimum", low - 1, where)) + 1)
@@ -315,6 +320,7 @@ class _SchemaReader:
         return self._made.both(*conditions, self._made.repeat(character, least, most))
 
     def _list(self, given: object, where: str) -> Texts:
+        """Returns the lists of items, separated by a comma and an optional space."""
         schema = _known(given, where, "items", "minItems", "maxItems")
         least, most = self._bounds(schema, "Items", where)
         if "items" not in schema:
@@ -335,6 +341,10 @@ class _SchemaReader:
         )
 
     def _bounds(self, schema: Object, of: str, where: str) -> tuple[int, int | None]:
+        """Returns the values of `minItems` and `maxItems`, or of `minLength` and `maxLength`.
+
+        The upper bound is None if it is absent, or too large to matter.
+        """
         bounds = list[int | None]()
         for name in (f"min{of}", f"max{of}"):
             value = schema.get(name, 0)

@@ -40,6 +40,7 @@ def read_pattern(pattern: str, made: Expressions, where: str) -> int:
 
 
 def inverse(ranges: Ranges) -> Ranges:
+    """Returns all characters that are not in the ranges."""
     found, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -49,10 +50,13 @@ def inverse(ranges: Ranges) -> Ranges:
 
 
 class _PatternReader:
+    """A recursive descent parser of one pattern."""
+
     def __init__(self, pattern: str, made: Expressions, where: str) -> None:
         self._text, self._made, self._where, self._place, self._depth = pattern, made, where, 0, 0
 
     def read(self) -> int:
+        """Parses the whole pattern."""
         found = self._either()
         if self._place < len(self._text):
             raise self._refusal("')' without '('", r"a bracket that opens it, or '\)'")
@@ -90,6 +94,7 @@ class _PatternReader:
         return self._made.join(*(before if top else ()), *parts, *(after if top else ()))
 
     def _repeated(self) -> int:
+        """Parses an atom and its quantifier."""
         part = self._atom()
         if self._peek() and self._peek() in REPEATS:
             least, most = REPEATS[self._peek()]
@@ -111,6 +116,7 @@ class _PatternReader:
         return self._made.repeat(part, least, most)
 
     def _atom(self) -> int:
+        """Parses a group, a set, an anchor or a single character."""
         if self._take("("):
             if not self._take("?:") and self._peek() == "?":
                 start = next((x for x in GROUPS if self._text.startswith(x, self._place)), "?")
@@ -135,6 +141,7 @@ class _PatternReader:
         return self._made.characters(self._character())
 
     def _set(self) -> Ranges:
+        """Parses the rest of a set in brackets, after the opening one."""
         inverted, found = self._take("^"), list[tuple[int, int]]()
         while not self._take("]"):
             first = self._character(wide=inverted)

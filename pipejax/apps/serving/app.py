@@ -205,6 +205,7 @@ class Service:
         return _json(self._shown(name))
 
     def _shown(self, name: str) -> dict[str, object]:
+        """Returns the description of a model for /v1/models."""
         generator = self.models[name]
         config, template = generator.config, template_of(generator.config)
         ids, served = generator.ids, methods.methods_with(config, "serve")

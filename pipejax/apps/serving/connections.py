@@ -44,18 +44,22 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._listener, self._buffer = listener, bytearray(READ)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wraps the transport; refuses the connection if the limit is reached."""
         super().connection_made(_Transport(transport, self.loop))  # type: ignore[arg-type]
         if not self._listener.admit(self):
             self._refuse("full")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the listener that the connection is closed."""
         self._listener.forget(self)
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> bytearray:
+        """Returns the buffer of READ bytes into which the loop reads."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Parses the bytes that were read, and counts the bytes of chunk framing among them."""
         if self.transport.discard(nbytes):  # type: ignore[attr-defined]
             return
         cycle = self.cycle
@@ -69,6 +73,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._listener.idle.pop(self, None)
 
     def on_response_complete(self) -> None:
+        """Marks the connection as idle; one that is closing goes first."""
         super().on_response_complete()
         self._listener.idle[self] = None
         self._listener.idle.move_to_end(self, last=not self.transport.is_closing())
@@ -105,13 +110,16 @@ class _Transport:
         return getattr(self._inner, name)
 
     def is_closing(self) -> bool:
+        """Whether the connection is closing, including the time in which it discards input."""
         return self._discards or self._inner.is_closing()
 
     def write(self, data: bytes) -> None:
+        """Writes bytes, unless the connection is closing."""
         if not self._discards:
             self._inner.write(data)
 
     def close(self) -> None:
+        """Begins to discard input until the client closes the connection or a time limit is reached."""
         if self.is_closing():
             return
         self._discards, self._heard = True, self._loop.time()

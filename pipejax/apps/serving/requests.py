@@ -39,6 +39,7 @@ class RequestFields:
 
     @property
     def fields(self) -> tuple[str, ...]:
+        """The names of all fields that a request may have."""
         return self.source, "model", *self.most_tokens, *SHARED, *self.more
 
 
@@ -73,10 +74,12 @@ class ClientRequest:
 
     @property
     def schema(self) -> Schema | None:
+        """The schema that the answers follow, or None."""
         return self.sources[0].schema
 
     @property
     def prompt_tokens(self) -> int:
+        """The number of tokens of all prompts."""
         return sum(len(source.content) for source in self.sources)
 
 
@@ -222,6 +225,7 @@ def _supported(body: Object, form: RequestFields) -> Object:
 
 
 def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
+    """Returns the error response for an unknown model."""
     return unsuitable("model", name, " or ".join(map(repr, models)), status=404, code="model_not_found")
 
 
@@ -236,6 +240,11 @@ def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None
 def _sources(
     prompts: list[object], field: str, generator: Generator, *, truncate: bool
 ) -> tuple[tuple[Source, ...], int]:
+    """Returns the sources of prompts as token ids, and the number of tokens that were cut.
+
+    Raises:
+      Refused: a prompt is invalid, or too long without `truncate`.
+    """
     longest, cut, sources = generator.config.data.max_source, 0, []
     try:
         check_fields(fields_of(generator.config), prompts, field)

@@ -29,6 +29,7 @@ class Completions:
         self._offsets = [0] * len(completion.choices)  # by choice, the number of characters sent with log-probabilities
 
     def whole(self) -> Json:
+        """Returns the object of completed answers."""
         choices = [
             self._choice(choice, self._completion.text_of(choice), choice.pieces) | self._completion.record_of(choice)
             for choice in self._completion.choices
@@ -36,9 +37,11 @@ class Completions:
         return self._object(self.kind, choices) | {"usage": self._completion.usage()}
 
     def begin(self) -> list[str]:
+        """Returns the events before the first piece: none."""
         return []
 
     def add(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[str]:
+        """Returns the chunks for new pieces of choices."""
         found = []
         for choice, pieces in added:
             for piece in pieces:
@@ -49,10 +52,12 @@ class Completions:
         return found
 
     def end(self) -> list[str]:
+        """Returns the chunks at the end of a stream: the usage, if requested, and "[DONE]"."""
         last = self._object(self.kind_of_chunk, []) | {"usage": self._completion.usage()}
         return [*([event(last)] if self._completion.asked.include_usage else []), "data: [DONE]"]
 
     def fail(self, error: Refused) -> list[str]:
+        """Returns the event of an error, which ends the stream."""
         return [event(error.body())]
 
     def _chunk(self, choice: Json) -> str:
@@ -78,6 +83,10 @@ class Completions:
         return self._choice(choice, piece.text if piece else "", [piece] if piece else [])
 
     def _log_probs(self, choice: Choice, pieces: list[Piece]) -> Json:
+        """Returns the log-probabilities of pieces in the form of completions.
+
+        Text that belongs to no token is appended to the text of the previous token.
+        """
         tokens, values, offsets = list[str](), list[float](), list[int]()
         for piece in pieces:
             if piece.token is None and tokens:
@@ -98,6 +107,7 @@ class Chats(Completions):
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> list[str]:
+        """Returns a chunk with the role for each choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._chunk({"index": choice.index, **role}) for choice in self._completion.choices]
 
@@ -120,6 +130,7 @@ class Responses:
         self._number = 0  # the number of the next event
 
     def whole(self) -> Json:
+        """Returns the response object in its current state; `output` is empty until the answer is complete."""
         (choice,), asked = self._completion.choices, self._completion.asked
         is_over, usage = choice.reason is not None, self._completion.usage()
         is_cut = choice.reason == "length"
@@ -158,6 +169,7 @@ class Responses:
         }
 
     def begin(self) -> list[str]:
+        """Returns the events that create the response and its message."""
         item = self._item() | {"status": "in_progress", "content": []}
         return [
             self._event("response.created", response=self.whole()),
@@ -172,6 +184,7 @@ class Responses:
         return [self._part("response.output_text.delta", delta=text, logprobs=[]) for text in texts]
 
     def end(self) -> list[str]:
+        """Returns the events that complete the text, the message and the response."""
         text = self._completion.text_of(self._completion.choices[0])
         return [
             self._part("response.output_text.done", text=text, logprobs=[]),
@@ -212,6 +225,7 @@ Objects = Completions | Responses
 
 
 def event(content: object) -> str:
+    """Returns a server-sent event with JSON data."""
     return f"data: {dump(content)}"
 
 

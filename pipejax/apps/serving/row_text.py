@@ -92,6 +92,7 @@ class Writing:
             self._waiting[row].append(Piece(row, None, rest))
 
     def _release(self) -> list[Piece]:
+        """Returns the waiting pieces that can be sent now, and advances the first unfinished row."""
         pieces: list[Piece] = []
         if self._as_written:
             for row, waiting in self._waiting.items():
@@ -132,6 +133,7 @@ class ObjectWriting:
         self._waiting = deque(schema.names)
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
+        """Adds a token; returns the pieces of the properties that became complete."""
         time = self._due.pop(row)
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             del self._due[other]
@@ -140,6 +142,7 @@ class ObjectWriting:
         return self._release()
 
     def end(self) -> list[Piece]:
+        """Ends the answer; returns the remaining pieces."""
         self._due.clear()
         # There are no tokens if the client waits for the complete answer.
         return self._release() if any(self._tokens) else []
@@ -161,6 +164,7 @@ class _Cut:
         self._stop, self._held, self.reached = stop, list[Piece](), False
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
+        """Adds pieces; returns those that cannot belong to a stop text."""
         if not self._stop:
             return pieces
         if self.reached:
@@ -173,6 +177,7 @@ class _Cut:
         return self._give(sure)
 
     def rest(self) -> list[Piece]:
+        """Returns the held pieces at the end of an answer without a stop text."""
         held, self._held = self._held, []
         return [] if self.reached else held
 

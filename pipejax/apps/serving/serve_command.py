@@ -122,6 +122,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(flags: argparse.Namespace) -> int:
+    """Loads the checkpoint, starts the engine and serves; returns the exit code."""
     keys, name = read_keys(flags.api_key_file), flags.name or absolute(flags.checkpoint).name
     adapters = read_adapters(flags.adapter, name)
     connections = most_connections(flags.connections)
@@ -257,6 +258,11 @@ def read_keys(path: str | None) -> list[str]:
 
 
 def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
+    """Returns the directories of adapters by name, from the texts NAME=DIR of --adapter.
+
+    Raises:
+      UserError: a text has another form, or a name is used twice.
+    """
     found = dict[str, str]()
     for one in given:
         name, _, directory = one.partition("=")
@@ -269,6 +275,11 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to the address.
+
+    Raises:
+      UserError: the address is unknown or in use.
+    """
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

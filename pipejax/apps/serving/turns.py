@@ -38,6 +38,7 @@ class Turns:
         return future
 
     def _run(self) -> None:
+        """Runs the waiting work, one piece of each client in turn."""
         while True:
             with self._change:
                 while not self._waiting:
