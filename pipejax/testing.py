@@ -1,7 +1,8 @@
-"""Checks of methods and backbones of your own: all that they do beside its full recomputation on a toy.
+"""Checks custom methods and backbones by comparing their results with a full recomputation on a toy model.
 
-The toy has few words, random weights, and sources of mixed lengths. Recomputation sees all that was fed anew at every
-step, with the mask of training and the strategy's positions: no cache, no packing, no batch.
+The toy model has few words, random weights, and sources of mixed lengths. The recomputation runs the teacher-forced
+model on all tokens fed so far at every step, with the mask of training and the strategy's positions. It uses no cache,
+no packing of queries and no batches.
 """
 
 import re
@@ -30,8 +31,8 @@ from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.slots import Blocks, Slots
 from pipejax.system import Tree
 
-MOST, LONGEST = 64, 12  # tokens of a target, and of a source
-NEAR = 1e-4  # what differs by less differs by rounding
+MOST, LONGEST = 64, 12  # the most tokens of a target, and of a source
+NEAR = 1e-4  # relative differences below this are explained by rounding
 TOY = T5Config(64, 16, 8, 24, 2, 1, 1, relative_attention_num_buckets=8, relative_attention_max_distance=20)
 TOLD: dict[str, dict[str, Any]] = {
     "prefix": {"row_prefixes": [[3]]},
@@ -43,10 +44,19 @@ Cell = tuple[int, int, int]  # row, time, token
 def check_method(
     method: Method, *, model: Backbone = TOY, targets: Sequence[Sequence[str]] = (), sources: int = 8
 ) -> str:
-    """Compares layouts, answers, scores, streams, prefixes and drafts with their recomputation; says how much.
+    """Checks a method: compares layouts, answers, scores, streams, prefixes and drafts with their recomputation.
 
-    The method has few rows and times; `model`: if it needs another than the toy; `targets`: rows that it takes.
-    Raises a UserError for a rule that is broken: the part, what was found, what was expected.
+    Args:
+      method: the method. It should have few rows and times, as each step is recomputed.
+      model: the backbone, if the method needs another one than the toy.
+      targets: the rows of targets, if the method does not accept the default ones.
+      sources: the number of random sources to decode.
+
+    Returns:
+      A line that summarises the number of compared layouts and answers.
+
+    Raises:
+      UserError: the method breaks a rule. The message names the part, the result and the expected result.
     """
     ids, words, rng = Ids.of(model), demo.DemoTask().tokenizer(), np.random.default_rng(0)
     method.check()
@@ -70,9 +80,17 @@ def check_method(
 
 
 def check_backbone(config: Backbone, *, sources: int = 8) -> str:
-    """Compares names, shapes, passes and answers of a small backbone with their recomputation; says how much.
+    """Checks a backbone: its names, shapes and shardings, and its outputs and answers against their recomputation.
 
-    Raises a UserError for a rule that is broken: the part, what was found, what was expected.
+    Args:
+      config: the backbone, with small sizes.
+      sources: the number of random sources to decode.
+
+    Returns:
+      A line that summarises the number of parameters and of compared answers.
+
+    Raises:
+      UserError: the backbone breaks a rule. The message names the part, the result and the expected result.
     """
     name, owners = type(config).__name__, dict[str, str]()
     config.check(name)
@@ -101,7 +119,12 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
 
 
 def _check_passes(config: Backbone, params: Tree) -> None:
-    """Refuses other shapes and dtypes than `T5`'s, and logits that change with something that they must not see."""
+    """Raises a UserError if outputs have other shapes or dtypes than the outputs of `T5`, or depend on masked inputs.
+
+    The logits must not change with the padding of sources, with the order of slots, or with slots that are not visible.
+    If the backbone is relative, they must not change if all positions are shifted. Attention in blocks must give the
+    same logits, if it is supported, and a step that is undone must not change later steps.
+    """
     rng, ids, half = np.random.default_rng(1), Ids.of(config), config.module(dtype=jnp.bfloat16)
     flat = grid.flatten([_draw(rng, config, 4) for _ in range(3)], delay=2, bos=ids.bos, eos=ids.eos)
     size, last = len(flat.row), len(flat.row) - 1
@@ -144,7 +167,7 @@ def _check_passes(config: Backbone, params: Tree) -> None:
 
     @jax.jit
     def after_steps(params: Tree) -> tuple[Any, Any]:
-        """The last step's outputs after the others, and after one more that was taken back."""
+        """The outputs of the last step after the earlier steps, without and with an undone step in between."""
         call = partial(config.module().apply, {"params": params})
         memory, position = call(*given[:2], method="encode"), given[4]
 
@@ -174,9 +197,21 @@ def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) ->
 def recompute(
     model: Backbone, params: Tree, strategy: Strategy, source: Sequence[int], forced: np.ndarray | None = None
 ) -> tuple[Decoded, dict[tuple[int, int], float], float]:
-    """Decodes a source: the answer as a batch of one, log-probabilities by row and time, and the least margin."""
+    """Decodes a source by full recomputation.
+
+    Args:
+      model: the backbone.
+      params: its parameters.
+      strategy: the strategy.
+      source: the ids of the source.
+      forced: i32 [R, W], the token to generate at each row and time, -1: any; None: none.
+
+    Returns:
+      The result, as a batch of one; the log-probability of the token generated at each row and time; and the smallest
+      difference between the two highest logits of a query, inf if all tokens are forced.
+    """
     fed, alive, log_probs, margins = list[Cell](), list[bool](), dict[tuple[int, int], float](), [np.inf]
-    size = 1 << (strategy.slots - 1).bit_length()  # of all passes, so that one is compiled
+    size = 1 << (strategy.slots - 1).bit_length()  # one size for all passes, so that the model is compiled once
     ids = np.resize([*source, *[0] * LONGEST], (1, LONGEST)).astype(np.int32)
 
     def answer(query: Query) -> np.ndarray:
@@ -207,7 +242,19 @@ def recompute(
 def _compare_records(
     model: Backbone, params: Tree, method: Method, given: Sequence[Source], runs: dict[str, list[Any]], owner: object
 ) -> int:
-    """Compares the records of each run with `recompute`; gives the number of answers that rounding cannot change."""
+    """Compares records with `recompute`, except for answers that rounding may change.
+
+    Args:
+      model: the backbone.
+      params: its parameters.
+      method: the method that decodes.
+      given: the sources.
+      runs: the records of each way of decoding, by its name for messages.
+      owner: the object that is checked, for messages.
+
+    Returns:
+      The number of compared answers. A UserError is raised if it is less than half of the sources.
+    """
     strategy, words, sure = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
     for i, source in enumerate(given):
         known = decoding_options.rows_of(source, method, words, model.end_token_ids)
@@ -243,7 +290,7 @@ def _compare_records(
 
 
 def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> list[Any]:
-    """The records of sources that come and go in a batch of two, read as their rows grow."""
+    """The records of sources that are decoded in a running batch of two places, read token by token."""
     batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
     at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
     rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
@@ -268,9 +315,21 @@ def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> 
 def _check_layout(
     method: Method, strategy: Strategy, rows: Sequence[str], model: Backbone, words: Any, where: str
 ) -> bool:
-    """Decodes a target with its own tokens as answers; refuses a slot that sees others in training than in decoding.
+    """Decodes a target with the target's tokens as answers, and compares the tokens that each slot sees.
 
-    Gives whether it was written whole.
+    Raises a UserError if a slot with a weight sees other tokens in training than in decoding, or if the rows that
+    `Method.read` returns are not the rows of the target.
+
+    Args:
+      method: the method.
+      strategy: its strategy.
+      rows: the rows of the target.
+      model: the backbone.
+      words: the tokenizer.
+      where: the name of the target, for messages.
+
+    Returns:
+      Whether the whole target was decoded, and neither the layout nor the answer was cut.
     """
     target = method.target(rows, words, Ids.of(model), most=MOST, where=where)
     methods.check_target(target, method, vocabulary=model.vocab_size, most=MOST, where=where)
@@ -308,7 +367,11 @@ def _check_layout(
 
 
 def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
-    """Weights with which greedy answers vary: the decoder's last norm speaks against repetition."""
+    """Random parameters with which greedy answers vary.
+
+    With the negative scale of the decoder's last norm, a token makes its own repetition unlikely. The embedding of
+    `eos` is scaled by 1.5, so that it is generated more often.
+    """
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     drawn, fresh = flatten_dict(jax.eval_shape(config.init_params, key), sep="/"), dict[str, Any]()
     for path, x in drawn.items():
@@ -334,11 +397,11 @@ def _logits(module: Any, params: Tree, *given: Any) -> Any:
 
 
 def _cells(query: Query) -> list[Cell]:
-    """The live queries of the first example."""
+    """Row, time and token of the live queries of the first example."""
     live = np.asarray(query.live[0])
     return [*zip(*(np.asarray(x[0])[live].tolist() for x in (query.row, query.time, query.tokens)), strict=True)]
 
 
 def _draw(rng: np.random.Generator, model: Backbone, most: int, least: int = 1) -> list[int]:
-    """Ids of words: no special ones, nor those that a method or `TOLD` may give a meaning."""
+    """A random number of ids of words, from `least` to `most`. Ids that a method or `TOLD` may use are excluded."""
     return rng.integers(5, min(model.vocab_size, 58) - 4, rng.integers(least, most + 1)).tolist()
