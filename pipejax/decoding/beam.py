@@ -32,9 +32,9 @@ class BeamState:
 class Beam(Plain):
     """Beam search with `beams` hypotheses, scored by log-probability / length**length_penalty.
 
-    The search equals that of Hugging Face's `generate` with its default early_stopping=False. Each step keeps the best
-    `beams` continuations without an end token. A continuation with an end token is finished if it is among the best
-    `beams` of all continuations. A hypothesis of `max_length` tokens is finished as it is. The search is over once
+    The search is the same as in Hugging Face's `generate` with its default early_stopping=False. Each step keeps the
+    best `beams` continuations without an end token. A continuation with an end token is finished if it is among the
+    best `beams` of all continuations. A hypothesis of `max_length` tokens is finished as it is. The search is over once
     `beams` hypotheses are finished and the worst of them is better than the best live one at its present length.
 
     When a beam continues another one, nothing is moved in the cache: the mask of its queries follows its lineage.

@@ -116,7 +116,7 @@ def choose_tokens(
 
 
 def force_tokens(tokens: Array, asked: Step, options: DecodingOptions) -> Array:
-    """Replaces the chosen tokens i32 [N] by those of `DecodingOptions.forced`, where there are any."""
+    """Replaces the chosen tokens i32 [N] by the tokens of `DecodingOptions.forced`, except where these are -1."""
     if options.forced is None:
         return tokens
     forced = jnp.asarray(options.forced).at[query_coordinates(asked)].get(mode="fill", fill_value=-1)

@@ -7,7 +7,7 @@ does not depend on a particular model.
 
 The work of a step is proportional to the live queries: only open rows are fed, and they attend to a cache that is about
 as large as the slots in use. XLA requires static shapes, so there are a few sizes of each (`Sizes`). Each cache size
-has a program of its own. The program contains one `while_loop` for each number of queries, which runs as long as the
+has a separate program. The program contains one `while_loop` for each number of queries, which runs as long as the
 steps need that number; a `switch` inside a single loop would copy the cache. When a step does not fit into the cache,
 the program returns, and the program of the next cache size continues.
 
@@ -44,7 +44,7 @@ class Sizes:
 
     queries: tuple[int, ...]  # values of N, ascending; the last suffices for every step
     slots: tuple[int, ...]  # values of C, ascending; the last suffices for every decode
-    turn: int = 1  # steps in one iteration of a loop
+    turn: int = 1  # number of steps in one iteration of a loop
 
     @classmethod
     def fit(
@@ -67,7 +67,7 @@ class Sizes:
         """
         most = batch * strategy.most_queries
         chosen = (*(n for n in queries if n < most), most)
-        holds = strategy.slots + strategy.most_queries  # the last write needs room for its fillers
+        holds = strategy.slots + strategy.most_queries  # the last step also writes its fillers
         return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), turn)
 
     def full(self) -> UserError:
@@ -81,14 +81,14 @@ class Sizes:
 class Carry:
     """The state of a decode, carried from step to step."""
 
-    state: Tree  # of the strategy
+    state: Tree  # the state of the strategy
     query: Query  # the queries of the next step
     size: Array  # i32 scalar, index into `Sizes.queries` of the smallest size that suffices for `query`
     used: Array  # i32 [B|1], number of used slots: of each example, or of the batch if its examples share slots
     filled: Filled  # the coordinates of the slots
-    cache: Tree  # of the model
+    cache: Tree  # the cache of the model
     log_probs: Array | None = None  # as in `Decoded`
-    states: tuple[Tree, ...] = ()  # of `DecodingOptions.rules`, arrays [B, R, ...]
+    states: tuple[Tree, ...] = ()  # the state of each of `DecodingOptions.rules`, arrays [B, R, ...]
     steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: it does not pause
 
 
@@ -102,18 +102,21 @@ class Segment:
     steps_left: Array | None = None  # as in `Carry`
 
 
-def run(decode_stretch: Callable[[int, Carry | None], Segment], sizes: Sizes) -> Segment:
-    """Decodes with growing caches until every example is done (paper, Algorithm 1).
+def run(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) -> Segment:
+    """Decodes with growing caches until every example is done (paper, Algorithm 1, lines 4-14).
 
-    Each cache size has a program of its own, so a short decode never compiles the programs of a long one.
+    Each cache size has a separate program, so a short decode never compiles the programs of a long one.
 
     Args:
-      decode_stretch: runs the program of a cache size C from a carry (None: from the beginning).
+      decode_segment: runs the program of a cache size C from a carry (None: from the beginning).
       sizes: the sizes of the caches.
+
+    Raises:
+      UserError: the strategy fills more slots than the largest cache has.
     """
     carry: Carry | None = None
     for slots in sizes.slots:
-        found = decode_stretch(slots, carry)
+        found = decode_segment(slots, carry)
         if np.all(found.over):
             return found
         carry = found.carry
@@ -174,6 +177,8 @@ def decode(
 ) -> Segment:
     """Decodes until every example is done, the loop pauses, or a step does not fit into the cache; traced.
 
+    Each iteration is one time-step of Algorithm 1 (lines 4-13); with drafts it may be several time-steps of a row.
+
     Args:
       strategy: the strategy.
       model: the decoder of a batch.
@@ -188,7 +193,7 @@ def decode(
     loop = _Loop(strategy, model, sizes, slots, options, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
     several = len(sizes.queries) > 1
-    carry = jax.lax.while_loop(loop.goes_on, loop.sweep if several else partial(loop.turn, 0), carry)
+    carry = jax.lax.while_loop(loop.can_continue, loop.run_all_sizes if several else partial(loop.turn, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
     strategy_checks.check_result(strategy, decoded, len(carry.query.live))
     over, left = strategy.done(carry.state).all(), carry.steps_left
@@ -197,7 +202,12 @@ def decode(
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The loops of `decode`. In its methods `size` is an index into `Sizes.queries`."""
+    """The loops of `decode`. In its methods `size` is an index into `Sizes.queries`.
+
+    The outer loop, whose body is `run_all_sizes`, continues while `can_continue`. Its body is a sequence of inner
+    loops, one for each size, in ascending order. An inner loop runs while the next step needs exactly its size. A
+    decode whose steps grow and then shrink thus takes few iterations of the outer loop.
+    """
 
     strategy: Stepper
     model: Model[Tree]
@@ -212,10 +222,11 @@ class _Loop:
         """Q for each size: the slots that a step writes, fillers included. Sizes that exceed the cache are not used."""
         return [min(n, self.strategy.most_queries) for n in self.sizes.queries]
 
-    def goes_on(self, carry: Carry) -> Array:
+    def can_continue(self, carry: Carry) -> Array:
+        """bool scalar: the next step fits into the cache, the loop does not pause, and an example is not done."""
         done = self.strategy.done(carry.state)
         limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
-        # Steps of an iteration that come after the end still write, so there must be room for one more.
+        # Steps after the end of an iteration still write to the cache, so there must be room for one more step.
         taken = carry.used if self.sizes.turn == 1 else carry.used + carry.query.live.sum(axis=1)
         goes = ~done.all() & (taken.max() <= limits[carry.size])
         if self.watched is not None:
@@ -223,30 +234,39 @@ class _Loop:
         return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
 
     def fits(self, size: int, carry: Carry) -> Array:
-        return self.goes_on(carry) & (carry.size == size)
+        """bool scalar: the loop can continue, and the next step has this size."""
+        return self.can_continue(carry) & (carry.size == size)
 
-    def sweep(self, carry: Carry) -> Carry:
+    def run_all_sizes(self, carry: Carry) -> Carry:
+        """Runs the loop of each size once, as long as the steps have this size."""
         for size, width in enumerate(self.widths):
             if width <= self.slots:
                 carry = jax.lax.while_loop(partial(self.fits, size), partial(self.turn, size), carry)
         return carry
 
     def turn(self, size: int, carry: Carry) -> Carry:
+        """One iteration of the loop of a size: `Sizes.turn` steps."""
         if self.sizes.turn == 1:
             return self.step(size, carry)
-        # A loop of static length compiles the step once, and the host does not read a condition.
+        # A loop of static length compiles the step once, and has no condition that the host would have to read.
         found: Carry = jax.lax.fori_loop(0, self.sizes.turn, lambda _, carry: self.step_if_it_fits(size, carry), carry)
         return found
 
     def step_if_it_fits(self, size: int, carry: Carry) -> Carry:
+        """Takes a step if it fits. Otherwise the step is computed, too, but the carry keeps its values."""
         takes, new = self.fits(size, carry), self.step(size, carry)
-        # Selecting one of two caches would copy them. The new cache is kept, as a step that does not count writes to
-        # free slots only.
+        # Selecting one of two caches would copy them. The new cache is used in both cases, as a step that does not fit
+        # writes only to free slots.
         old = dataclasses.replace(carry, cache=new.cache)
         chosen: Carry = jax.tree.map(lambda a, b: a if a is b else jnp.where(takes, a, b), new, old)
         return chosen
 
     def step(self, size: int, carry: Carry) -> Carry:
+        """Takes a step (lines 5-13 of Algorithm 1).
+
+        The queries of the carry are packed, the model computes logits or tokens, the strategy takes the tokens, slots
+        of rejected queries are hidden, and the strategy returns the queries of the next step.
+        """
         strategy, options, most = self.strategy, self.options, self.sizes.queries[size]
         asked, number_of, filled = gather(
             carry.query, carry.filled, carry.used, most, self.widths[size], strategy.position
@@ -325,6 +345,7 @@ def refill(
     """
 
     def put(new: Array, old: Array) -> Array:
+        """The entries of `new` for examples that begin. Arrays without a first axis of B, like `row`, do not change."""
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
     def begin_anew(old: tuple[Tree, Query]) -> tuple[Tree, Query]:
@@ -354,6 +375,7 @@ def refill(
 
 
 def _size(query: Query, sizes: Sizes) -> Array:
+    """i32 scalar, the index of the smallest number in `Sizes.queries` that is at least the number of live queries."""
     total = query.live.sum()
     size: Array = sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)
     return size

@@ -38,6 +38,7 @@ class TrackRecord:
           supposed: K prior probabilities, by trust.
           trust: i32 [B, R].
         """
+        # The mean of a beta distribution after the counted tokens, with PRIOR tokens as prior knowledge.
         odds = (PRIOR * jnp.asarray(supposed) + self.right) / (PRIOR + self.judged)
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 
@@ -63,7 +64,10 @@ def choose_lengths(
     """i32 [B, R], how many tokens to draft for each row so that a call generates the most tokens for its cost.
 
     A call of n columns costs `fixed` + n, and generates one token for each row and the drafted tokens that are right.
-    Drafts are sorted by the probability that they are right; their number maximises generated tokens / cost.
+    The k-th drafted token of a row is right with the probability odds**k, or odds**(k + 1) for a row in `hangs`. The
+    drafted tokens of all rows are sorted by this probability, and the number of them that are fed maximises the
+    expected number of generated tokens divided by the cost. As probabilities decrease along a row, the tokens that are
+    fed are always the first ones of each draft.
 
     Args:
       count: i32 [B, R], number of tokens that could be drafted.
@@ -72,7 +76,7 @@ def choose_lengths(
       needed: i32 scalar, number of columns without drafts.
       fixed: the fixed cost of a call, in columns.
       most: D.
-      sizes: the sizes of calls, each of which costs all its columns; None: a call costs the columns that are fed.
+      sizes: the sizes of calls, if a call costs all columns of its size; None: a call costs the columns that are fed.
     """
     place = jnp.arange(1, most + 1)
     chances = odds[:, :, None] ** (place + hangs[:, :, None])

@@ -2,10 +2,15 @@
 
 In a call each open row feeds its newest token and the tokens drafted after it, as one column each. The model generates
 a token for every column. A drafted token is right if it equals the token that the model generates from the column
-before it. By `grid.visible`, a token generated from a query at time t depends on the tokens up to time t of its own row
-and of the rows above (those with lower numbers). So it is accepted only if all of these were fed and are right, in this
-call or an earlier one. The accepted tokens are therefore exactly the tokens of greedy decoding. The cache slots of
-other fed tokens are hidden.
+before it. By `grid.visible` (paper section 3.2, eq. 4), a token generated from a query at time t depends on the tokens
+up to time t of its own row and of the rows above (the rows with lower numbers). So it is accepted only if all of these
+tokens were fed and are right, in this call or an earlier one. The accepted tokens are therefore exactly the tokens of
+greedy decoding. The cache slots of other fed tokens are hidden.
+
+The rule for a query of row i at time t in a call: its token is accepted if and only if the fed tokens of row i up to
+time t are right, and for each open row above i the fed tokens up to time t are right. The token that a call generates
+after the last draft of a row was not fed in this call, so rows below cannot rely on it before the next call. A row that
+has ended does not limit the rows below it, and row 0 is limited by no other row.
 
 A row begins once the rows above it are generated up to its start. If their drafts reach its start, the row is queried
 in the same call, and begins if these drafts turn out to be right.
@@ -14,6 +19,9 @@ Example with a delay of 1 and two drafted tokens: row 0 feeds its newest token a
 times 4 and 5, and row 1 feeds x, y and z at the same times. If the model generates b from a but not c from b, row 0
 gains b and the model's token in place of c, and its tokens are known up to time 5. The column of z, at time 5, depends
 on c, so row 1 gains at most two tokens, even if y and z are right.
+
+Drafting is not part of the paper, which calls speculative decoding orthogonal to its method. It follows from equation 4
+and changes no answer.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row, D the most drafted tokens of a row in a call.
 """
@@ -43,14 +51,14 @@ class DraftState:
     calls: Array  # i32 [B], decoder calls that answered the example
     used: Array  # i32 [B], slots that these calls used
     apart: bool = flax.struct.field(pytree_node=False)  # whether examples count their slots separately
-    fed: Array  # i32 [B, 1 + D, R], in the last call: the newest token of each row and its drafts
-    live: Array  # bool [B, 1 + D, R], which of them were fed
-    kept: Array  # bool [B, 1 + D, R], which of them were accepted
+    fed: Array  # i32 [B, 1 + D, R], the newest token of each row in the last call, and its drafts
+    live: Array  # bool [B, 1 + D, R], whether each of these tokens was fed
+    kept: Array  # bool [B, 1 + D, R], whether each of these tokens was accepted
     trust: Array  # i32 [B, R], the drafter's confidence in the last drafts, an index into `Drafter.odds`
     record: TrackRecord  # how often drafts were right
     guesses: Array  # i32 [B, R, D], the model's tokens after the accepted ones
-    guessed: Array  # i32 [B, R], number of these
-    drafter: Tree  # the drafter's own state
+    guessed: Array  # i32 [B, R], number of tokens in `guesses`
+    drafter: Tree  # the state of the drafter
     trace: tracing.Trace | None = None  # the fate of all drafts, if `Drafts.trace`
 
 
@@ -61,7 +69,7 @@ class Verdict(NamedTuple):
     run: Array  # i32, number of its drafted tokens before the first wrong one
     limit: Array  # i32, number of drafted columns that the rows above allow; -1: not even the newest token's column
     gain: Array  # i32, number of tokens that the row gains if it has begun
-    ends: Array  # bool, whether the last of these is an end token
+    ends: Array  # bool, whether the last of the gained tokens is an end token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +83,13 @@ class Drafts:
     tokens: int = 8  # D, the most drafted tokens of a row in a call
     queries: tuple[int, ...] = ()  # the sizes of a batch's calls to compile for, ascending, without the largest
     fixed: float = 3.0  # the fixed cost of a call, in units of the cost of a column
-    rounded: bool = True  # whether a call costs all columns of its size, and not only those that are fed
+    rounded: bool = True  # whether the cost of a call counts all columns of its size, or only the columns that are fed
     trace: bool = False  # whether the fate of drafts is kept (`Decoded.trace`)
     names: OnGrid | None = None  # the strategy whose `cut` gives the codes of `Decoded.truncated`; None: the rows
 
     @property
     def needs_draft_model(self) -> bool:
-        """Whether the drafter is a model."""
+        """Whether the drafter has a model, which `bind_draft_model` must bind."""
         return isinstance(self.drafter, Borrower)
 
     def width(self, rows: Rows) -> int:
@@ -89,7 +97,7 @@ class Drafts:
         return 1 + max(min(self.tokens, rows.time_max - 1), 1)
 
     def slots(self, rows: Rows) -> int:
-        """The most slots of an example: twice those of a full grid. `query` stops drafting before they run out."""
+        """The most slots of an example, twice the size of a full grid. `query` stops drafting before they run out."""
         return 2 * rows.rows * rows.time_max
 
     def tuned_for(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
@@ -132,9 +140,12 @@ class Drafts:
         )
 
     def query(self, rows: Rows, state: RowState) -> tuple[RowState, Query]:
-        """Feeds the newest token and the drafts of each open row, end tokens not fed yet, and rows that may begin.
+        """Returns the queries of a call (lines 5-8 of Algorithm 1, for several time-steps of a row at once).
 
-        Lines 5-8 of Algorithm 1, for a call that may take several time-steps of a row.
+        A call feeds the newest token and the drafts of each open row, the bos and the drafts of rows that may begin,
+        and end tokens that are not fed yet. The number of drafts of each row is chosen in three steps: the drafter
+        offers a number of tokens (`offered`); tokens that rows above make impossible to accept are removed (`useful`);
+        and `choose_lengths` keeps the tokens that are worth their cost.
         """
         assert state.drafts is not None
         old, width, index = state.drafts, self.width(rows), jnp.arange(rows.rows)
@@ -150,7 +161,11 @@ class Drafts:
         offered = jnp.where(may_draft, jnp.maximum(offered, 0), 0)
 
         def reach(drafted: Array) -> tuple[Array, Array]:
-            """The rows with queries if `drafted` tokens of each are fed, and how many of these can be accepted."""
+            """Computes how much a call can accept if `drafted` tokens of each row are fed and all are right.
+
+            Returns:
+              bool [B, R], the rows that have queries; i32 [B, R], the number of drafts of each that can be accepted.
+            """
             # A row whose draft has ended does not limit rows below it. No row starts after an empty one.
             closes = (state.length + before_end == 0) & (rows.delay > 0)
             far = jnp.where(before_end < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
@@ -245,7 +260,13 @@ class Drafts:
 
 
 def verify(rows: Rows, state: RowState, answers: Array) -> Verdict:
-    """Compares the drafts of the last call with the tokens `answers`, i32 [B, 1 + D, R], of the model."""
+    """Compares the drafts of the last call with the tokens of the model, by the rule of this module's docstring.
+
+    Args:
+      rows: the strategy.
+      state: the state after `Drafts.query`.
+      answers: i32 [B, 1 + D, R], the tokens that the model generated from the columns.
+    """
     assert state.drafts is not None
     live, columns = state.drafts.live, jnp.arange(state.drafts.live.shape[1])
     newest = rows.first + state.length

@@ -1,8 +1,23 @@
 """Packs the live queries of a batch into one step, and keeps the coordinates of the cache slots.
 
-A strategy returns S queries for each example, of which only some are live. `gather` moves the live queries together:
-each of them has a place among the Q of its example, which determines its cache slot, and a number among the N of the
-step, which is its column in the matrix products.
+A strategy returns S queries for each example, and only some of them are live. `gather` packs the live queries. Each of
+them gets a place among the Q places of its example, which determines its cache slot, and a number among the N queries
+of the step, which is its column in the matrix products. So matrix products have N columns, and attention has Q queries
+for each example. Places without a query are masked; numbers without a query are fillers.
+
+Example with B = 2 examples, S = 3, Q = 3 and N = 4:
+
+- `live` is [[1, 0, 1], [0, 1, 0]].
+- The live queries of example 0 get the places 0 and 1 and the numbers 0 and 1; the live query of example 1 gets the
+  place 0 and the number 2. Number 3 is a filler.
+- `query_at_place` is [[0, 1, 4], [2, 4, 4]], where 4 = N means that the place has no query.
+- `place_of_query` is [0, 1, 3, 6], as indices into the B * Q = 6 places, where 6 means that the query is a filler.
+- If `start` is [7, 5], the queries of example 0 are written to the slots 7 and 8, and the query of example 1 to slot 5.
+  Slot 9 of example 0 and the slots 6 and 7 of example 1 are written as well, but their row is NOWHERE, and the next
+  step overwrites them.
+
+The mask follows from the coordinates of queries and slots (`grid.visible`; paper section 3.2, eq. 4). So the order in
+which rows are fed does not matter, and a slot is hidden by changing its row to NOWHERE.
 
 Shapes as in `core`: B batch, S queries of an example, live or not, N queries of a step over the whole batch, Q most
 live queries of one example, C cache slots of the program, T time-steps.
@@ -19,7 +34,7 @@ from pipejax.grid import Numbers
 
 Array = jax.Array
 
-NOWHERE = 2**30  # the row of an empty slot and of a filler: it is after all real rows, so no query sees the slot
+NOWHERE = 2**30  # the row of empty slots and of fillers; it is greater than all real rows, so no query sees the slot
 
 
 @flax.struct.dataclass
@@ -29,8 +44,8 @@ class Query:
     tokens: Array  # i32 [B, S]
     row: Array  # i32 [B|1, S], coordinates on the grid
     time: Array  # i32 [B|1, S]
-    live: Array  # bool [B, S], whether the query is fed; at least one is, until every example is done
-    lineage: Array | None = None  # i32 [B, S, T], the one row that it sees at each time; None: as `grid.visible`
+    live: Array  # bool [B, S], whether the query is fed; at least one query is live until every example is done
+    lineage: Array | None = None  # i32 [B, S, T], the one row that a query sees at each time; None: `grid.visible`
 
 
 @flax.struct.dataclass
@@ -43,7 +58,7 @@ class Filled:
 
 @flax.struct.dataclass
 class Step:
-    """The input of the model: N packed queries, of which the last may be fillers.
+    """The input of the model: N packed queries. The last of them may be fillers.
 
     If N = B * Q, every place of every example has a query, and the two index arrays are None.
     """
@@ -57,7 +72,7 @@ class Step:
     row: Array  # i32 [B, Q], coordinates of the queries; NOWHERE for fillers
     time: Array  # i32 [B, Q]
     start: Array  # i32 [B|1], the first slot to write: place q is written to slot start + q
-    filled: Filled  # the coordinates of all slots, those of this step included
+    filled: Filled  # the coordinates of all slots, with the slots of this step
 
 
 def count_slots(live: Array, kept: Array) -> Array:
@@ -76,7 +91,7 @@ def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
     Args:
       rejected: bool [B, S], the queries to hide.
       live: bool [B, S], the queries that were fed.
-      filled: the coordinates with those of this step.
+      filled: the coordinates of the slots, with the slots of this step.
       start: i32 [B|1], the first slot of this step.
     """
     slot = jnp.where(rejected, start[:, None] + jnp.cumsum(live, axis=1) - 1, filled.row.shape[1])
@@ -108,7 +123,7 @@ def gather(
     batch, rows = query.live.shape
     coordinates = (jnp.broadcast_to(x, (batch, rows)) for x in (query.row, query.time))
     live = query.live.astype(jnp.int32)
-    place = jnp.cumsum(live, axis=1) - 1  # of a live query within its example
+    place = jnp.cumsum(live, axis=1) - 1  # the place of each live query within its example
 
     def at_places(x: Array, otherwise: int) -> Array:
         """[B, S] -> [B, Q], the live entries moved to the front, and `otherwise` behind them."""
@@ -121,7 +136,7 @@ def gather(
     if query.lineage is None:
         # Fillers have the row NOWHERE as well, so they would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
-        positions = position(row, time), position(filled.row, filled.time)  # twice NOWHERE wraps: unseen
+        positions = position(row, time), position(filled.row, filled.time)  # NOWHERE + NOWHERE overflows, but is masked
     else:  # a beam's tokens are in several rows, so only times count for positions
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
@@ -131,8 +146,8 @@ def gather(
         number = place + width * jnp.arange(batch)[:, None]
         return Step(tokens.reshape(-1), None, None, mask, *positions, row, time, start, filled), number, filled
 
-    before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # live queries of earlier examples
-    number = before + place  # [B, S], of a live query among all
+    before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # number of live queries of earlier examples
+    number = before + place  # [B, S], the number of each live query among all
     query_at_place = at_places(number, queries)
     numbers = jnp.arange(queries)
     example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1

@@ -24,7 +24,7 @@ CODE = {name: i for i, name in enumerate(TRUNCATIONS)}
 
 
 class GridStrategy(Rows):
-    """The steps of Algorithm 1. Settings and rules are those of `Rows`.
+    """The steps of Algorithm 1. See `Rows` for settings and rules.
 
     In each call every open row feeds its newest token and generates the next one. The end token of a row is fed once,
     since later rows may see it: together with the first later query that can see it, with the time at which the end

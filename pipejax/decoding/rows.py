@@ -139,8 +139,8 @@ class Rows(Plain):
 
     def settle(self, state: RowState) -> RowState:
         """Marks examples as done if all their started rows have ended or run out of time and no more rows start."""
-        goes_on = self.has_started(state) & ~state.ended & (self.first + state.length < self.time_max)
-        return dataclasses.replace(state, done=state.done | (~goes_on.any(axis=1) & self.is_closed(state)))
+        is_open = self.has_started(state) & ~state.ended & (self.first + state.length < self.time_max)
+        return dataclasses.replace(state, done=state.done | (~is_open.any(axis=1) & self.is_closed(state)))
 
     def find_circle(self, tokens: Array, length: Array, ended: Array, ends: Array) -> Array:
         """i32 [B], the time at which the answer is known to repeat itself, or NEVER.

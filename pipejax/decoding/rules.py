@@ -1,9 +1,9 @@
 """Rules: changes of the logits from which the next tokens are chosen.
 
-A `Rule` gets the logits of the N queries of a step, and may use what is known of each query: its example, row and time,
-the tokens of its row (`Queries.prefix`), the rows above that it sees (`Queries.above`), and a state that the rule keeps
-for each row. `DecodingOptions.rules` are applied one after the other, before a token is taken or drawn. Forced tokens
-and log-probabilities do not depend on rules: log-probabilities are those of the model.
+A `Rule` gets the logits of the N queries of a step. It may use the example, row and time of each query, the tokens of
+its row (`Queries.prefix`), the rows above that it sees (`Queries.above`), and a state that the rule keeps for each row.
+`DecodingOptions.rules` are applied one after the other, before a token is taken or drawn. Forced tokens and
+log-probabilities do not depend on rules: log-probabilities are computed from the logits of the model.
 
 A rule that forbids tokens gives them the logit `FORBIDDEN`. It must leave at least one token to each query.
 
@@ -167,7 +167,7 @@ class Rule:
         return self._map(select)
 
     def put(self, place: int, one: Self) -> Self:
-        """The rule of a batch with the example at `place` replaced by that of `one`, a rule for a batch of one."""
+        """The rule of a batch, with the example at `place` replaced by the example of `one`, a rule for one example."""
         others = {field.name: jax.tree.leaves(getattr(one, field.name)) for field in self._fields}
 
         def replace(name: str, x: Any) -> Any:

@@ -91,7 +91,7 @@ class Stepper(Protocol):
 
     @property
     def needs_draft_model(self) -> bool:
-        """Whether the strategy needs a small model of its own, which `Strategy.bind_draft_model` binds to it."""
+        """Whether the strategy has a draft model, which `Strategy.bind_draft_model` must bind."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The position of a slot, also in training. Relative positions are differences: the query's minus the key's."""

@@ -20,12 +20,28 @@ Walked = tuple[Query, np.ndarray, Decoded, np.ndarray]  # a step: query, tokens 
 
 
 def refuse(owner: object, place: str, found: object, expected: object) -> NoReturn:
-    """Raises a UserError about a part of a method, strategy or backbone."""
+    """Raises a UserError about a part of a method, strategy, rule or backbone.
+
+    Args:
+      owner: the object; the message begins with the name of its class.
+      place: the attribute or method, and the part of its result.
+      found: the value, shape or behaviour that was found.
+      expected: the expected one.
+    """
     raise UserError(f"{type(owner).__name__}.{place}", found=f"{found}", expected=f"{expected}")
 
 
 def expect(owner: object, place: str, x: Any, kind: str, *shapes: tuple[int, ...], of: str = "") -> None:
-    """Raises a UserError unless the array `x` has the dtype `kind` and one of the shapes."""
+    """Raises a UserError unless an array has the given dtype and one of the given shapes.
+
+    Args:
+      owner: the object that returned the array.
+      place: the method that returned it, and the part of the result.
+      x: the array, or an abstract array.
+      kind: the name of the dtype.
+      shapes: the accepted shapes.
+      of: an addition to the message.
+    """
     wanted = [f"{kind}{[*shape]}" for shape in dict.fromkeys(shapes)]
     if _kind(x) not in wanted:
         refuse(owner, place, _kind(x), " or ".join(wanted) + of)
@@ -70,7 +86,18 @@ def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
 
 
 def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[Walked]:
-    """Runs the steps of one example until it is done, with tokens from `answer` instead of a model; in NumPy."""
+    """Runs the steps of one example until it is done, with tokens from `answer` instead of a model; in NumPy.
+
+    Args:
+      strategy: the strategy.
+      answer: maps the queries of a step to the tokens i32 [1, S] that are generated from them.
+
+    Yields:
+      For each step the queries, the tokens, the result so far, and bool [1, S], the live queries that are kept.
+
+    Raises:
+      UserError: a shape is wrong, or the example is not done after far more steps than it has slots.
+    """
     source = SourceIds(np.full((1, 4), 2, np.int32), np.full(1, 4, np.int32)) if strategy.reads_source else None
     state, most = strategy.init(1, source), 2 * strategy.slots + 64
     for _ in range(most):
@@ -100,7 +127,7 @@ def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, An
     return new, True if kept is None else kept, done, decoded
 
 
-def rehearse(strategy: Strategy, *, ordered: str, grows: str) -> None:
+def dry_run(strategy: Strategy, *, ordered: str, grows: str) -> None:
     """Decodes an example with random tokens, and raises a UserError if the rows break a rule of some abilities.
 
     Args:

@@ -77,7 +77,7 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
         )
     is_ours = type(made).__module__.startswith("pipejax.")
     if not is_ours and made.choose is None and not made.needs_draft_model:
-        strategy_checks.rehearse(made, ordered=ordered, grows=grows)
+        strategy_checks.dry_run(made, ordered=ordered, grows=grows)
 
 
 def check_target(target: Target, method: Method, *, vocabulary: int, most: int, where: str) -> None:

@@ -19,7 +19,7 @@ class Written:
     tokens: Array  # i32 [B, R, T], the tokens of each row, without bos, with its end token; 0 beyond `length`
     length: Array  # i32 [B, R], number of tokens
     guesses: Array  # i32 [B, R, D], the model's tokens of the previous call for the places from `length` on
-    guessed: Array  # i32 [B, R], number of guesses; they were generated from rejected tokens, so they may be wrong
+    guessed: Array  # i32 [B, R], number of guesses; the model generated them from rejected tokens, so they may be wrong
 
 
 @flax.struct.dataclass
@@ -47,7 +47,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Borrower(Protocol):
-    """A drafter with a model of its own, whose decoder has to be bound for each batch."""
+    """A drafter with a model, whose decoder has to be bound for each batch."""
 
     def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> Drafter:
         """The drafter for one batch; see `FromModel.over`."""

@@ -21,7 +21,7 @@ class Jacobi:
         """None: the drafter has no state, as `Written` contains the tokens of the previous call."""
 
     def propose(self, state: None, written: Written, most: int) -> tuple[None, Draft]:
-        """Drafts the tokens of the previous call after those that were accepted."""
+        """Drafts the tokens of the previous call that follow the accepted ones."""
         last = jnp.take_along_axis(written.tokens, jnp.maximum(written.length - 1, 0)[:, :, None], axis=2)
         known = jnp.minimum(jnp.arange(most), written.guessed[:, :, None] - 1)
         tokens = jnp.take_along_axis(written.guesses, jnp.maximum(known, 0), axis=2)

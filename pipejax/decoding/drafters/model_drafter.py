@@ -1,10 +1,10 @@
-"""Drafts of a small T5, which decodes the same grid ahead of the large one.
+"""Drafts by a small T5, which decodes the same grid ahead of the large one.
 
-The small model has a cache of its own, which contains only accepted tokens between drafts. The first step of a draft
+The small model has a separate cache, which contains only accepted tokens between drafts. The first step of a draft
 feeds all tokens that were accepted since the last draft; every further step feeds the newest drafted token of each row.
-The slots of drafted tokens are freed when the draft is over; tokens that turn out to be right are fed again later.
+The slots of drafted tokens are freed at the end of the draft; tokens that turn out to be right are fed again later.
 
-Shapes as in `interface`; K = D + 2, the most tokens of a row in a step: bos and all tokens that one call can accept.
+Shapes as in `drafter`; K = D + 2, the most tokens of a row in a step: bos and all tokens that one call can accept.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Ahead:
 
     tokens: Array  # i32 [B, R, T], accepted tokens, then drafted ones
     length: Array  # i32 [B, R], number of both
-    ended: Array  # bool [B, R], whether the last token is an end token
+    ended: Array  # bool [B, R], whether the last token of each row is an end token
     known: Array  # i32 [B, R], number of accepted tokens
     fed: Array  # i32 [B, R], number of tokens, bos included, that the small model was fed
     stopped: Array  # bool [B, R], whether the next token was too unlikely to be drafted
@@ -59,15 +59,15 @@ class Looking(Plain):
 
     @property
     def slots(self) -> int:
-        """All that is written, and one draft."""
+        """The slots of all accepted tokens, and of one draft."""
         return self.grid.slots_without_drafts + self.grid.rows * (self.most + 1)
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
-        """As on the large one's grid."""
+        """The position on the large model's grid."""
         return self.grid.position(row, time)
 
     def init(self, batch: int, source: SourceIds | None = None) -> Ahead:
-        """Nothing is written."""
+        """The state without accepted tokens."""
         none = jnp.zeros((batch, self.grid.rows), jnp.int32)
         return self.begun(jnp.zeros((batch, self.grid.rows, self.grid.time_max), jnp.int32), none, none)
 
@@ -183,7 +183,7 @@ class FromModel:
 
     def init(self, source: SourceIds, rows: int) -> DrafterCache:
         """An empty cache."""
-        looking, sizes, decoder = self._lend()
+        looking, sizes, decoder = self._bound()
         batch = len(source.ids)
         carry = begin(looking, decoder, looking.init(batch), sizes, apart=True)
         carry = grow(decoder, carry, sizes.slots[-1])
@@ -191,11 +191,12 @@ class FromModel:
 
     def propose(self, state: DrafterCache, written: Written, most: int) -> tuple[DrafterCache, Draft]:
         """Drafts by the small model's greedy decoding of the same grid."""
-        looking, sizes, decoder = self._lend()
+        looking, sizes, decoder = self._bound()
         begun = looking.begun(written.tokens, written.length, state.fed)
         carry = begin(looking, decoder, begun, sizes, apart=True)
         # The first step feeds only accepted tokens, and bos of rows that begin before any others; both stay cached.
         first = carry.state.live
+        # Slots from `used` on are freed at the end.
         fed, used = state.fed + first.sum(axis=1), state.used + first.sum(axis=(1, 2))
         carry = dataclasses.replace(carry, used=state.used, filled=state.filled, cache=state.cache)
         carry = decode(looking, decoder, carry, sizes=sizes, slots=sizes.slots[-1]).carry
@@ -209,6 +210,7 @@ class FromModel:
         tokens = jnp.take_along_axis(drafted.tokens, place, axis=2)
         return DrafterCache(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
 
-    def _lend(self) -> tuple[Looking, Sizes, Model[Tree]]:
-        assert self.looking and self.sizes and self.decoder, "no T5 was lent to the drafter"
+    def _bound(self) -> tuple[Looking, Sizes, Model[Tree]]:
+        """The strategy, the sizes and the decoder that `over` has bound."""
+        assert self.looking and self.sizes and self.decoder, "`over` binds the small model"
         return self.looking, self.sizes, self.decoder

@@ -25,9 +25,10 @@ class CopyState:
 class FromSource:
     """Searches the last tokens of a row in the source and in all rows, and drafts the tokens that follow there.
 
-    Places with more matching tokens are preferred. Among equal ones the drafter takes the place that continues the
-    row's last draft, else the first place behind all those from which this row and the rows above copied, else the
-    first place.
+    A place of the searched text is the index of the token that would be copied. It matches n tokens if the n tokens
+    before it equal the last n tokens of the row, up to LONGEST. Places with more matching tokens are preferred. Among
+    equal ones the drafter takes the place that continues the row's last draft, otherwise the first place after all
+    places from which this row and the rows above copied, otherwise the first place.
     """
 
     odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # by the number of matching tokens, 1 to 3
@@ -58,11 +59,12 @@ class FromSource:
             before = jnp.pad(text, ((0, 0), (back, 0)))[:, : text.shape[1]]
             agrees &= (before[:, None] == last) & (written.length >= back)[:, :, None] & (begins >= back)
             agreeing = agreeing + agrees
-        goes_on = state.place + written.length - state.length
+        continued = state.place + written.length - state.length  # the place that continues the last draft of each row
         places = text.shape[1]
         copied = jax.lax.cummax(jnp.where(state.place < length, state.place, -1), axis=1)[:, :, None]
         here = jnp.arange(places)
-        better = jnp.where(here == goes_on[:, :, None], 2, here > copied)
+        better = jnp.where(here == continued[:, :, None], 2, here > copied)
+        # For n matching tokens, the score is 3 n plus 0, 1 or 2 by the order above, or 0 for a place without a match.
         score = jnp.where(agreeing > 0, 3 * agreeing + better, 0)
         # Score and place are packed into one number, whose maximum XLA computes much faster than an argmax. With
         # several rows float32, which represents these numbers exactly, is faster on a CPU.
