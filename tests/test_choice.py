@@ -28,14 +28,10 @@ def asked(row, time):
     return Step(row[:, 0], None, None, None, None, None, row, time, None, None)
 
 
-def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None):
+def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None, **more):
     seeds = np.arange(count) if seed is None else seed
-    return Sampling(
-        temperature=jnp.full(count, temperature),
-        top_k=jnp.full(count, top_k, jnp.int32),
-        top_p=jnp.full(count, top_p),
-        seed=jnp.asarray(seeds, jnp.uint32),
-    )
+    each = [Sampling(temperature, top_k, top_p, seed, **more) for seed in seeds]
+    return jax.tree.map(jnp.asarray, Sampling.together(each))
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,14 @@ def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
     (rows, width), batch, wished = setting.strategy.places, setting.batch, setting.wished
     found = DecodingOptions(scores="scores" in wished)
     if "sampling" in wished:
-        settings = Sampling(*(rng.choice(x, batch) for x in ([0.0, 0.7, 1.5], [0, 3], [1.0, 0.8], [1, 2, 3])))
-        dtypes = Sampling(*(np.float32, np.int32, np.float32, np.uint32))
-        found = dataclasses.replace(found, sampling=jax.tree.map(lambda x, t: x.astype(t), settings, dtypes))
+        values: dict[str, list[Any]] = {
+            "temperature": [0.0, 0.7, 1.5],
+            "top_k": [0, 3],
+            "top_p": [1.0, 0.8],
+            "seed": [1, 2, 3],
+        }
+        each = [Sampling(**{name: rng.choice(x) for name, x in values.items()}) for _ in range(batch)]
+        found = dataclasses.replace(found, sampling=Sampling.together(each))
     if "forced" in wished:
         forced = np.where(rng.random((batch, rows, width)) < 0.1, rng.integers(1, WORDS, (batch, rows, width)), -1)
         found = dataclasses.replace(found, forced=forced.astype(np.int32))

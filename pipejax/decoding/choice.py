@@ -35,11 +35,25 @@ class Sampling:
     seed: Numbers = 0  # u32 [B]
 
     @classmethod
+    def of(cls, settings: object, seed: int) -> "Sampling":
+        """The distribution by the attributes of the same names, such as those of a `DecodeConfig`, but for the seed."""
+        return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)} | {"seed": seed})
+
+    @classmethod
     def together(cls, each: "Sequence[Sampling]") -> "Sampling":
         """Stacks the settings of B answers into NumPy arrays [B]."""
-        dtypes = np.float32, np.int32, np.float32, np.uint32
-        names = (field.name for field in dataclasses.fields(cls))
-        return cls(*(np.asarray([getattr(x, n) for x in each], t) for n, t in zip(names, dtypes, strict=True)))
+        dtypes: dict[type, type] = {float: np.float32, int: np.int32}
+        found: dict[str, np.ndarray] = {
+            field.name: np.asarray([getattr(x, field.name) for x in each], dtypes[type(field.default)])
+            for field in dataclasses.fields(cls)
+            if field.name != "seed"
+        }
+        return cls(**found, seed=np.asarray([x.seed for x in each], np.uint32))
+
+    @property
+    def is_limited(self) -> Array:
+        """bool [B], whether tokens are drawn from some tokens only."""
+        return jnp.asarray(self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
 
 
 MOST_LIKELY = Sampling()
@@ -163,8 +177,7 @@ def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
     """Draws a token i32 [N] from each column of the logits [V, N]; settings, row and time are [N]."""
     warm = sampling.temperature > 0
     wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
-    is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
-    weights = jax.lax.cond(is_limited.any(), _limit, lambda x, _: jnp.exp(x), wide, sampling)
+    weights = jax.lax.cond(sampling.is_limited.any(), _limit, lambda x, _: jnp.exp(x), wide, sampling)
 
     def share(seed: Array, row: Array, time: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), time)

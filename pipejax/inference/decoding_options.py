@@ -105,7 +105,7 @@ def of_batch(
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:
     """Returns the distribution from which the tokens of a source's answer are sampled."""
-    return Sampling(decode.temperature, decode.top_k, decode.top_p, seed_of(source, decode.seed))
+    return Sampling.of(decode, seed_of(source, decode.seed))
 
 
 def seed_of(source: Source, seed: int) -> int:

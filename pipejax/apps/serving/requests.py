@@ -6,11 +6,12 @@ import difflib
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from pipejax import methods
 from pipejax.apps.schemas.row_schema import Schema
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
-from pipejax.config import Config
+from pipejax.config import Config, DecodeConfig
 from pipejax.config.row_names import columns_of
 from pipejax.data.encoding import encode_source
 from pipejax.data.lines import Object, kind
@@ -19,6 +20,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source, check_fields, fields_of, template_of
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
+from pipejax.system.fields import WHOLE, Facts
 
 Apply = Callable[[Mapping[str, object], Generator, str], Generator]  # applies a schema to a model and a strategy
 Neutral = Mapping[str, tuple[object, ...]]  # by field, the values that have no effect
@@ -43,7 +45,9 @@ class RequestFields:
         return self.source, "model", *self.most_tokens, *SHARED, *self.more
 
 
-SHARED = ("temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "strategy", "truncate")
+# The settings of sampling that a request may send, by name; a request has its own range if `Facts.request` is one.
+SAMPLING = {field.name: field for field in dataclasses.fields(DecodeConfig) if field.metadata.get("request")}
+SHARED = (*SAMPLING, "stop", "stream", "stream_options", "strategy", "truncate")
 SEEDS = 2**31  # seeds are drawn below this number for requests without one
 STOPS, STOP_LENGTH = 4, 200  # the most stop texts, and the most characters of each
 ROLES = ("user", "system", "developer", "assistant", "tool", "function")
@@ -137,11 +141,8 @@ def read_request(
     if not isinstance(model, str) or model not in models:
         raise unknown_model(model, models)
     generator = models[model]
-    decode = generator.config.decode
-    temperature = _number(given, "temperature", decode.temperature, least=0.0, most=100.0)
-    top_p = _number(given, "top_p", decode.top_p, least=0.0, most=1.0)
-    if top_p == 0:
-        raise unsuitable("top_p", given["top_p"], "a number above 0, at most 1")
+    defaults = vars(generator.config.decode) | {"seed": secrets.randbelow(SEEDS)}
+    temperature = _setting(given, "temperature", defaults)
     n = _whole(given, "n", 1, least=1, most=most)
     if n > 1 and temperature == 0:
         raise unsuitable("n", n, "1 at temperature 0, where all answers are the same")
@@ -176,12 +177,7 @@ def read_request(
         sources=sources,
         cut_tokens=cut,
         strategy=strategy,
-        sampling=Sampling(
-            temperature=temperature,
-            top_k=_whole(given, "top_k", decode.top_k, least=0, most=2**31 - 1),
-            top_p=top_p,
-            seed=_whole(given, "seed", secrets.randbelow(SEEDS), least=-(2**63), most=2**63 - 1),
-        ),
+        sampling=Sampling(**{name: _setting(given, name, defaults) for name in SAMPLING}),
         n=n,
         max_tokens=bound[1] if row_tokens is None else None,
         row_tokens=row_tokens,
@@ -423,6 +419,20 @@ def _flag(given: Object, name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise unsuitable(name, value, "true or false")
     return bool(value)
+
+
+def _setting(given: Object, name: str, defaults: Mapping[str, Any]) -> int | float:
+    """Returns the value of a setting of SAMPLING in a request, or the default."""
+    facts, default = cast(Facts, SAMPLING[name].metadata), defaults[name]
+    least, most = facts.get("least", facts.get("above", 0)), facts.get("most", WHOLE)
+    if isinstance(own := facts["request"], tuple):
+        least, most = own
+    if isinstance(SAMPLING[name].default, int):
+        return _whole(given, name, default, least=int(least), most=int(most))
+    value = _number(given, name, default, least=least, most=most)
+    if value == facts.get("above"):
+        raise unsuitable(name, given[name], f"a number above {value:g}, at most {most:g}")
+    return value
 
 
 def _whole(given: Object, name: str, default: int, *, least: int, most: int, otherwise: str = "") -> int:
