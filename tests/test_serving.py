@@ -1188,7 +1188,7 @@ def test_user_error_is_answered_with_status_400(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Wherever it is found."""
-    for name in ("asked.encode_source", "asked.bound_rows", "answering.Writing"):
+    for name in ("requests.encode_source", "requests.bound_rows", "answering.Writing"):
         with monkeypatch.context() as patch:
 
             def refuse(*given: Any, **more: Any) -> Any:
