@@ -1,4 +1,4 @@
-"""Tables in Markdown of the files in lab/benchmarks/results, for the page of that name. `generated.py` shows them."""
+"""Tables in Markdown of the files in lab/benchmarks/results, for docs/speed.md. `generated.py` shows them."""
 
 import json
 from collections.abc import Iterable, Sequence
