@@ -271,7 +271,7 @@ def _compare_records(
             "steps": int(found.steps[0]),
             "truncated": TRUNCATIONS[int(found.truncated[0])],
             "log_probs": [scores[k][:-1] for k in order],
-            "log_prob": sum(map(sum, scores[: method.exist(len(tokens), known.most)])),
+            "log_prob": sum(map(sum, scores[: method.count_rows(len(tokens), known.most)])),
         }
         for run, key in ((run, key) for run in runs for key in expected if i < len(runs[run]) and key in runs[run][i]):
             here, there = (jax.tree.flatten(x) for x in (runs[run][i][key], expected[key]))

@@ -165,7 +165,7 @@ def test_only_tokens_of_the_source_are_written(strategy):
 def test_separator_tokens_are_always_allowed(tokenizer):
     """The separator's tokens, and none of the letters that it is encoded between."""
     made = generator("sequential", params=None)
-    allowed = made.method().allowed(tokenizer)
+    allowed = made.method().extra_allowed_ids(tokenizer)
     assert tokenizer.decode(allowed).strip() == made.config.data.separator.strip()
     assert not {*tokenizer.encode("a")} & {*allowed}
 
@@ -186,7 +186,7 @@ def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
     """The ids are those of T5's own tokenizer, 3 at the beginning of a word, 9 a letter a; but for the last ones."""
     ids = {"a": [3, 9], f"a{separator}": begun, f"a{separator}a": whole}
     method = methods.SequentialMethod(max_length=9, separator=separator, delay=1)
-    assert method.allowed(SimpleNamespace(encode=ids.__getitem__)) == expected
+    assert method.extra_allowed_ids(SimpleNamespace(encode=ids.__getitem__)) == expected
 
 
 @pytest.mark.parametrize(

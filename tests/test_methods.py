@@ -40,7 +40,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
-from pipejax.methods import Method, Target
+from pipejax.methods import Method, NamedRows, Target
 from pipejax.model import t5
 from pipejax.offline.decode_command import main as decode
 from pipejax.offline.resume import settings_of
@@ -258,6 +258,30 @@ def test_streams_and_requests_equal_a_list(generator: Generator) -> None:
     for answer, record in zip(answers, expected, strict=True):
         assert_same(list(answer.events())[-1], record)
     engine.close(drain=False, seconds=9)
+
+
+def test_former_attribute_names_of_a_method_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning) as caught:
+
+        class Former(NamedRows):
+            rival = "staggered"
+
+            def exist(self, rows: int, most: int | None) -> int:
+                return super().exist(rows, most) + 10
+
+            def rival_steps(self, lengths: Any, *, separator: int) -> int:
+                return super().rival_steps(lengths, separator=separator) + 100
+
+    assert [str(warning.message).partition(";")[0] for warning in caught] == [
+        "Former.exist is now count_rows",
+        "Former.rival is now baseline",
+        "Former.rival_steps is now baseline_steps",
+    ]
+    assert all(warning.filename == __file__ for warning in caught)
+    method = Former(GridConfig(delay=0))
+    assert method.baseline == "staggered"
+    assert method.count_rows(5, 2) == 12
+    assert method.baseline_steps([3, 4], separator=1) == 109
 
 
 def test_loss_of_the_method_is_used() -> None:

@@ -96,7 +96,7 @@ def record_of(
         record["sample"] = source.sample
     if found.log_probs is None and found.trace is None:
         return record
-    exist = method.exist(len(rows), decoding_options.given(source, method).most)
+    exist = method.count_rows(len(rows), decoding_options.given(source, method).most)
     if found.log_probs is not None:
         by_time, first = found.log_probs[place], [int(start(i)) for i in range(len(rows))]
         record["log_probs"] = [by_time[i, first[i] : first[i] + len(rows[i])].tolist() for i in numbers]
@@ -198,9 +198,9 @@ def count(record: Record, method: Method, report: Report, *, config: Config, tok
     parted = tells_rows_apart(config.data.separator)
     if not method.parts_text:
         lengths = [len(row) for row in record["row_ids"]]
-        report.other_steps += method.rival_steps(lengths, separator=parted)
+        report.other_steps += method.baseline_steps(lengths, separator=parted)
     elif tokenizer is None or not parted:  # the rows cannot be told apart
         report.other_steps = None
     else:
         lengths = [len(tokenizer.encode(row)) for row in texts(record)]
-        report.other_steps += method.rival_steps(lengths, separator=parted)
+        report.other_steps += method.baseline_steps(lengths, separator=parted)

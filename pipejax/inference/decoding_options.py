@@ -98,7 +98,7 @@ def of_batch(
         for b, of_source in enumerate(ids):
             allowed[b, np.asarray(of_source)] = True
         allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # special tokens do not belong to the text
-        allowed[:, [*ends_of(strategy), *(method.allowed(tokenizer) if tokenizer else [])]] = True
+        allowed[:, [*ends_of(strategy), *(method.extra_allowed_ids(tokenizer) if tokenizer else [])]] = True
     rules = () if schema is None else (schema.grammar(strategy, [None] * len(sources)),)
     return DecodingOptions(sampling=sampling, forced=forced, allowed=allowed, rules=rules, scores=decode.scores)
 

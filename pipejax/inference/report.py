@@ -41,7 +41,7 @@ class Report:
         """Returns means and counts. Of the two step counts, one is measured and the other ideal for the same rows."""
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count if self.other_steps else None
-        both = (method.name, own), (method.rival, other)
+        both = (method.name, own), (method.baseline, other)
         (slow, most), (fast, least) = both if method.parts_text else both[::-1]
         return {
             "steps": own,

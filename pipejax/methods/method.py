@@ -10,8 +10,9 @@ import JAX, because the data pipeline runs without it. Functions that need JAX i
 """
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from pipejax import grid
 from pipejax.methods.spelling import Spells
@@ -49,6 +50,14 @@ ABILITIES = {
     "probe": Ability("lay targets out in rows that `pipejax probe` can hide from one another"),
     "export": Ability("write rows that are read without its class: those of the grid, from the first"),
     "generate": Ability("be written by transformers' generate"),
+}
+
+# The present names of attributes of `Method`, by former names that subclasses may define until the next release.
+FORMER = {
+    "exist": "count_rows",
+    "allowed": "extra_allowed_ids",
+    "rival": "baseline",
+    "rival_steps": "baseline_steps",
 }
 
 
@@ -104,8 +113,19 @@ class Method:
     name: ClassVar[str] = ""  # the name in commands and records
     can: ClassVar[frozenset[str]] = frozenset()  # the abilities, a subset of ABILITIES
     choices: ClassVar[int] = 0  # number of right tokens of a slot; targets and weights are [N, choices], or [N] if 0
-    rival: ClassVar[str] = "sequential"  # the method with whose steps for the same rows reports compare this method
+    baseline: ClassVar[str] = "sequential"  # the method with whose steps for the same rows reports compare this method
     parts_text: ClassVar[bool] = False  # whether rows are parts of one decoded text and so have no token ids
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Lets a subclass define attributes by their former names, with a warning, and call them on its base class."""
+        super().__init_subclass__(**options)
+        for former, name in FORMER.items():
+            if name in vars(cls):
+                setattr(cls, former, vars(cls)[name])
+            elif former in vars(cls):
+                line = f"{cls.__name__}.{former} is now {name}; the former name will be removed in the next release"
+                warnings.warn(line, DeprecationWarning, stacklevel=2)
+                setattr(cls, name, vars(cls)[former])
 
     @property
     def label(self) -> str:
@@ -196,7 +216,7 @@ class Method:
         """
         return given
 
-    def exist(self, rows: int, most: int | None) -> int:
+    def count_rows(self, rows: int, most: int | None) -> int:
         """The number of rows of the grid that belong to an answer.
 
         Args:
@@ -205,7 +225,7 @@ class Method:
         """
         return rows
 
-    def allowed(self, spells: Spells) -> list[int]:
+    def extra_allowed_ids(self, spells: Spells) -> list[int]:
         """Ids, other than end tokens, that an answer may contain even if its source does not."""
         return []
 
@@ -226,8 +246,8 @@ class Method:
         """
         return separator.join(text for text in texts if text.strip()), [*texts]
 
-    def rival_steps(self, lengths: Sequence[int], *, separator: int) -> int:
-        """The number of steps that the method `rival` would take for the same rows.
+    def baseline_steps(self, lengths: Sequence[int], *, separator: int) -> int:
+        """The number of steps that the method `baseline` would take for the same rows.
 
         Args:
           lengths: the number of tokens of each row, without end tokens.
@@ -254,3 +274,6 @@ class Method:
                 place, _, name = self.setting.partition(": found ")
                 raise UserError(place, found=name, expected=f"another, since it does {lacks}")
             raise UserError(place, found=f"{found} with {self.label}, which does {lacks}", expected=f"{expected}")
+
+    # The former names, which subclasses may also call on their base class; see `__init_subclass__`.
+    exist, allowed, rival, rival_steps = count_rows, extra_allowed_ids, baseline, baseline_steps

@@ -204,6 +204,6 @@ class NamedRows(PipelinedMethod):
             )
         return given._replace(most=count)
 
-    def exist(self, rows: int, most: int | None) -> int:
+    def count_rows(self, rows: int, most: int | None) -> int:
         """See `Method`. If all rows start at once, only named rows count: the others end with their first token."""
         return rows if self.grid.delay else most or 0

@@ -36,7 +36,7 @@ class SequentialMethod(Method):
     can: ClassVar[frozenset[str]] = frozenset(
         ("sample", "score", "limit", "unique", "draft", "stream", "serve", "prefix", "export", "generate", "probe")
     )
-    rival: ClassVar[str] = "pipelined"
+    baseline: ClassVar[str] = "pipelined"
     parts_text: ClassVar[bool] = True
 
     @classmethod
@@ -109,7 +109,7 @@ class SequentialMethod(Method):
 
         return Sequential(self.max_length, ids.bos, ids.eos, ids.other_ends)
 
-    def allowed(self, spells: Spells) -> list[int]:
+    def extra_allowed_ids(self, spells: Spells) -> list[int]:
         """See `Method`. The ids of the separator between two rows."""
         between = self.separator
         letter, begun, whole = (spells.encode(text) for text in ("a", f"a{between}", f"a{between}a"))
@@ -129,7 +129,7 @@ class SequentialMethod(Method):
         """The decoded text without changes, and the rows into which the separator splits it."""
         return texts[0], split_rows(texts[0], separator)
 
-    def rival_steps(self, lengths: Sequence[int], *, separator: int) -> int:
+    def baseline_steps(self, lengths: Sequence[int], *, separator: int) -> int:
         """The number of steps of Algorithm 1 without bounds on rows and times."""
         return grid.pipelined_steps(lengths, delay=self.delay, sub_max=GRID, time_max=GRID**2)
 
