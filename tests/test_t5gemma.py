@@ -14,114 +14,30 @@ import tokenizers
 import torch
 import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import load_file
 
 import pipejax
-from pipejax import checkpoint, testing
-from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
+from pipejax.backbones.t5gemma import T5GemmaConfig
 from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DataConfig
 from pipejax.convert import description
-from pipejax.convert.huggingface import from_hf, to_hf, write_hf
+from pipejax.convert.huggingface import from_hf, write_hf
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.t5_config import architecture
 from pipejax.system.errors import UserError
-from support import in_transformers, schemas
-from support.in_transformers import (
-    check_algorithm_1,
-    check_beams,
-    check_dropout,
-    check_greedy_tokens,
-    check_logits_and_gradients,
-    check_schema,
-    varied,
-)
+from support import in_transformers
+from support.backbone_cases import T5GEMMA, T5GEMMA_DECODER
+from support.in_transformers import check_algorithm_1, varied
 from support.tiny import FEW_WORDS
 
-# All features: groups, sides of unequal widths, caps that bend, windows that answers leave.
-ENCODER = GemmaStack(
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    query_pre_attn_scalar=5,
-    sliding_window=3,
-    attn_logit_softcapping=2.0,
-)
-DECODER = dataclasses.replace(ENCODER, hidden_size=12, intermediate_size=20, num_key_value_heads=1, head_dim=4)
-TINY = T5GemmaConfig(
-    vocab_size=9,
-    num_layers=2,
-    num_decoder_layers=2,
-    encoder=ENCODER,
-    decoder=dataclasses.replace(DECODER, attn_logit_softcapping=3.0, sliding_window=4),
-    final_logit_softcapping=4.0,
-)
-PLAIN = dataclasses.replace(
-    TINY, encoder=dataclasses.replace(ENCODER, attn_logit_softcapping=0.0), rms_norm_eps=0.1, tied_head=False
-)
-
-
-def made(model: T5GemmaConfig) -> Any:
-    """A T5Gemma of transformers."""
-    facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
-    config = transformers.T5GemmaConfig(**facts)
-    for part in (config, config.encoder, config.decoder):
-        part._attn_implementation = "eager"  # the only one with soft caps
-    return transformers.T5GemmaForConditionalGeneration(config).eval()
-
-
-def loaded(torchs: Any, model: T5GemmaConfig, params: Any) -> Any:
-    """The model with these weights."""
-    state = in_transformers.tensors(model, params)
-    if model.tied_head:
-        state["lm_head.out_proj.weight"] = state["model.decoder.embed_tokens.weight"]
-    torchs.load_state_dict(state)
-    return torchs
-
-
-def logits_of(torchs: Any) -> in_transformers.Logits:
-    """See `in_transformers.Logits`: with explicit masks, of windows on positions as well, and positions."""
-
-    def logits(source: Any, real: Any, tokens: Any, visible: Any, position: Any) -> torch.Tensor:
-        window = torchs.config.decoder.sliding_window
-        near = visible & (position[:, None] - position[None] < window)
-        full, sliding = (torch.where(x, 0.0, -torch.inf)[None, None] for x in (visible, near))
-        found: torch.Tensor = torchs(
-            input_ids=source,
-            attention_mask=real.long(),
-            decoder_input_ids=tokens,
-            decoder_attention_mask={"full_attention": full, "sliding_attention": sliding},
-            decoder_position_ids=position[None],
-            use_cache=False,
-        ).logits
-        return found
-
-    return logits
-
-
-@pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])
-def test_logits_and_gradients_equal_torch(model):
-    params = varied(model, 0, centered=True)
-    torchs = loaded(made(model), model, params)
-    own, names = dict(torchs.named_parameters()), model.tensors()
-    print(check_logits_and_gradients(model, params, torchs, logits_of(torchs), lambda path: own[names[path][0]]))
-
-
-def test_dropout_is_where_torch_has_it():
-    params = varied(TINY, 0, centered=True)
-    torchs = loaded(made(TINY), TINY, params)
-    check_dropout(TINY, params, torchs, logits_of(torchs))
+TINY = T5GEMMA.model
 
 
 def test_encoder_equals_torch():
     """Its outputs, by the keys that the decoder's layers make of them: with a window shorter than the source."""
-    params = varied(TINY, 1, centered=True)
-    torchs = loaded(made(TINY), TINY, params)
+    params, torchs = T5GEMMA.loaded(1)
     source, real, *_ = in_transformers.batch(TINY, 6)
     memory = TINY.module().apply({"params": params}, source, real, method="encode")
     given = {"input_ids": torch.from_numpy(source), "attention_mask": torch.from_numpy(real).long()}
@@ -131,18 +47,6 @@ def test_encoder_equals_torch():
             expected = layer.cross_attn.k_proj(encoded).unflatten(-1, (-1, TINY.decoder.head_dim)).permute(0, 2, 3, 1)
             apart = np.where(real[:, None, None], memory.keys[i] - expected.numpy(), 0)
             assert abs(apart).max() < 1e-4 and abs(expected).max() > 0.1
-
-
-def test_greedy_tokens_of_one_row_equal_generate():
-    params = varied(TINY, 2, centered=True)
-    torchs = loaded(made(TINY), TINY, params)
-    check_greedy_tokens(TINY, params, torchs, lowest=3)
-
-
-@pytest.mark.slow
-def test_beams_equal_generate():
-    params = varied(TINY, 2, centered=True)
-    check_beams(TINY, params, loaded(made(TINY), TINY, params), lowest=3)
 
 
 SEVERAL = dataclasses.replace(
@@ -156,67 +60,13 @@ SEVERAL = dataclasses.replace(
     [(1, False), (2, True), *(pytest.param(*x, marks=pytest.mark.long) for x in [(3, False), (0, False)])],
 )
 def test_rows_with_several_end_tokens_equal_algorithm_1(delay, literal):
-    torchs = made(SEVERAL)
+    torchs = T5GEMMA.make(SEVERAL)
 
     def model(seed):
-        params = varied(SEVERAL, seed, centered=True)
-        return params, logits_of(loaded(torchs, SEVERAL, params))
+        params = T5GEMMA.params(SEVERAL, seed)
+        return params, T5GEMMA.logits(T5GEMMA.load(torchs, SEVERAL, params))
 
     assert check_algorithm_1(SEVERAL, model, 8, delay=delay, literal=literal) > 1
-
-
-@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
-    model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)
-    params = varied(model, 5, centered=True)
-    check_schema(model, params, logits_of(loaded(made(model), model, params)), delay=delay)
-
-
-@pytest.mark.parametrize("model", [TINY, PLAIN], ids=["tied", "untied"])
-def test_conversion_round_trips(model, tmp_path):
-    """From `save_pretrained`, which names the class by its model_type, and bit by bit back again."""
-    torchs = loaded(made(model), model, varied(model, 3, centered=True))
-    torchs.save_pretrained(tmp_path / "there")
-    from_hf(tmp_path / "there", tmp_path / "run")
-    assert checkpoint.open_run(tmp_path / "run").config.model == model
-    to_hf(tmp_path / "run", tmp_path / "back")
-    there, back = (load_file(tmp_path / place / "model.safetensors") for place in ("there", "back"))
-    assert there.keys() == back.keys() and all(np.array_equal(there[name], x) for name, x in back.items())
-    again = transformers.T5GemmaForConditionalGeneration.from_pretrained(tmp_path / "back", attn_implementation="eager")
-    assert again.config.decoder.layer_types == torchs.config.decoder.layer_types
-    given = [torch.from_numpy(x) for x in in_transformers.batch(model, 9)]
-    with torch.no_grad():
-        logits = [logits_of(x)(*given[:3], given[3][0], given[4][0]) for x in (torchs, again)]
-    assert torch.equal(*logits)
-
-
-@pytest.fixture(scope="module")
-def models() -> Any:
-    torchs = made(TINY)
-
-    def model(seed: int) -> tuple[Any, in_transformers.Logits]:
-        params = varied(TINY, seed, centered=True)
-        return params, logits_of(loaded(torchs, TINY, params))
-
-    return model
-
-
-@pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
-def test_rows_equal_algorithm_1_over_transformers(delay, literal, models):
-    farthest = check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
-    assert farthest > TINY.decoder.sliding_window
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("literal", [False, True])
-@pytest.mark.parametrize("delay", [0, 1, 2, 3])
-def test_rows_of_many_models_equal_algorithm_1_over_transformers(delay, literal, models):
-    check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
-
-
-@pytest.mark.slow
-def test_check_backbone_passes():
-    assert "T5GemmaConfig: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
 
 
 def described(**changes: Any) -> Any:
@@ -269,7 +119,7 @@ def test_older_configs_have_other_keys():
 
 def test_groups_are_equal():
     with pytest.raises(UserError, match=r"here: model.decoder: found 4 heads of 4 in 3 groups; expected equal groups"):
-        dataclasses.replace(TINY, decoder=dataclasses.replace(DECODER, num_key_value_heads=3)).check("here")
+        dataclasses.replace(TINY, decoder=dataclasses.replace(T5GEMMA_DECODER, num_key_value_heads=3)).check("here")
 
 
 @pytest.mark.parametrize("side, width", [("encoder", 5), ("encoder", 9), ("decoder", 7)])

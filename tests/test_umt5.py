@@ -16,13 +16,13 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 import pipejax
-from pipejax import checkpoint, testing
+from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps.export.programs_as_files import export
 from pipejax.backbones import umt5
 from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DecodeConfig, T5Config
-from pipejax.convert.huggingface import from_hf, read_hf, to_hf, write_hf
+from pipejax.convert.huggingface import from_hf, read_hf, write_hf
 from pipejax.decoding import DecodingOptions, Pipelined
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla, portable
@@ -32,111 +32,13 @@ from pipejax.inference.report import Report
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.backends import OwnKernel, Products
 from pipejax.registry import BACKBONES
-from support import in_transformers, oracle, schemas
-from support.in_transformers import (
-    check_algorithm_1,
-    check_beams,
-    check_dropout,
-    check_greedy_tokens,
-    check_logits_and_gradients,
-    check_schema,
-    varied,
-)
+from support import oracle
+from support.backbone_cases import UMT5, UMT5_SIZES, save_umt5
+from support.in_transformers import varied
 from support.kernel_models import in_one_digit
-from support.tiny import FEW_WORDS, RUN, change, metrics
+from support.tiny import RUN, change, metrics
 
-SIZES: dict[str, Any] = vars(FEW_WORDS) | {"d_model": 16, "num_layers": 2, "dropout_rate": 0.0}
-TINY = UMT5Config(**SIZES | {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False})
-
-
-def made(model: UMT5Config) -> Any:
-    """A UMT5 of transformers; its head is its own, as the published ones', which it would tie."""
-    facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
-    torchs = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))
-    torchs.lm_head.weight = torch.nn.Parameter(torch.empty_like(torchs.shared.weight))
-    return torchs.eval()
-
-
-def loaded(torchs: Any, params: Any, model: UMT5Config = TINY) -> Any:
-    """The model with these weights."""
-    state = in_transformers.tensors(model, params)
-    aliases = {f"{stack}.embed_tokens.weight": state["shared.weight"] for stack in ("encoder", "decoder")}
-    torchs.load_state_dict(state | aliases)
-    return torchs
-
-
-def logits_of(torchs: Any) -> in_transformers.Logits:
-    """See `in_transformers.Logits`. It has no argument for positions, so its biases are made of them here."""
-
-    def logits(source: Any, real: Any, tokens: Any, visible: Any, position: Any) -> torch.Tensor:
-        apart = position[None] - position[:, None]
-        for block in torchs.decoder.block:
-            own = block.layer[0].SelfAttention
-            bias = own.relative_attention_bias(own._relative_position_bucket(apart)).permute(2, 0, 1)[None]
-            own.compute_bias = lambda *given, bias=bias, **more: bias
-        seen = torch.where(visible, 0.0, -torch.inf)[None, None].expand(len(tokens), -1, -1, -1)
-        given = {"attention_mask": real.long(), "decoder_attention_mask": seen, "use_cache": False}
-        found = torchs(input_ids=source, decoder_input_ids=tokens, **given).logits
-        for block in torchs.decoder.block:
-            del block.layer[0].SelfAttention.compute_bias
-        # It divides a head of its own by the root of the width as well; T5X, where UMT5 comes from, does not.
-        scaled: torch.Tensor = found * torchs.config.d_model**0.5
-        return scaled
-
-    return logits
-
-
-@pytest.fixture(scope="module")
-def params() -> Any:
-    return varied(TINY, 0)
-
-
-@pytest.fixture(scope="module")
-def torchs(params) -> Any:
-    return loaded(made(TINY), params)
-
-
-@pytest.fixture(scope="module")
-def theirs(torchs, tmp_path_factory) -> Path:
-    """Its directory, as published: `save_pretrained` would leave the head out."""
-    place = tmp_path_factory.mktemp("umt5")
-    torchs.config.save_pretrained(place)
-    file = place / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
-    tensors = {name: x.detach().numpy() for name, x in torchs.named_parameters()}
-    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
-    return place
-
-
-def test_logits_and_gradients_equal_torch(params, torchs):
-    """Logits on a grid, and the gradient of each parameter."""
-    own = dict(torchs.named_parameters())
-    names = TINY.tensors()
-    apart = check_logits_and_gradients(TINY, params, torchs, logits_of(torchs), lambda path: own[names[path][0]])
-    print(apart)
-
-
-def test_dropout_is_where_torch_has_it(params, torchs):
-    check_dropout(TINY, params, torchs, logits_of(torchs))
-
-
-def test_greedy_tokens_of_one_row_equal_generate(params, torchs):
-    check_greedy_tokens(TINY, params, torchs, lowest=2)
-
-
-@pytest.mark.slow
-def test_beams_equal_generate_without_the_scale_of_the_head(params):
-    torchs = loaded(made(TINY), params)
-    torchs.lm_head.weight.data *= TINY.d_model**0.5  # `logits_of` says why
-    check_beams(TINY, params, torchs, lowest=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0, 2])
-def test_a_schema_is_followed_as_by_algorithm_1_over_transformers(delay):
-    model = dataclasses.replace(TINY, vocab_size=len(schemas.PIECES) + 3)
-    params = varied(model, 4)
-    check_schema(model, params, logits_of(loaded(made(model), params, model)), delay=delay)
+TINY = UMT5.model
 
 
 @pytest.mark.parametrize("weights", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
@@ -169,16 +71,11 @@ def test_umt5_is_taken_for_itself_alone(kernel, monkeypatch):
     assert type(backends.fastest(model, jnp.float32)) is Products
 
 
-def test_conversion_round_trips(theirs, tmp_path):
-    """Its model_type is enough to know the class; its tensors are those that came in."""
-    from_hf(theirs, tmp_path / "run")
+def test_converted_run_names_its_class(tmp_path):
+    save_umt5(UMT5.loaded(0)[1], tmp_path / "there")
+    from_hf(tmp_path / "there", tmp_path / "run")
     described = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
     assert described["class"] == "pipejax.backbones.umt5:UMT5Config"
-    assert checkpoint.open_run(tmp_path / "run").config.model == TINY
-    to_hf(tmp_path / "run", tmp_path / "back")
-    there, back = (load_file(place / "model.safetensors") for place in (theirs, tmp_path / "back"))
-    assert there.keys() == back.keys() and all(np.array_equal(there[name], x) for name, x in back.items())
-    transformers.UMT5ForConditionalGeneration.from_pretrained(tmp_path / "back")
 
 
 def test_a_run_of_a_shipped_backbone_opens_where_it_was_never_imported(monkeypatch):
@@ -188,34 +85,6 @@ def test_a_run_of_a_shipped_backbone_opens_where_it_was_never_imported(monkeypat
     assert {*BACKBONES} == {
         kind for name in BACKBONES.values() for kind in config_lib.find_class(name, "model").model_types
     }
-
-
-@pytest.fixture(scope="module")
-def models() -> Any:
-    torchs = made(TINY)
-
-    def model(seed: int) -> tuple[Any, in_transformers.Logits]:
-        params = varied(TINY, seed)
-        return params, logits_of(loaded(torchs, params))
-
-    return model
-
-
-@pytest.mark.parametrize("delay, literal", [(2, False), pytest.param(1, True, marks=pytest.mark.slow)])
-def test_rows_equal_algorithm_1_over_transformers(delay, literal, models):
-    check_algorithm_1(TINY, models, 8, delay=delay, literal=literal)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("literal", [False, True])
-@pytest.mark.parametrize("delay", [0, 1, 2, 3])
-def test_rows_of_many_models_equal_algorithm_1_over_transformers(delay, literal, models):
-    check_algorithm_1(TINY, models, 25, delay=delay, literal=literal)
-
-
-@pytest.mark.slow
-def test_check_backbone_passes():
-    assert "UMT5Config: " in testing.check_backbone(dataclasses.replace(TINY, vocab_size=64))
 
 
 def test_other_module_is_named_in_one_line(caplog, monkeypatch):
@@ -273,7 +142,7 @@ def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
 
 
 MADLAD = T5Config(
-    **SIZES
+    **UMT5_SIZES
     | {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False, "pad_token_id": 1, "eos_token_id": 2}
 )
 
