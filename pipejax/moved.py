@@ -17,6 +17,7 @@ MOVED = {
     "pipejax.model.t5gemma": "pipejax.backbones.t5gemma",
     "pipejax.model.t5gemma2": "pipejax.backbones.t5gemma2",
     "pipejax.methods.interface": "pipejax.methods.method",
+    "pipejax.decoding.grammar": "pipejax.apps.schemas.grammar",
     "pipejax.decoding.interface": "pipejax.decoding.strategy",
     "pipejax.decoding.pipelined": "pipejax.decoding.grid_strategy",
     "pipejax.decoding.sequential": "pipejax.decoding.grid_strategy",
@@ -28,6 +29,12 @@ MOVED = {
     "pipejax.training.plan": "pipejax.training.memory",
     "pipejax.apps.records": "pipejax.offline.records",
     "pipejax.apps.evaluation": "pipejax.offline.evaluation",
+}
+
+# Former "MODULE:NAME" -> present one, for names that a module of another folder has now.
+MOVED_NAMES = {
+    "pipejax.decoding:Grammar": "pipejax.apps.schemas.grammar:Grammar",
+    "pipejax.decoding:Table": "pipejax.apps.schemas.grammar:Table",
 }
 
 
@@ -42,15 +49,19 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
       module: the name of the module.
-      names: the present name of each attribute, by its former name.
+      names: the present name of each attribute, by its former name; those in `MOVED_NAMES` are resolved too.
     """
 
     def find(name: str) -> Any:
-        if name not in names:
+        if name not in names and f"{module}:{name}" not in MOVED_NAMES:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        line = f"{module}.{name} is now {names[name]}; the former name will be removed in the next release"
+        present = names[name] if name in names else MOVED_NAMES[f"{module}:{name}"].replace(":", ".")
+        line = f"{module}.{name} is now {present}; the former name will be removed in the next release"
         warnings.warn(line, DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[module], names[name])
+        if name in names:
+            return getattr(sys.modules[module], present)
+        home, _, attribute = present.rpartition(".")
+        return getattr(importlib.import_module(home), attribute)
 
     return find
 

@@ -58,6 +58,10 @@ TASKS = {
     **dict.fromkeys(PAPERS, "pipejax.apps.papers:published_task"),
 }
 
+# Rules that make answers follow a format, by the argument that asks for one: subclasses of
+# `inference.answer_format.AnswerFormats`.
+RULES = {"schema": "pipejax.apps.schemas.row_schema:Schemas"}
+
 # The function of `pipejax data prepare`, which writes a published data set in the form that training reads.
 PREPARE = "pipejax.apps.papers:prepare"
 

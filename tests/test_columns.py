@@ -300,12 +300,12 @@ def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any,
         made.config = change(made.config, grid={"row_names": row_names})
     given: dict[str, Any] = {"response_format": {"type": "json_object"}}
     under = apply_format(given, made, "pipelined", lambda schema, generator, name: generator.under(schema, name))
-    assert under.schema is not None and under.schema.names == tuple(names)
+    assert under.answer_format is not None and under.answer_format.names == tuple(names)
     tokenizer = schemas.tokenizer()
     expected = row_names or tuple(f"{name}:" for name in names)
-    assert [row.beginning for row in under.schema.rows] == [tuple(tokenizer.encode(name)) for name in expected]
+    assert [row.beginning for row in under.answer_format.rows] == [tuple(tokenizer.encode(name)) for name in expected]
     own = made.under({"type": "object", "properties": {name: {"type": "null"} for name in reversed(names)}})
-    assert own.schema is not None and [row.name for row in own.schema.rows] == [*names]
+    assert own.answer_format is not None and [row.name for row in own.answer_format.rows] == [*names]
 
 
 def test_records_in_memory_train_as_their_table_does(tmp_path: Path, compiled_once: None) -> None:

@@ -424,9 +424,9 @@ def test_grammar_allows_all_end_tokens_at_end_of_text() -> None:
     """And nowhere else, whatever text the token stands for; it leaves the state as it is."""
     end = schemas.PIECES.index("b")
     generator = of_schemas(end)
-    found = generator.under(SCHEMA).schema
+    found = generator.under(SCHEMA).answer_format
     assert found is not None
-    grammar: Any = found.grammar(generator.make_strategy("pipelined"), [None])
+    grammar: Any = found.rule(generator.make_strategy("pipelined"), [None])
     assert grammar.ends == (1, end)
     states, may_end = np.arange(len(grammar.table.distance)), np.asarray(grammar.table.distance) == 0
     allowed = np.asarray(grammar.allow(states, np.full(len(states), 9)))

@@ -83,7 +83,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
             stream=stream,
             default_strategy=strategy,
             method=method,
-            schema=None,
+            answer_format=None,
             tokenizer=None,
         )
         return evaluation.evaluate(generator, examples, batch_size=2)[0]
@@ -200,7 +200,7 @@ class Canned:
     default_strategy = "pipelined"
 
     def __init__(self, config, *answers, schema=None, tokenizer=None):
-        self.config, self.answers, self.schema, self.tokenizer = config, answers, schema, tokenizer
+        self.config, self.answers, self.answer_format, self.tokenizer = config, answers, schema, tokenizer
 
     def method(self, name):
         return methods.make(name, self.config)

@@ -165,7 +165,7 @@ class Canned:
     default_strategy = "pipelined"
 
     def __init__(self, data: DataConfig, rows: list[list[str]]) -> None:
-        self.config, self.rows, self.schema, self.tokenizer = Config(data=data), rows, None, None
+        self.config, self.rows, self.answer_format, self.tokenizer = Config(data=data), rows, None, None
 
     def method(self, name: str) -> methods.Method:
         return methods.make(name, self.config)

@@ -13,7 +13,7 @@ import pytest
 
 from pipejax.apps.schemas import json_schema, patterns
 from pipejax.apps.schemas.expressions import LAST, Automaton, Expressions, TooLarge
-from pipejax.decoding.grammar import FAR, Table, TableTooLarge
+from pipejax.apps.schemas.grammar import FAR, Table, TableTooLarge
 from pipejax.system.errors import UserError
 from support.schemas import FORMATS, PROPERTIES
 
@@ -321,7 +321,7 @@ def test_a_table_moves_as_its_bytes_and_knows_how_far_it_is(monkeypatch: pytest.
     assert (table.distance[states:] == FAR).all() and table.distance[automaton.starts[2]] == FAR  # no token has a d
     with pytest.raises(TableTooLarge, match="more than 10 entries in its table"):
         Table.lift(automaton[1:], tokens, most=10)
-    monkeypatch.setattr("pipejax.decoding.grammar.WORK", 0)
+    monkeypatch.setattr("pipejax.apps.schemas.grammar.WORK", 0)
     with pytest.raises(TableTooLarge, match="more than 0 entries to compute for its table"):
         Table.lift(automaton[1:], tokens, most=10**6)
 

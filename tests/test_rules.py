@@ -1,7 +1,6 @@
 """Rules that change logits: decodes with rules equal Algorithm 1 in plain Python, over a random model."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -28,6 +27,7 @@ from pipejax.decoding import (
     core,
     with_drafts,
 )
+from pipejax.decoding import rules as rules_lib
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.system.errors import UserError
 from support import oracle
@@ -103,7 +103,7 @@ RULES: dict[str, Callable[[], Any]] = {
 
 def mix(*numbers: Any) -> Any:
     """As `support.hashed.mix`, in NumPy."""
-    found = np.uint32(0x9E3779B9)
+    found: Any = np.uint32(0x9E3779B9)
     with np.errstate(over="ignore"):
         for number in numbers:
             found = (found ^ np.asarray(number).astype(np.uint32)) * np.uint32(0x85EBCA6B)
@@ -144,14 +144,16 @@ def plain_decode(
     )
 
 
-@functools.partial(jax.jit, static_argnames="strategy")
-def decode(strategy: Strategy, model: Any, source: SourceIds, options: DecodingOptions) -> Decoded:
+def traced(strategy: Strategy, model: Any, source: SourceIds, options: DecodingOptions) -> Decoded:
     hashed = Hashed(model, jnp.asarray(source.ids).sum(axis=1), WORDS)
     bound = strategy.bind_draft_model(hashed, BATCH) if strategy.needs_draft_model else strategy
     sizes = Sizes.fit(strategy, BATCH, queries=(4,))
     state = bound.init(BATCH, source if strategy.reads_source else None)
     carry = decoding.begin(bound, hashed, state, sizes, options=options)
     return decoding.decode(bound, hashed, carry, sizes=sizes, slots=sizes.slots[-1], options=options).decoded
+
+
+decode = jax.jit(traced, static_argnames="strategy")
 
 
 def sources(seed: int) -> SourceIds:
@@ -227,13 +229,17 @@ def test_decode_with_rules_and_drafts_equals_plain_python(grid: str, drafter: An
 
 
 def test_rows_are_computed_only_for_rules_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = []
-    known_rows = core.known_rows
-    monkeypatch.setattr(core, "known_rows", lambda *given: computed.append(1) or known_rows(*given))
+    computed, found = list[int](), rules_lib.known_rows
+
+    def counted(strategy: Any, state: Any, query: Any) -> rules_lib.KnownRows:
+        computed.append(1)
+        return found(strategy, state, query)
+
+    monkeypatch.setattr(core, "known_rows", counted)
     for name, reads in (("state", False), ("prefix", True), ("above", True)):
         computed.clear()
         jax.eval_shape(
-            lambda options: decode.__wrapped__(Pipelined(1, 6, 2), np.int32(0), sources(0), options),
+            lambda options: traced(Pipelined(1, 6, 2), np.int32(0), sources(0), options),
             DecodingOptions(rules=(RULES[name](),)),
         )
         assert bool(computed) == reads, name

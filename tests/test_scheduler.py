@@ -32,21 +32,21 @@ class FakeBatch:
         self, programs: Any, strategy: Any, places: int, switch: Any, encodings: Any, compiled: Mapping[Any, Any]
     ) -> None:
         self.strategy, self.places, self.compiled = strategy, places, compiled
-        self.starts, self.slots, self.schema = np.zeros(1, np.int64), 8, None
+        self.starts, self.slots, self.answer_format = np.zeros(1, np.int64), 8, None
         self.lacks: Needs = {}
         # By place the number of wanted tokens, of written tokens, and whether they are scored.
         self.places_of = dict[int, list[Any]]()
 
-    def give(self, forced: Any, schema: Any) -> None:
-        self.schema = schema
+    def give(self, forced: Any, answer_format: Any) -> None:
+        self.answer_format = answer_format
 
     def needs(self, length: int, *, logits: bool, adapter: Any) -> Needs:
         kinds = {logits, *(one[2] for one in self.places_of.values())}
         return self.needs_of(length, length, self.slots if self.places_of else 8, kinds)
 
     def needs_of(self, source: int | None, length: int, slots: int, logits: set[bool], adapter: Any = None) -> Needs:
-        table = self.schema and self.schema.table.moves.shape
-        steps = [Steps(self.strategy, self.places, length, slots, one, table) for one in logits]
+        label = self.answer_format.program_label if self.answer_format else ""
+        steps = [Steps(self.strategy, self.places, length, slots, one, label) for one in logits]
         keys = [("encode", source), *steps]
         return {key: self.make for key in keys if key not in self.compiled and key[1] is not None}
 
@@ -162,7 +162,7 @@ class Served(Scheduler):
         return FakeBatch(None, self.kind.strategy, places, None, None, {})
 
     def steps_key(self, length: int, logits: bool, places: int = 1) -> Steps:
-        return Steps(self.kind.strategy, places, length, 8, logits, None)
+        return Steps(self.kind.strategy, places, length, 8, logits, "")
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +192,9 @@ def plain(length: int, strategy: str = "sequential", **more: Any) -> Request:
 
 
 def schema_of(request: Request) -> Request:
-    usual = dataclasses.replace(schema_lib.usual(MORE_WORDS.vocab_size), spelled=[b""] * MORE_WORDS.vocab_size)
-    return dataclasses.replace(request, source=request.source._replace(schema=usual))
+    size = MORE_WORDS.vocab_size
+    usual = dataclasses.replace(schema_lib.Schemas().usual(size), spelled=[b""] * size)
+    return dataclasses.replace(request, source=request.source._replace(answer_format=usual))
 
 
 def test_requests_are_admitted_and_answered_in_the_order_of_arrival(scheduler: Served) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipejax.apps.schemas.expressions import Expressions, TooLarge
-from pipejax.apps.schemas.row_schema import QUICK, WHOLE, Uncompiled
 from pipejax.apps.serving.answer import Full
 from pipejax.apps.serving.turns import Share, Turns
+from pipejax.inference.answer_format import Effort, Uncompiled
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError
 from support import schemas
@@ -121,12 +121,12 @@ def test_usual_schemas_need_little_effort(made: Generator, name: str) -> None:
     with pytest.raises(Uncompiled):
         made.under(asked, effort=None)
     try:
-        quick = made.under(asked, effort=QUICK, pause=lambda: pauses.append(1)).schema
+        quick = made.under(asked, effort=Effort.QUICK, pause=lambda: pauses.append(1)).answer_format
     except UserError:  # of a row that is too short for it: that takes little effort, too
         with pytest.raises(UserError):
             made.under(asked, effort=None)
         return
-    assert quick is made.under(asked, effort=None).schema is made.under(asked).schema and pauses
+    assert quick is made.under(asked, effort=None).answer_format is made.under(asked).answer_format and pauses
 
 
 @pytest.mark.parametrize("pattern", BAD)
@@ -134,7 +134,7 @@ def test_bad_schemas_take_bounded_work(made: Generator, pattern: str) -> None:
     asked = of(a={"type": "string", "pattern": pattern})
     for _ in range(2):  # it is no refusal, so it is not kept
         with pytest.raises(Uncompiled):
-            made.under(asked, effort=QUICK)
+            made.under(asked, effort=Effort.QUICK)
     cpu, pauses = time.thread_time(), list[int]()
     with pytest.raises(UserError, match=r"found a schema of more than (32768 states|262144 steps of work);"):
         made.under(asked, pause=lambda: pauses.append(1))
@@ -155,7 +155,7 @@ def test_warnings_of_a_schema_come_once(said: list[str]) -> None:
     own = schemas.generator()
     asked = of(a={"type": "string", "enum": ["日本", "a"]}, b={"type": "string", "pattern": "a.{6}b"})
     with pytest.raises(Uncompiled):
-        own.under(asked, effort=QUICK)
+        own.under(asked, effort=Effort.QUICK)
     own.under(asked)
     assert len([line for line in said if "which this tokenizer cannot write" in line]) == 1
 
@@ -177,7 +177,7 @@ def test_new_schemas_do_not_wait_for_bad_ones(engine: ScriptedEngine, monkeypatc
     go_on, under, begun = threading.Event(), Generator.under, list[int]()
 
     def slow(generator: Generator, schema: Any, strategy: Any, **more: Any) -> Any:
-        if more["effort"] == WHOLE:
+        if more["effort"] == Effort.WHOLE:
             begun.append(1)
             assert go_on.wait(20)
             raise UserError("schema: found too much; expected less")
@@ -203,7 +203,7 @@ def test_too_many_bad_schemas_of_a_client_are_refused(engine: ScriptedEngine, mo
     go_on = threading.Event()
 
     def slow(generator: Generator, schema: Any, strategy: Any, **more: Any) -> Any:
-        if more["effort"] != WHOLE:
+        if more["effort"] != Effort.WHOLE:
             raise Uncompiled
         assert go_on.wait(20)
         raise UserError("schema: found too much; expected less")

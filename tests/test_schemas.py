@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from pipejax.apps.schemas import json_schema
+from pipejax.apps.schemas import grammar, json_schema
 from pipejax.apps.schemas import row_schema as schema_lib
-from pipejax.apps.schemas.row_schema import WHOLE, Schema, Uncompiled
+from pipejax.apps.schemas.row_schema import Schema
 from pipejax.apps.schemas.token_bytes import token_bytes
 from pipejax.apps.serving import app
 from pipejax.apps.serving.answer import Request
 from pipejax.apps.serving.engine import Engine
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Sampling, grammar
+from pipejax.decoding import Sampling
+from pipejax.inference.answer_format import Effort, Uncompiled
 from pipejax.inference.backends import XLA
 from pipejax.inference.compiler import LAST
 from pipejax.inference.loading import load
@@ -76,7 +77,7 @@ _allow, _move = jax.jit(grammar.Grammar.allow), jax.jit(grammar.Grammar.move)
 
 def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -> list[str]:
     """Answers of tokens that are drawn among those which the grammar allows."""
-    asked = found.grammar(strategy, [None])
+    asked = found.rule(strategy, [None])
     rows = np.repeat(np.arange(asked.starts.shape[1]), count)
     states, over, written = asked.starts[0, rows], rows >= len(found.rows), list[np.ndarray]()
     for step in range(asked.first.min(), asked.last.max() + 1):
@@ -99,7 +100,7 @@ def test_every_allowed_answer_is_valid() -> None:
     """Whatever tokens a model prefers: rows come to an end in time, and jsonschema finds the object good."""
     made, rng, seen = generator(time_max=30, delay=2), np.random.default_rng(1), set[str]()
     for asked in many(30):
-        texts = walk(made.under(asked).schema, made.make_strategy("pipelined"), rng)
+        texts = walk(made.under(asked).answer_format, made.make_strategy("pipelined"), rng)
         check([{"text": text, "truncated": None} for text in texts], asked)
         seen |= {*texts}
     assert len(seen) > 200
@@ -144,7 +145,7 @@ def test_tokens_are_the_best_that_can_still_end(native: bool, delay: int, reques
     asked = of(**{name: {"enum": values} for name, values in schemas.FINITE.items()})
     near = list[bool]()
     made: Any = generator(2, backend=backend, delay=delay, time_max=12 + 2 * delay)
-    rows = made.under(asked).schema.rows
+    rows = made.under(asked).answer_format.rows
     params = oracle.random_params(schemas.SIZES, np.random.default_rng(2), eos_scale=1.2)
     for source in SOURCES[:4]:
         encoded = oracle.encode(params, schemas.SIZES, made.ids_of(made.source(source, "here", 0)))
@@ -207,7 +208,7 @@ def test_drafts_are_off_and_one_line_says_so(made: Any, said: list[str]) -> None
 
 def test_rows_have_the_names_of_training(made: Any, said: list[str]) -> None:
     own: Any = generator(row_names=("yes - ", "short:", "range:"))
-    rows = own.under(schema("short", "range", "yes")).schema.rows
+    rows = own.under(schema("short", "range", "yes")).answer_format.rows
     assert [row.name for row in rows] == ["yes", "short", "range"]  # in the order of training
     assert rows[0].beginning == (*own.tokenizer.encode("yes - "),)
     (record,) = own.decode(["a"], schema=schema("short", "range", "yes"))
@@ -526,12 +527,12 @@ DEFINED: dict[str, Any] = {
 @pytest.mark.parametrize("case", REFERENCES)
 def test_references_mean_the_schema_that_they_name(case: str, made: Any) -> None:
     given, wanted = (of(a=one, b={"type": "boolean"}) for one in REFERENCES[case])
-    ours, theirs = made.under({**given, **DEFINED}).schema, made.under(wanted).schema
+    ours, theirs = made.under({**given, **DEFINED}).answer_format, made.under(wanted).answer_format
     for name in ("kinds", "moves", "distance"):
         np.testing.assert_array_equal(getattr(ours.table, name), getattr(theirs.table, name))
     whole = {"$ref": "#/$defs/M", "$defs": {**DEFINED["$defs"], "M": given}, "definitions": DEFINED["definitions"]}
     if case != "to a property":
-        assert made.under(whole).schema.names == ("a", "b")
+        assert made.under(whole).answer_format.names == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -587,13 +588,13 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
     own = generator()
     with pytest.raises(Uncompiled):
         own.under(schema("yes"), effort=None)
-    first = own.under(schema("yes")).schema
+    first = own.under(schema("yes")).answer_format
     large = of(a={"type": "string", "pattern": "(a"})
     for _ in range(3):
         for at_once in (False, True):
             if at_once or len(calls) == 1:
                 with pytest.raises(UserError, match="without '\\)'"):
-                    own.under(large, effort=None if at_once and len(calls) > 1 else WHOLE)
+                    own.under(large, effort=None if at_once and len(calls) > 1 else Effort.WHOLE)
     assert len(calls) == 2
     for i in range(9):  # what is refused takes nobody's place
         with pytest.raises(UserError):
@@ -603,9 +604,9 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
         own.under(large)
     own.under(schema("range"))
     own.under(schema("short"))
-    assert own.under(schema("yes"), effort=None).schema is first and len(calls) == count + 2
+    assert own.under(schema("yes"), effort=None).answer_format is first and len(calls) == count + 2
     own.under(schema("colour"))
-    assert own.under(schema("yes"), effort=None).schema is first  # asked for later than the others
+    assert own.under(schema("yes"), effort=None).answer_format is first  # asked for later than the others
     with pytest.raises(Uncompiled):
         own.under(schema("range"), effort=None)
 
@@ -613,7 +614,7 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
 def test_a_schema_is_compiled_for_each_way_to_name_rows(made: Any) -> None:
     asked = schema("short", "yes")
     beginnings = [
-        [row.beginning for row in way.under(asked).schema.rows]
+        [row.beginning for row in way.under(asked).answer_format.rows]
         for names in ((), ("yes - ", "short = "), ("short:", "yes:"), ())
         for way in [copy.copy(made)]
         for way.config in [change(made.config, grid={"row_names": names})]
@@ -963,8 +964,8 @@ USUAL = [("id",), ("text", "date"), ("id", "text", "date", "code"), ("short", "r
 
 @pytest.mark.parametrize("names", USUAL)
 def test_tables_of_usual_schemas_have_one_shape(made: Any, names: tuple[str, ...]) -> None:
-    table = made.under(schema(*names)).schema.table
-    expected = schema_lib.usual(len(table.kinds)).table
+    table = made.under(schema(*names)).answer_format.table
+    expected = schema_lib.Schemas().usual(len(table.kinds)).table
     for field in ("kinds", "moves", "distance"):
         found, usual = getattr(table, field), getattr(expected, field)
         assert (found.shape, found.dtype) == (usual.shape, usual.dtype)
@@ -1044,11 +1045,11 @@ def test_a_second_schema_of_a_shape_compiles_nothing_without_a_warm_up() -> None
 @pytest.mark.parametrize(
     ("settings", "schemas_on", "expected"),
     [
-        ({}, True, {(512, 1024)}),
+        ({}, True, {"a schema of a new shape (512 kinds of tokens, 1024 states)"}),
         ({}, False, set()),
         ({"stop": "literal"}, True, set()),  # which follows no schema
         ({"row_names": ("a:", "b:"), "stop": "literal"}, True, set()),
-        ({"row_names": ("a:", "b:"), "delay": 0}, True, {(512, 1024)}),
+        ({"row_names": ("a:", "b:"), "delay": 0}, True, {"a schema of a new shape (512 kinds of tokens, 1024 states)"}),
     ],
 )
 def test_warm_up_plans_schemas_last(settings: Any, schemas_on: bool, expected: Any, monkeypatch: Any) -> None:
@@ -1059,14 +1060,15 @@ def test_warm_up_plans_schemas_last(settings: Any, schemas_on: bool, expected: A
         monkeypatch.setattr(engine.compiler, "ask", lambda needs, order=0: asked.extend((key, order) for key in needs))
         engine.scheduler.plan(8, schemas=schemas_on)
         keys = [key for key, _ in asked if isinstance(key, Steps)]
-        assert {key.table for key in keys if key.table} == expected
-        later = [(key.places, key.logits, order) for key, order in asked if isinstance(key, Steps) and key.table]
+        assert {key.answer_format for key in keys if key.answer_format} == expected
+        formed = [(key, order) for key, order in asked if isinstance(key, Steps) and key.answer_format]
+        later = [(key.places, key.logits, order) for key, order in formed]
         assert {*later} == ({(n, kind, LAST) for n in (1, 2) for kind in (False, True)} if expected else set())
-        assert all(key.table for key in keys[len(keys) - len(later) :])
+        assert all(key.answer_format for key in keys[len(keys) - len(later) :])
     finally:
         engine.close(drain=False, seconds=10)
 
 
 def test_a_table_is_small(made: Any) -> None:
-    found = made.under(schema("id", "text", "date", "code")).schema
+    found = made.under(schema("id", "text", "date", "code")).answer_format
     assert isinstance(found, Schema) and found.table.moves.nbytes < 2**22

@@ -22,7 +22,6 @@ from starlette.testclient import TestClient
 
 from pipejax import checkpoint
 from pipejax.apps.papers.data_sets import PUBLISHED
-from pipejax.apps.schemas.row_schema import Uncompiled
 from pipejax.apps.serving import app, requests, serve_command
 from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.example import example_of
@@ -31,6 +30,7 @@ from pipejax.config import DataConfig
 from pipejax.data import make_task
 from pipejax.data.encoding import encode_source
 from pipejax.data.tokenizer import Growing
+from pipejax.inference.answer_format import Uncompiled
 from pipejax.inference.decoding_options import seed_of
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source

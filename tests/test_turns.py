@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from pipejax import decoding
+from pipejax.apps.schemas.grammar import Grammar, Table
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import (
     Beam,
     Carry,
     DecodingOptions,
     Drafts,
-    Grammar,
     Pipelined,
     Sampling,
     Segment,
@@ -25,7 +25,6 @@ from pipejax.decoding import (
     Sizes,
     SourceIds,
     Strategy,
-    Table,
     with_drafts,
 )
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi

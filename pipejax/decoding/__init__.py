@@ -12,7 +12,6 @@ from pipejax.decoding.core import QUERIES, Carry, Segment, Sizes, begin, decode,
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
-from pipejax.decoding.grammar import Grammar, Table
 from pipejax.decoding.grid_strategy import GridStrategy, Pipelined, Sequential
 from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.rules import FORBIDDEN, Queries, Rule
@@ -49,7 +48,6 @@ __all__ = [
     "DecodingOptions",
     "Drafter",
     "Drafts",
-    "Grammar",
     "GridStrategy",
     "Model",
     "Pipelined",
@@ -68,7 +66,6 @@ __all__ = [
     "Step",
     "Stepper",
     "Strategy",
-    "Table",
     "Trace",
     "begin",
     "contract",

@@ -74,8 +74,8 @@ def record_of(
     text, row_texts = None, None
     if tokenizer is not None:
         text, row_texts, repeated = _texts_of(kept, repeated, method, config, tokenizer)
-    if source.schema is not None:
-        text = source.schema.dump(rows)
+    if source.answer_format is not None:
+        text = source.answer_format.dump(rows)
     assert found.calls is not None, "`Programs.decode` sets them"
     record: Record = {
         "id": source.id,
@@ -84,7 +84,7 @@ def record_of(
         "row_ids": kept,
         "steps": int(found.steps[place]),
         "calls": int(found.calls[place]),
-        "truncated": TRUNCATIONS[int(found.truncated[place])] if source.schema is None else None,
+        "truncated": TRUNCATIONS[int(found.truncated[place])] if source.answer_format is None else None,
         "method": method.name,
     }
     if row_texts is not None and config.data.columns:

@@ -14,12 +14,12 @@ from pipejax.system.errors import UserError
 
 
 def given(source: Source, method: Method) -> RowPrefixes:
-    """Returns the number and the prefixes of an answer's rows, as given by the source, its schema or the method."""
-    if source.schema is not None:
+    """Returns the number and the prefixes of an answer's rows, as given by the source, its format or the method."""
+    if (answer_format := source.answer_format) is not None:
         if source.prefixes or source.max_rows is not None:
-            where = f"source {source.id}"
-            raise UserError(where, found="row_prefixes or max_rows", expected="neither, as a schema names the rows")
-        return method.given(source.schema.given)
+            expected = f"neither, as {answer_format.label} names the rows"
+            raise UserError(f"source {source.id}", found="row_prefixes or max_rows", expected=expected)
+        return method.given(answer_format.given)
     return method.given(RowPrefixes(source.prefixes, source.max_rows, f"source {source.id}"))
 
 
@@ -76,7 +76,7 @@ def of_batch(
     """Returns the options of a batch, NumPy arrays [B, ...].
 
     Args:
-      sources: B sources, which have the same schema, if any.
+      sources: B sources, which have the same answer format, if any.
       ids: their token ids.
       method: the method.
       strategy: the strategy of the method.
@@ -84,7 +84,7 @@ def of_batch(
       tokenizer: the tokenizer, if there is one.
     """
     assert config.model is not None  # `load` checks it
-    sampling, decode, schema = None, config.decode, sources[0].schema  # the same for all
+    sampling, decode, answer_format = None, config.decode, sources[0].answer_format  # the same for all
     if decode.temperature > 0:
         sampling = Sampling.together([sampling_of(source, decode) for source in sources])
     forced = allowed = None
@@ -99,7 +99,7 @@ def of_batch(
             allowed[b, np.asarray(of_source)] = True
         allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # special tokens do not belong to the text
         allowed[:, [*ends_of(strategy), *(method.extra_allowed_ids(tokenizer) if tokenizer else [])]] = True
-    rules = () if schema is None else (schema.grammar(strategy, [None] * len(sources)),)
+    rules = () if answer_format is None else (answer_format.rule(strategy, [None] * len(sources)),)
     return DecodingOptions(sampling=sampling, forced=forced, allowed=allowed, rules=rules, scores=decode.scores)
 
 

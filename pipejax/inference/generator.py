@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from pipejax import methods
-from pipejax.apps.schemas import row_schema as schema_lib
+from pipejax import methods, registry
 from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
@@ -20,6 +19,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Decoded, DecodingOptions, Drafter, Strategy, ends_of
 from pipejax.inference import decoding_options, draft_model, programs, sources, streaming
 from pipejax.inference import settings as settings_lib
+from pipejax.inference.answer_format import AnswerFormat, AnswerFormats, Effort
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.lazy_programs import LazyPrograms, dtype_of
@@ -75,8 +75,8 @@ class Generator:
         self.trained: Config | None = None  # the config of the training; None: unknown
         self._told: set[str] = set()  # lines that were logged, since each is logged once
         self._asked: frozenset[str] = frozenset()  # keys of the settings passed to a call
-        self.schema: schema_lib.Schema | None = None  # the schema that answers follow: see `under`
-        self._schemas = schema_lib.Schemas()
+        self.answer_format: AnswerFormat | None = None  # the format that answers follow: see `under`
+        self._formats: dict[str, AnswerFormats] = {}  # by their name in `registry.RULES`; shared by copies
         self.adapters: dict[str, Generator] = {}  # by name, sharing weights and programs with this generator
         self.adapter: int | None = None  # the number of this generator's adapter, 0 for the base; None: no adapters
 
@@ -201,7 +201,7 @@ class Generator:
             batch = batches[0].empty_copy() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
         rows = decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
-        batch.give(decoding_options.forced_of(rows, made), source.schema)
+        batch.give(decoding_options.forced_of(rows, made), source.answer_format)
         ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
@@ -264,7 +264,7 @@ class Generator:
         given: Mapping[str, object] | str | Path,
         strategy: str | None = None,
         *,
-        effort: schema_lib.Effort | None = schema_lib.WHOLE,
+        effort: Effort | None = Effort.WHOLE,
         pause: Callable[[], None] | None = None,
     ) -> "Generator":
         """Returns a generator whose answers follow a JSON schema; it shares weights and programs with this one.
@@ -272,16 +272,23 @@ class Generator:
         Args:
           given: a flat JSON schema, or the path of its file.
           strategy: the name of the method that will be used; None: `default_strategy`.
-          effort: as for `Schemas.find`.
-          pause: as for `Schemas.find`.
+          effort: as for `AnswerFormats.find`.
+          pause: as for `AnswerFormats.find`.
 
         Raises:
           UserError: the schema is not valid or not supported.
         """
         made = self.make_strategy(strategy, drafts=False)
         other, method = copy.copy(self), self.method(strategy)
-        other.schema = self._schemas.find(given, method, made, self.config, self.tokenizer, effort=effort, pause=pause)
+        known = self.config, self.tokenizer
+        other.answer_format = self.formats("schema").find(given, method, made, *known, effort=effort, pause=pause)
         return other
+
+    def formats(self, name: str) -> AnswerFormats:
+        """The answer formats of a name in `registry.RULES`; they keep the compiled ones."""
+        if name not in self._formats:
+            self._formats.setdefault(name, registry.find(registry.RULES[name])())
+        return self._formats[name]
 
     def source(self, value: Any, place: str, name: str | int) -> Source:
         """Makes a checked source of a text, token ids or a record.
@@ -299,7 +306,7 @@ class Generator:
             source = sources.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
         checked = sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
-        return checked._replace(schema=self.schema)
+        return checked._replace(answer_format=self.answer_format)
 
     def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
         """Yields each source `decode.samples` times; raises a UserError if the method does not support its fields."""
@@ -394,10 +401,11 @@ class Generator:
         method = self.method(name)
         lines = methods.training_mismatches(method.name, self.config, self.trained) if self.trained else []
         lines += methods.ignored_settings(method, self.config, self._asked)
-        if self.schema is not None:
-            schema_lib.check(method, self.config)
+        if self.answer_format is not None:
+            self.answer_format.check(method, self.config)
             if drafts and (drafter or self.config.decode.draft != "none"):
-                lines = [*lines, "a schema is given, so no drafts are verified, and records have no trace"]
+                given = f"{self.answer_format.label} is given"
+                lines = [*lines, f"{given}, so no drafts are verified, and records have no trace"]
             drafts, drafter = False, None
         made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         if lost := [end for end in self.ids.other_ends if end not in ends_of(made)]:

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import decoding
-from pipejax.apps.schemas.row_schema import Schema
 from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import (
     MOST_LIKELY,
@@ -40,6 +39,7 @@ from pipejax.decoding import (
     SourceIds,
     Strategy,
 )
+from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.compiler import Needs
 from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule
 from pipejax.model import lora
@@ -120,7 +120,7 @@ class Steps(NamedTuple):
     length: int  # L, of the memory
     slots: int  # C, of the cache
     logits: bool  # whether tokens are sampled or scored
-    table: tuple[int, ...] | None  # [K, P], the shape of a schema's table
+    answer_format: str  # `AnswerFormat.program_label`; "": free rows
     shapes: tuple[Hashable, ...] = ()  # of the options
 
 
@@ -188,7 +188,7 @@ class RunningBatch:
         self.cache_sizes = self._sizes.slots  # the sizes through which the cache grows
         self._forced: np.ndarray | None = None
         self._rules: tuple[Rule, ...] = ()
-        self.schema: Schema | None = None
+        self.answer_format: AnswerFormat | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
         self._compiled, self._waits = compiled if compiled is not None else CompiledPrograms(), compiled is None
@@ -219,18 +219,19 @@ class RunningBatch:
         self._carry: Carry | None = None
         self._slots, self._steps = self._sizes.slots[0], 1
 
-    def give(self, forced: np.ndarray | None, schema: Schema | None = None) -> None:
-        """Sets the forced tokens and the schema shared by all examples. The batch must be empty.
+    def give(self, forced: np.ndarray | None, answer_format: AnswerFormat | None = None) -> None:
+        """Sets the forced tokens and the answer format shared by all examples. The batch must be empty.
 
         Args:
           forced: i32 [R, W], as in `DecodingOptions` for one example; None: no tokens are forced.
-          schema: the schema that all answers follow.
+          answer_format: the format of all answers.
         """
         assert not self._in_use.any(), "the batch must be empty"
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
-        self.schema = schema
+        self.answer_format = answer_format
         # Arrays that all examples share are transferred to the device once, not with each call.
-        self._rules = () if schema is None else (schema.grammar(self.strategy, [None] * self.places).on_device(),)
+        rules = () if answer_format is None else (answer_format.rule(self.strategy, [None] * self.places),)
+        self._rules = tuple(rule.on_device() for rule in rules)
         if self._carry is not None:
             self._carry = self._with_states(self._carry, self._rules)
 
@@ -266,7 +267,7 @@ class RunningBatch:
           ids: i32 [n], the token ids of the source.
           sampling: how tokens are drawn.
           log_probs: whether log-probabilities are computed.
-          row_tokens: the most tokens of a row, if the batch has a schema; None: the bounds of the grid.
+          row_tokens: the most tokens of a row, if the batch has an answer format; None: the bounds of the grid.
           adapter: the number of the adapter, if there are adapters.
 
         Returns:
@@ -286,8 +287,8 @@ class RunningBatch:
             self._carry = self._with_states(carry, self._rules) if is_new else carry
             self._encoded = self._place(self._call, self._encoded, one, place)
         self._scored[place] = log_probs
-        if self.schema is not None:
-            self._rules = (self._rules[0].put(place, self.schema.grammar(self.strategy, [row_tokens])),)
+        if self.answer_format is not None:
+            self._rules = (self._rules[0].put(place, self.answer_format.rule(self.strategy, [row_tokens])),)
         for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
@@ -387,8 +388,8 @@ class RunningBatch:
             found["room", *own] = partial(self._compile_room, length, adapter)
         for kind in sorted({*logits}):
             options = self._options(kind)
-            table = None if self.schema is None else self.schema.table.moves.shape
-            key = Steps(*own, slots, kind, table, _shapes(options))
+            label = "" if self.answer_format is None else self.answer_format.program_label
+            key = Steps(*own, slots, kind, label, _shapes(options))
             found[key] = partial(self._compile_steps, length, slots, options, adapter)
         return {key: make for key, make in found.items() if key not in self._compiled}
 
@@ -422,7 +423,7 @@ class RunningBatch:
     def _compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
-        carry = self._with_states(carry, options.rules)  # the batch may have another schema by the time this runs
+        carry = self._with_states(carry, options.rules)  # by now the batch may have another format
         for size in self._sizes.slots[1:]:
             if size <= slots:
                 carry = self._grow(self._find, encoded, carry, size)

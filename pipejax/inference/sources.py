@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipejax.apps.schemas.row_schema import Schema
 from pipejax.config import Config
 from pipejax.data import OWN_FILES, TASKS, make_task, own_files
 from pipejax.data.lines import id_of, is_blank, kind, text_of
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Tokenizer
+from pipejax.inference.answer_format import AnswerFormat
 from pipejax.methods import prefix_ids
 from pipejax.model.backbone import Backbone
 from pipejax.system.errors import UserError
@@ -26,7 +26,7 @@ class Source(NamedTuple):
     prefixes: tuple[str | Sequence[int], ...] = ()  # the beginnings of the rows, in order
     max_rows: int | None = None  # the number of rows after which the answer ends
     sample: int = 0  # the number of the sample, if there are several
-    schema: Schema | None = None  # the schema that the answer follows
+    answer_format: AnswerFormat | None = None  # the format of the answer; None: free rows
 
 
 def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:

@@ -129,8 +129,8 @@ def _score(
 ) -> dict[str, float]:
     """Returns the scores of the records by a metric; for "exact" metrics, rows become names and values first."""
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
-    if generator.schema is not None and generator.tokenizer is not None:
-        readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.schema.rows}
+    if generator.answer_format is not None and generator.tokenizer is not None:
+        readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.answer_format.rows}
     read: Callable[[Sequence[str]], Any] = list
     if metric.startswith("exact"):
         read = partial(exact.named_rows, readers=readers, fold_case=metric != "exact")

@@ -181,8 +181,8 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
         for section in ("grid", "decode")
     }
     own: Settings = {"method": config_lib.described(config.method)} if config.method is not None else {}
-    if sources and (schema := sources[0].schema) is not None:  # all sources have the same schema
-        own["--schema"] = schema.text
+    if sources and (answer_format := sources[0].answer_format) is not None:  # all sources have the same schema
+        own["--schema"] = answer_format.text
     known, rules = (generator.tokenizer, generator.architecture), (config.data.special_tokens, "eos")
     affixes, former = (source_affixes(*known, rule) for rule in rules)
     if affixes != former:  # absent otherwise, as in notes of older releases

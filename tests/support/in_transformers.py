@@ -276,7 +276,7 @@ def check_schema(model: Backbone, params: Any, logits: Logits, *, delay: int) ->
     """Answers under a schema of few texts: at each step the best of the tokens with which one is within reach."""
     made = schemas.generator(of=(model, params), delay=delay, time_max=12 + 2 * delay)
     asked = {"type": "object", "properties": {name: {"enum": values} for name, values in schemas.FINITE.items()}}
-    under, answers, compared = made.under(asked).schema, set(), 0
+    under, answers, compared = made.under(asked).answer_format, set(), 0
     assert under is not None and made.tokenizer is not None
     for text in ("a red fish", "2024", "the", "ab ab", "no", "5 5"):
         chooses, margins = Greedy(logits, made.ids_of(made.source(text, "here", 0)), delay, (1,)), list[float]()

@@ -12,8 +12,7 @@ from tools.rules.repository import Finding, Name, Repository, dotted, imported, 
 OUTER = ("apps", "backbones", "kernels")
 REGISTRIES = ("registry", "moved")
 # Modules of the core that still import one of these folders.
-EXCEPTIONS = {("inference.generator", "apps"), ("inference.running_batch", "apps"), ("inference.sources", "apps")}
-APPS_OF_APPS = {("serving", "schemas")}  # the first imports the second
+EXCEPTIONS: set[tuple[str, str]] = set()
 NAMED_AT_MOST = 5  # times that the core names an app
 NAMES_AT_MOST = 22  # in pipejax/
 
@@ -34,8 +33,7 @@ LAYERS = (
     ("kernels", "kernels.*"),
     ("offline", "offline.*", "testing"),
     ("training", "training.*"),
-    ("apps", "apps.schemas", "apps.schemas.*"),
-    ("apps.*",),
+    ("apps", "apps.*"),
     ("__main__", "*.__main__", ""),
 )
 
@@ -180,9 +178,8 @@ def outer_folders_are_named_in_registries(repository: Repository) -> Iterator[Fi
         tree = repository.tree(file)
         names = [name for name in {*imported(tree), *_constants(tree)} if _outer(name.name)]
         for folder, found in sites.items():
-            users = [folder, *(f"apps.{user}" for user, used in APPS_OF_APPS if folder == f"apps.{used}")]
             lines = sorted(line for name, line in names if within(short(name), folder))
-            if lines and not any(within(short(module), user) for user in users):
+            if lines and not within(short(module), folder):
                 found += [(file, line) for line in lines]
                 if short(module) not in REGISTRIES and (short(module), folder.partition(".")[0]) not in EXCEPTIONS:
                     yield Finding(file, lines[0], f"pipejax.{folder} is named outside a registry")

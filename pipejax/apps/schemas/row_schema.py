@@ -14,13 +14,14 @@ import numpy as np
 
 from pipejax.apps.schemas import json_schema
 from pipejax.apps.schemas.expressions import MOST, Expressions, TooLarge
+from pipejax.apps.schemas.grammar import FAR, Grammar, Table, TableTooLarge
 from pipejax.apps.schemas.token_bytes import token_bytes
 from pipejax.config import Config
 from pipejax.config.row_names import columns_of
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Grammar, Strategy, Table, ends_of
-from pipejax.decoding.grammar import FAR, TableTooLarge
-from pipejax.methods import Method, RowPrefixes, prefix_ids
+from pipejax.decoding import Strategy, ends_of
+from pipejax.inference.answer_format import AnswerFormat, AnswerFormats, Effort, FormatRow, Uncompiled
+from pipejax.methods import Method, prefix_ids
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.fields import named, shown_value
@@ -33,57 +34,48 @@ STATES = 1 << 15  # the most states of a schema's automaton
 ENTRIES = 1 << 24  # the most entries of its table, 64 MiB
 
 
-class Effort(NamedTuple):
+class Work(NamedTuple):
     """Limits on the work of compiling a schema."""
 
     steps: int  # steps for its automaton
     entries: int  # entries of its table
 
 
-WHOLE = Effort(MOST, ENTRIES)  # each limit takes about a quarter of a second
-QUICK = Effort(1 << 14, 1 << 20)  # a sixteenth of WHOLE, which suffices for common schemas
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A property of a schema, as a row."""
-
-    name: str
-    beginning: tuple[int, ...]  # the first tokens of the row
-    start: int  # the state of the table after these tokens
-    value: Callable[[str], object]  # converts the row's text to the value
+WORK = {
+    Effort.WHOLE: Work(MOST, ENTRIES),  # each limit takes about a quarter of a second
+    Effort.QUICK: Work(1 << 14, 1 << 20),  # a sixteenth, which suffices for common schemas
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Schema:
-    """A compiled schema for one tokenizer and one naming of rows."""
+class Schema(AnswerFormat):
+    """A compiled JSON schema: each property is a row, and the text of an answer is a JSON object."""
 
-    where: str  # its name in messages: the file, or "schema"
-    text: str  # the schema as JSON
-    names: tuple[str, ...]  # names of the properties, in the schema's order
-    rows: tuple[Row, ...]  # in the order of the grid
+    label = "a schema"
+
+    starts: tuple[int, ...]  # the state of the table after the beginning of each row
     table: Table
     spelled: Sequence[bytes]  # the bytes of each token
 
     @property
-    def given(self) -> RowPrefixes:
-        """Returns the known beginnings of an answer's rows."""
-        return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
+    def program_label(self) -> str:
+        """See `AnswerFormat`. Gives the size of the table."""
+        kinds, states = self.table.moves.shape
+        return f"a schema of a new shape ({kinds} kinds of tokens, {states} states)"
 
-    def grammar(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
-        """Returns the grammar of a batch.
+    def check(self, method: Method, config: Config) -> None:
+        """See `AnswerFormat`."""
+        check(method, config, self.where)
 
-        Args:
-          strategy: the strategy of the answers.
-          bounds: by example, the most tokens of a row; None: the limits of the grid.
-        """
+    def rule(self, strategy: Strategy, bounds: Sequence[int | None]) -> Grammar:
+        """See `AnswerFormat`. Returns the rule that each row is a text of the automaton."""
         rows, times = strategy.places
         starts, first, last = (np.zeros((len(bounds), rows), np.int32) for _ in range(3))
         for i, row in enumerate(self.rows):
             begins = int(strategy.start(i))
-            starts[:, i], first[:, i] = row.start, begins + len(row.beginning)
+            starts[:, i], first[:, i] = self.starts[i], begins + len(row.beginning)
             last[:, i] = [min(times - 1, times if most is None else begins + most) for most in bounds]
-            nearest = int(np.asarray(self.table.distance)[row.start])
+            nearest = int(np.asarray(self.table.distance)[self.starts[i]])
             if (short := nearest - (last[:, i] - first[:, i])).max() > 0:
                 b = int(short.argmax())
                 bound = f"grid.time_max={times}" if bounds[b] is None else f"{bounds[b]} tokens a row"
@@ -94,35 +86,22 @@ class Schema:
                 raise UserError(where, found=f"{bound}", expected=f"at least {needed}, so that the row can end")
         return Grammar(self.table, starts, first, last, ends_of(strategy))
 
-    def dump_row(self, number: int, tokens: Sequence[int]) -> str:
-        """Returns the JSON of a property, including its name, from all tokens of its row."""
-        row = self.rows[number]
+    def part(self, place: int, tokens: Sequence[int]) -> str:
+        """See `AnswerFormat`. Returns a property as JSON, with the brace or the comma before it."""
+        row = self.rows[self.order[place]]
         value = row.value(b"".join(self.spelled[token] for token in tokens[len(row.beginning) :]).decode())
-        return f"{json.dumps(row.name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
-
-    def dump(self, rows: Sequence[Sequence[int]]) -> str:
-        """Returns the JSON of an answer, from the tokens of each row of the grid."""
-        pairs = {row.name: self.dump_row(i, rows[i]) for i, row in enumerate(self.rows)}
-        return f"{{{', '.join(pairs[name] for name in self.names)}}}"
+        pair = f"{json.dumps(row.name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+        return f"{', ' if place else '{'}{pair}{'}' if place == len(self.names) - 1 else ''}"
 
 
-def usual(size: int) -> Schema:
-    """Returns a schema whose table has the shape of common schemas, for warming up programs."""
-    return Schema("schema", "{}", ("",), (Row("", (0,), 1, str),), Table.least(size), ())
-
-
-class Uncompiled(Exception):
-    """Raised if the schema is not compiled yet, or not compilable with the given effort."""
-
-
-class Schemas:
+class Schemas(AnswerFormats):
     """A cache of the most recently used schemas, compiled or refused. Threads may share it."""
 
     def __init__(self) -> None:
         """Creates an empty cache."""
         self._found: dict[tuple[object, ...], Schema] = {}
         self._refused: dict[tuple[object, ...], dict[str, str]] = {}
-        self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in (QUICK, WHOLE)}
+        self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in Effort}
 
     def find(
         self,
@@ -132,24 +111,10 @@ class Schemas:
         config: Config,
         tokenizer: Tokenizer | None,
         *,
-        effort: Effort | None = WHOLE,
+        effort: Effort | None = Effort.WHOLE,
         pause: Callable[[], None] | None = None,
     ) -> Schema:
-        """Returns the compiled schema, from the cache or compiled now.
-
-        Args:
-          given: the schema, or the path of its file.
-          method: the method of the answers.
-          strategy: the method's strategy.
-          config: the experiment.
-          tokenizer: the model's tokenizer.
-          effort: the limits of the compilation; None: use only the cache.
-          pause: called from time to time during compilation, to let other threads work.
-
-        Raises:
-          UserError: answers of the method cannot follow the schema.
-          Uncompiled: the schema is new, and `effort` is None, or QUICK and not sufficient.
-        """
+        """See `AnswerFormats`. A schema that was refused before is refused for every `effort`."""
         where = str(given) if isinstance(given, str | Path) else "schema"
         check(method, config, where)
         found, names = read(given, where), columns_of(config.data.columns, config.grid.row_names)
@@ -168,12 +133,16 @@ class Schemas:
                     found, where, tokenizer, row_names=names, size=size, strategy=strategy, effort=effort, pause=pause
                 )
                 method.given(made.given)
-                made.grammar(strategy, [None])
+                made.rule(strategy, [None])
             except UserError as error:
                 self._keep(self._refused, key, error.fields(), KEPT_REFUSALS)
                 raise
             self._keep(self._found, key, made, KEPT)
             return made
+
+    def usual(self, size: int) -> Schema:
+        """See `AnswerFormats`."""
+        return Schema("schema", "{}", ("",), (FormatRow("", (0,), str),), (1,), Table.least(size), ())
 
     def _look_up(self, key: tuple[object, ...]) -> Schema | None:
         """Returns the schema if it is in the cache.
@@ -229,7 +198,7 @@ def make(
     row_names: Mapping[str, str],
     size: int,
     strategy: Strategy,
-    effort: Effort = WHOLE,
+    effort: Effort = Effort.WHOLE,
     pause: Callable[[], None] | None = None,
 ) -> Schema:
     """Compiles a schema.
@@ -241,8 +210,8 @@ def make(
       row_names: the beginnings of rows in training, by property and in order.
       size: the vocabulary size, V.
       strategy: the strategy of the answers.
-      effort: see `Schemas.find`.
-      pause: see `Schemas.find`.
+      effort: see `AnswerFormats.find`.
+      pause: see `AnswerFormats.find`.
 
     Raises:
       UserError: rows cannot follow the schema, or the tokenizer cannot write them.
@@ -250,7 +219,8 @@ def make(
     """
     if tokenizer is None:
         raise UserError(where, "the checkpoint has no tokenizer", expected="one, which spells the rows")
-    made, spelled, (rows, times) = Expressions(effort.steps, pause), _spelled(tokenizer, size), strategy.places
+    work = WORK[effort]
+    made, spelled, (rows, times) = Expressions(work.steps, pause), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))
     try:
         found = json_schema.read_properties(schema, made, where, longest=longest, most=rows)
@@ -272,7 +242,7 @@ def make(
         )
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
-        table = Table.lift(automaton[1:], spelled, most=min(effort.entries, ENTRIES), pause=pause)
+        table = Table.lift(automaton[1:], spelled, most=min(work.entries, ENTRIES), pause=pause)
     except (TooLarge, TableTooLarge) as error:
         raise _too_large(where, error, effort) from error
     except RecursionError as error:
@@ -283,8 +253,8 @@ def make(
             f"{list(row_names.values())}; the model has not learned to write that row"
         )
     _warn_of_unspelled(found, spelled, where)
-    made_rows = (Row(*row, found[row[0]].read) for row in zip(known, begun, automaton.starts, strict=True))
-    return Schema(where, json.dumps(schema), tuple(found), tuple(made_rows), table, spelled)
+    rows_of_grid = tuple(FormatRow(name, ids, found[name].read) for name, ids in zip(known, begun, strict=True))
+    return Schema(where, json.dumps(schema), tuple(found), rows_of_grid, tuple(automaton.starts), table, spelled)
 
 
 def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
@@ -292,7 +262,7 @@ def _too_large(where: str, error: Exception, effort: Effort) -> Exception:
 
     It is Uncompiled if a higher effort may suffice, else a UserError.
     """
-    if effort != WHOLE:
+    if effort != Effort.WHOLE:
         return Uncompiled()
     place = f": {error.place}" if isinstance(error, TooLarge) and error.place else ""
     return UserError(f"{where}{place}", found=f"a schema of {error}", expected="shorter bounds and patterns")

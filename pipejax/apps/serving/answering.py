@@ -12,7 +12,7 @@ from pipejax.apps.serving.counters import Counters
 from pipejax.apps.serving.engine import Engine
 from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.requests import ClientRequest
-from pipejax.apps.serving.row_text import ObjectWriting, Piece, Writing
+from pipejax.apps.serving.row_text import FormatWriting, Piece, Writing
 from pipejax.inference import decoding_options
 from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
@@ -26,7 +26,7 @@ class Choice:
     """One answer of a request, an element of "choices" in the response."""
 
     index: int
-    writing: Writing | ObjectWriting
+    writing: Writing | FormatWriting
     answer: Answer  # the engine's answer
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     tokens: int = 0
@@ -52,7 +52,7 @@ class Completion:
         self.choices = list[Choice]()
         self._has_begun = False  # whether a result has arrived
         start = generator.make_strategy(asked.strategy, drafts=False).start
-        write: Callable[[], Writing | ObjectWriting] = functools.partial(
+        write: Callable[[], Writing | FormatWriting] = functools.partial(
             Writing,
             generator.tokenizer,
             start=start,
@@ -61,8 +61,8 @@ class Completion:
             as_written=asked.rows and asked.stream,
             unique=generator.config.decode.unique_rows,
         )
-        if asked.schema:
-            write = functools.partial(ObjectWriting, asked.schema, start=start)
+        if asked.answer_format:
+            write = functools.partial(FormatWriting, asked.answer_format, start=start)
         try:
             for source in (source._replace(sample=k) for source in asked.sources for k in range(asked.n)):
                 request = Request(

@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pipejax import methods
-from pipejax.apps.schemas.row_schema import QUICK, WHOLE, Effort, Uncompiled
 from pipejax.apps.serving import requests
 from pipejax.apps.serving.answer import Closed
 from pipejax.apps.serving.answering import Completion, told
@@ -31,6 +30,7 @@ from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.requests import ClientRequest, RequestFields
 from pipejax.apps.serving.responses import Chats, Completions, Objects, Responses, dump
 from pipejax.apps.serving.turns import Share, Turns
+from pipejax.inference.answer_format import Effort, Uncompiled
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import template_of
 from pipejax.system.errors import UserError
@@ -55,8 +55,8 @@ CHUNKS = 2**14  # bytes of chunk framing that a body may have, plus an eighth of
 KEPT_BODY = 99_999  # the most unread bytes of a body with which the connection is kept open after the response
 GONE = 499  # a status for counters only: the client has disconnected
 READERS = 4  # threads that parse requests; new schemas are compiled in other threads
-SHARES = {QUICK: 0.5, WHOLE: 0.5}  # the share of the interpreter's time for compiling schemas
-WAITING = {QUICK: 64, WHOLE: 4}  # the most new schemas of a client that may wait
+SHARES = {Effort.QUICK: 0.5, Effort.WHOLE: 0.5}  # the share of the interpreter's time for compiling schemas
+WAITING = {Effort.QUICK: 64, Effort.WHOLE: 4}  # the most new schemas of a client that may wait
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # the form of a client's request id
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -186,8 +186,8 @@ class Service:
         with contextlib.suppress(Uncompiled):
             return await run(self._readers, read, None)
         with contextlib.suppress(Uncompiled):
-            return await asyncio.wrap_future(self._compiling[QUICK].submit(client, partial(read, QUICK)))
-        return await asyncio.wrap_future(self._compiling[WHOLE].submit(client, partial(read, WHOLE)))
+            return await asyncio.wrap_future(self._compiling[Effort.QUICK].submit(client, partial(read, Effort.QUICK)))
+        return await asyncio.wrap_future(self._compiling[Effort.WHOLE].submit(client, partial(read, Effort.WHOLE)))
 
     def _client_of(self, scope: Scope) -> Hashable:
         """Identifies the sender of a request: by its key, or by its address if no key is required."""

@@ -50,11 +50,11 @@ def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[s
         features = _features(key, prompt)
         if not before:
             causes |= dict.fromkeys([f"the first request for {answer.kind.method.label}", prompt])
-            shown = [name for name in ("logits", "table") if getattr(key, name)]
+            shown = [name for name in ("logits", "answer_format") if getattr(key, name)]
         else:
             shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]
             # Each is known, but not together.
-            shown = shown or ["length", *(name for name in ("logits", "table") if getattr(key, name))]
+            shown = shown or ["length", *(name for name in ("logits", "answer_format") if getattr(key, name))]
         causes |= dict.fromkeys(features[name] for name in shown)
     return [*causes] or [prompt]
 
@@ -65,8 +65,6 @@ def _features(key: Steps, prompt: str) -> dict[str, str]:
         "length": prompt,
         "slots": f"an answer that needs a larger cache ({key.slots} tokens)",
         "logits": "sampling or scores" if key.logits else "answers without sampling and scores",
-        "table": "answers without a schema"
-        if key.table is None
-        else f"a schema of a new shape ({key.table[0]} kinds of tokens, {key.table[1]} states)",
+        "answer_format": key.answer_format or "answers without a schema",
         "places": "a request that comes alone" if key.places == 1 else "requests side by side",
     }

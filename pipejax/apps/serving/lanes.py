@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from pipejax.apps.schemas.row_schema import Schema
 from pipejax.apps.serving.answer import Kind, Running
 from pipejax.inference import decoding_options
+from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
 from pipejax.inference.sources import Source
@@ -16,7 +16,7 @@ class Lane(NamedTuple):
 
     kind: Kind
     places: int
-    schema: Schema | None  # the schema of all its requests
+    answer_format: AnswerFormat | None  # the format of all its answers
 
 
 class Lanes:
@@ -80,9 +80,9 @@ class Lanes:
         return RunningBatch(programs, kind.strategy, places, self._switch, self._encodings, self._compiled)
 
     def _constrain(self, batch: RunningBatch, kind: Kind, source: Source) -> RunningBatch:
-        """Gives a batch the forced tokens and the schema of its requests."""
+        """Gives a batch the forced tokens and the answer format of its requests."""
         rows = decoding_options.rows_of(source, kind.method, self._generator.tokenizer, self._generator.ids.ends)
-        batch.give(decoding_options.forced_of(rows, kind.strategy), source.schema)
+        batch.give(decoding_options.forced_of(rows, kind.strategy), source.answer_format)
         return batch
 
     def remove(self, lane: Lane, place: int) -> Running:

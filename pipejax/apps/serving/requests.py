@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from pipejax import methods
-from pipejax.apps.schemas.row_schema import Schema
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config, DecodeConfig
 from pipejax.config.row_names import columns_of
 from pipejax.data.encoding import encode_source
 from pipejax.data.lines import Object, kind
 from pipejax.decoding import Sampling
+from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source, check_fields, fields_of, template_of
 from pipejax.system import strict_json
@@ -77,9 +77,9 @@ class ClientRequest:
     ignored_settings: bool  # whether there are messages that the model does not read
 
     @property
-    def schema(self) -> Schema | None:
-        """The schema that the answers follow, or None."""
-        return self.sources[0].schema
+    def answer_format(self) -> AnswerFormat | None:
+        """The format of the answers, or None."""
+        return self.sources[0].answer_format
 
     @property
     def prompt_tokens(self) -> int:
@@ -391,14 +391,15 @@ def _format(given: Object) -> tuple[str, object]:
 
 def bound_rows(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
     """Returns the most tokens of each row, so that all rows together do not exceed the limit of the request."""
-    schema = generator.schema
-    if schema is None or most is None:
+    answer_format = generator.answer_format
+    if answer_format is None or most is None:
         return None
-    each = most // len(schema.rows)
+    rows = len(answer_format.rows)
+    each = most // rows
     try:
-        schema.grammar(generator.make_strategy(strategy, drafts=False), [each])
+        answer_format.rule(generator.make_strategy(strategy, drafts=False), [each])
     except UserError as error:
-        found = f"{most} for {len(schema.rows)} rows ({error})"
+        found = f"{most} for {rows} rows ({error})"
         raise Refused(400, UserError(field, found=found), field=field) from error
     return each
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from pipejax.apps.schemas.row_schema import Schema
 from pipejax.data.tokenizer import Growing, Tokenizer
+from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.streaming import Repeats
 
 
@@ -120,20 +120,26 @@ class Writing:
         return piece if is_first else dataclasses.replace(piece, text=self._separator + piece.text)
 
 
-class ObjectWriting:
-    """The JSON of an answer that follows a schema: one piece per property, in the schema's order."""
+class FormatWriting:
+    """The text of an answer that has a format: one piece for each part of the text, in the order of the text."""
 
     stopped = False  # stop texts are not supported
 
-    def __init__(self, schema: Schema, *, start: Callable[[int], int]) -> None:
-        self._schema, self._start = schema, start
-        self._tokens: list[list[int]] = [[] for _ in schema.rows]
-        # By unfinished row, the time of its next token.
-        self._due = {row: start(row) for row in range(len(schema.rows))}
-        self._waiting = deque(schema.names)
+    def __init__(self, answer_format: AnswerFormat, *, start: Callable[[int], int]) -> None:
+        """Creates the text of an answer without tokens.
+
+        Args:
+          answer_format: the format.
+          start: the time of the query that generates a row's first token.
+        """
+        self._format = answer_format
+        rows = range(len(answer_format.rows))
+        self._tokens: list[list[int]] = [[] for _ in rows]
+        self._due = {row: start(row) for row in rows}  # by unfinished row, the time of its next token
+        self._waiting = deque(enumerate(answer_format.order))  # the parts that have no piece yet, and their rows
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """Adds a token; returns the pieces of the properties that became complete."""
+        """Adds a token; returns the pieces of the parts that became complete. Tokens come step by step."""
         time = self._due.pop(row)
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             del self._due[other]
@@ -148,12 +154,10 @@ class ObjectWriting:
         return self._release() if any(self._tokens) else []
 
     def _release(self) -> list[Piece]:
-        pieces, rows = list[Piece](), {row.name: i for i, row in enumerate(self._schema.rows)}
-        while self._waiting and (row := rows[self._waiting[0]]) not in self._due:
-            begins = "{" if len(self._waiting) == len(rows) else ", "
-            self._waiting.popleft()
-            pair = self._schema.dump_row(row, self._tokens[row])
-            pieces.append(Piece(row, None, f"{begins}{pair}{'' if self._waiting else '}'}"))
+        pieces = list[Piece]()
+        while self._waiting and self._waiting[0][1] not in self._due:
+            place, row = self._waiting.popleft()
+            pieces.append(Piece(row, None, self._format.part(place, self._tokens[row])))
         return pieces
 
 

@@ -2,9 +2,9 @@
 
 The scheduler repeats two phases: it admits waiting requests to free places (`admit`), and advances the batch of each
 lane by some steps (`advance`). A lane is a running batch for requests that can be decoded together: the same method,
-strategy, number of places and schema. A compiler compiles programs meanwhile: a request whose programs are not compiled
-keeps waiting, while the others continue. A running request whose answer outgrows the compiled cache sizes gives up its
-place and begins again later (`_requeue`).
+strategy, number of places and answer format. A compiler compiles programs meanwhile: a request whose programs are not
+compiled keeps waiting, while the others continue. A running request whose answer outgrows the compiled cache sizes
+gives up its place and begins again later (`_requeue`).
 """
 
 import logging
@@ -95,7 +95,7 @@ class Scheduler:
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows", found="in a request to the engine", expected="a plain source")
         generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
-        kind = kind_of(generator, request.strategy, drafts=request.source.schema is None)
+        kind = kind_of(generator, request.strategy, drafts=request.source.answer_format is None)
         if temperature := request.sampling.temperature:
             kind.method.require("sample", "temperature", f"{temperature}", 0)
         if request.log_probs:
@@ -219,12 +219,12 @@ class Scheduler:
 
     def choose(self, answer: Answer) -> tuple[Lane, Needs]:
         """The lane for an answer, and the programs to compile before the answer can be admitted there."""
-        kind, schema = answer.kind, answer.request.source.schema
+        kind, answer_format = answer.kind, answer.request.source.answer_format
         if WEIGHTS not in self.compiler.compiled:
             return Lane(kind, self.places, None), {WEIGHTS: self._lay_out}
         beside = self.waiting.has_others(answer, kind) or self.lanes.running_with(kind) > 0
         sizes = [self.places] if beside or self._had_company else [1, self.places]
-        lanes = [Lane(kind, places, schema) for places in dict.fromkeys(sizes)]
+        lanes = [Lane(kind, places, answer_format) for places in dict.fromkeys(sizes)]
         needs = dict[Lane, Needs]()
         for lane in lanes:
             needs[lane] = self._needs(lane, answer)

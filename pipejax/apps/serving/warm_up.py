@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Mapping
 
-from pipejax.apps.schemas import row_schema as schema_lib
 from pipejax.apps.serving.answer import Kind, kind_of
 from pipejax.apps.serving.lanes import Lanes
 from pipejax.data.shapes import bucket, memory_length
@@ -48,12 +47,13 @@ def plan(
                 ask(batch.needs_of(source, memory_length(n), slots, {one}, own.adapter), order)
     if not (schemas and generator.tokenizer):
         return
-    usual = Source("", [1], schema=schema_lib.usual(generator.architecture.vocab_size))
+    usual = generator.formats("schema").usual(generator.architecture.vocab_size)
+    source_of_usual = Source("", [1], answer_format=usual)
     for own, size in itertools.product(kinds.values(), sizes):
         try:
             kind = kind_of(own, own.default_strategy, drafts=False)
-            schema_lib.check(kind.method, own.config)
-            batch = lanes.new_batch(kind, size, usual)
+            usual.check(kind.method, own.config)
+            batch = lanes.new_batch(kind, size, source_of_usual)
         except UserError:  # answers of this model follow no schema
             continue
         for one, n in itertools.product((False, True), lengths):

@@ -1,0 +1,132 @@
+"""Answer formats: what the core knows of the forms that answers can have, such as objects of a JSON schema.
+
+A format determines the rows of an answer and their first tokens, restricts the tokens of each row by a rule, and makes
+the text of an answer from its rows. Formats of one kind are compiled by an `AnswerFormats`, which the core finds in
+`registry.RULES`.
+"""
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pipejax.config import Config
+from pipejax.data.tokenizer import Tokenizer
+from pipejax.decoding import Rule, Strategy
+from pipejax.methods import Method, RowPrefixes
+
+
+class Effort(enum.Enum):
+    """The work that compiling a format may take."""
+
+    QUICK = "quick"  # enough for usual formats
+    WHOLE = "whole"  # the most work that a format may need
+
+
+class Uncompiled(Exception):
+    """The format is not compiled, or could not be compiled with the given effort."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatRow:
+    """A row of the answers of a format."""
+
+    name: str
+    beginning: tuple[int, ...]  # the first tokens of the row
+    value: Callable[[str], object]  # the value that the text of the row, without its beginning, stands for
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AnswerFormat(abc.ABC):
+    """A format for one tokenizer, and for rows that are named in one way. Two formats are equal only if identical."""
+
+    label: ClassVar[str] = "an answer format"  # the kind of format in messages, with its article
+
+    where: str  # the place of the format in messages: a file, or the name of an argument
+    text: str  # the definition of the format: answers by the same text have the same format
+    names: tuple[str, ...]  # of the rows, in the order in which the text of an answer has them
+    rows: tuple[FormatRow, ...]  # in the order of the grid
+
+    @property
+    def given(self) -> RowPrefixes:
+        """The known part of the rows of an answer: their number and beginnings."""
+        return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The number of the row of each part of the text, in the order of the text."""
+        numbers = {row.name: i for i, row in enumerate(self.rows)}
+        return tuple(numbers[name] for name in self.names)
+
+    @property
+    @abc.abstractmethod
+    def program_label(self) -> str:
+        """The size of the rule, in words for a log. Formats with the same words share compiled programs."""
+
+    @abc.abstractmethod
+    def check(self, method: Method, config: Config) -> None:
+        """Raises a UserError if answers of the method cannot have the format with these settings."""
+
+    @abc.abstractmethod
+    def rule(self, strategy: Strategy, bounds: Sequence[int | None]) -> Rule:
+        """The rule of a batch.
+
+        Args:
+          strategy: the strategy.
+          bounds: the most tokens of a row, its beginning and end token included, for each of the B examples; None: the
+            bounds of the grid.
+
+        Raises:
+          UserError: a row cannot end within its bound.
+        """
+
+    @abc.abstractmethod
+    def part(self, place: int, tokens: Sequence[int]) -> str:
+        """A part of the text of an answer. The text is the parts of all rows, in the order of `names`.
+
+        Args:
+          place: the index into `names`.
+          tokens: all tokens of the row, its beginning included, without the end token.
+        """
+
+    def dump(self, rows: Sequence[Sequence[int]]) -> str:
+        """The text of an answer, from the tokens of each row of the grid."""
+        return "".join(self.part(place, rows[row]) for place, row in enumerate(self.order))
+
+
+class AnswerFormats(abc.ABC):
+    """Compiles the formats of one kind, and keeps the latest ones. Thread-safe."""
+
+    @abc.abstractmethod
+    def find(
+        self,
+        given: Mapping[str, object] | str | Path,
+        method: Method,
+        strategy: Strategy,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        *,
+        effort: Effort | None = Effort.WHOLE,
+        pause: Callable[[], None] | None = None,
+    ) -> AnswerFormat:
+        """Returns a compiled format.
+
+        Args:
+          given: the definition of the format, or the path of its file.
+          method: the method of the answers.
+          strategy: the strategy of the method.
+          config: the settings.
+          tokenizer: the tokenizer, if there is one.
+          effort: the work that compiling may take; None: a format is only returned if it is compiled already.
+          pause: called from time to time while a format is compiled, to let other threads work.
+
+        Raises:
+          Uncompiled: the format is new and `effort` is None, or more work than `effort` is needed.
+          UserError: the format is not valid, or answers of the method cannot have it.
+        """
+
+    @abc.abstractmethod
+    def usual(self, size: int) -> AnswerFormat:
+        """A format for a vocabulary of `size` tokens whose rule has the size of usual ones, to compile programs for."""
