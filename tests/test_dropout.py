@@ -13,7 +13,7 @@ from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate
 from pipejax.data.encoding import encode_example
 from pipejax.model import dropout, layers, sharding, t5
-from pipejax.training.step import Trainer, batch_loss, split_kernel_weights
+from pipejax.training.step import Trainer, batch_loss, split_into_parts
 from support.oracle import random_params
 from support.tiny import DEEP, MODEL, STEP, change
 
@@ -180,7 +180,7 @@ def loss_of(model, params, arrays, parts=1):
     if parts == 1:
         return float(jax.jit(lambda p, batch: batch_loss(model, p, batch, key)[0])(params, arrays))
     compute = jax.jit(lambda p, batch, part: batch_loss(model, p, batch, key, part=part)[0])
-    apart = split_kernel_weights(arrays, parts)
+    apart = split_into_parts(arrays, parts)
     return sum(float(compute(params, {k: x[i] for k, x in apart.items()}, jnp.int32(i))) for i in range(parts))
 
 
@@ -244,7 +244,7 @@ def test_flax_dropout_masks_ignore_remat_and_differ_between_parts(tokenizer):
     )
     assert others == pytest.approx([expected] * 2, rel=1e-5)
     alike = {name: jnp.concatenate([x[:1]] * 2) for name, x in arrays.items()}  # both parts hold the same example
-    parts = split_kernel_weights(alike, 2)
+    parts = split_into_parts(alike, 2)
     compute = jax.jit(lambda batch, part: batch_loss(FlaxT5(DEEP), params, batch, jax.random.key(4), part=part)[0])
     one, two = (float(compute({k: x[i] for k, x in parts.items()}, jnp.int32(i))) for i in range(2))
     assert abs(one - two) > 1e-3 * one

@@ -22,7 +22,7 @@ from pipejax.model import lora, parameters, sharding, t5
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import optimizer
-from pipejax.training.step import Trainer, batch_loss, split_kernel_weights, train_step
+from pipejax.training.step import Trainer, batch_loss, split_into_parts, train_step
 from support import oracle
 from support.compiled_once import shared_trainer
 from support.tiny import DEEP, MESHES, MODEL, change
@@ -183,7 +183,7 @@ def test_padded_lengths_are_few_and_tight():
 def test_accumulation_equals_the_full_batch(batches):
     """Lengths are uneven, so the mean of the parts' means would be another loss."""
     arrays = [batches[0].arrays] * 3
-    counts = split_kernel_weights(arrays[0], 4)["weights"].sum((1, 2))
+    counts = split_into_parts(arrays[0], 4)["weights"].sum((1, 2))
     assert len(set(counts)) > 1 and counts.sum() == arrays[0]["weights"].sum()
     whole, losses_whole = train(CONFIG, arrays)
     for accumulate in (2, 8):
@@ -194,7 +194,7 @@ def test_accumulation_equals_the_full_batch(batches):
 
 def test_parts_keep_rows_with_their_sources(batches):
     arrays = batches[0].arrays
-    parts = split_kernel_weights(arrays, 4)
+    parts = split_into_parts(arrays, 4)
     seen = set()
     for part in range(4):
         for row in range(2):

@@ -111,10 +111,12 @@ def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
         raise Damaged("manifest does not match its seal")
     where = f"{place} (manifest)"
     if manifest.get("format") != FORMAT or not _is_whole_number(manifest["format"]):
-        raise UserError(f"{where}: format", found=f"{_brief(manifest.get('format'))}", expected=f"the number {FORMAT}")
+        raise UserError(
+            f"{where}: format", found=f"{_shown_briefly(manifest.get('format'))}", expected=f"the number {FORMAT}"
+        )
     for key, (fits, expected) in _FORM.items():
         if not fits(manifest.get(key)):
-            raise UserError(f"{where}: {key}", found=f"{_brief(manifest.get(key))}", expected=expected)
+            raise UserError(f"{where}: {key}", found=f"{_shown_briefly(manifest.get(key))}", expected=expected)
     found = cast(Manifest, manifest)
     if found["step"] != step:
         raise Damaged(f"manifest is of step {found['step']}")
@@ -135,14 +137,16 @@ def config_of(manifest: Manifest, place: Path) -> Config:
 
 def _check_arrays(where: str, arrays: object) -> None:
     if not isinstance(arrays, dict):
-        raise UserError(where, found=f"{_brief(arrays)}", expected="an object")
+        raise UserError(where, found=f"{_shown_briefly(arrays)}", expected="an object")
     for path, entry in arrays.items():
         above = {path[:i] for i, letter in enumerate(path) if letter == "/"}
         if not _PATH.fullmatch(path) or above & arrays.keys():
             raise UserError(where, found=f"the path {path!r}", expected="names with / between them, each once")
         good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
         if not (good and isinstance(entry[1], list) and all(map(_is_whole_number, [*entry[1], *entry[2:]]))):
-            raise UserError(f"{where}.{path}", found=f"{_brief(entry)}", expected="dtype, shape and two numbers")
+            raise UserError(
+                f"{where}.{path}", found=f"{_shown_briefly(entry)}", expected="dtype, shape and two numbers"
+            )
 
 
 def _is_whole_number(value: object) -> bool:
@@ -189,7 +193,7 @@ _FORM: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def _brief(value: object) -> str:
+def _shown_briefly(value: object) -> str:
     kind = {dict: "an object", list: "a list", str: "the text", bool: "the word", type(None): "nothing"}
     name, text = kind.get(type(value), "the number"), json.dumps(value)
     return name if value is None or len(text) > 60 else f"{name} {text}"

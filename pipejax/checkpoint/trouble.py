@@ -48,14 +48,14 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
         raise
     except Exception as error:
         what, causes = f"{type(error).__name__}: {_short_message(error)}", _chain(error)
-        is_damage = any(isinstance(cause, MISSING) or _is_of_content(cause) for cause in causes)
-        if not is_damage or any(_is_passing(cause, path) for cause in causes):
+        is_damage = any(isinstance(cause, MISSING) or _is_about_content(cause) for cause in causes)
+        if not is_damage or any(_is_temporary(cause, path) for cause in causes):
             raise UserError(path, f"cannot be read now ({what})") from error
         _read_all(path)
         raise Damaged(f"{path.name}: unreadable ({what})") from error
 
 
-def _is_passing(error: BaseException, path: Path) -> bool:
+def _is_temporary(error: BaseException, path: Path) -> bool:
     """Whether an exception reports a temporary condition, so that the files may be good."""
     other_os_error = isinstance(error, OSError) and not isinstance(error, MISSING)
     return bool(PASSING.search(str(error).replace(str(path), ""))) or out_of_memory(error) or other_os_error
@@ -73,7 +73,7 @@ def _read_all(path: Path) -> None:
         raise UserError(path, f"cannot be read now ({trouble.strerror or trouble})") from trouble
 
 
-def _is_of_content(error: BaseException) -> bool:
+def _is_about_content(error: BaseException) -> bool:
     """Whether an exception is about the content of a file.
 
     Invalid JSON and invalid UTF-8 raise subclasses of ValueError; for a plain ValueError the message decides.

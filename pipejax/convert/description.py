@@ -147,7 +147,7 @@ def write_files(
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
     if origin.scores is not None and not _scores_in(origin.scores):
-        found = f"no {', '.join(_lacking(origin.scores)) or 'score'} in the file"
+        found = f"no {', '.join(_missing_keys(origin.scores)) or 'score'} in the file"
         lines.append(f"--scores: {CARD} there tells none: found {found}; expected that of `pipejax evaluate --json`")
     return lines
 
@@ -305,13 +305,13 @@ def card(
 def _scores_in(given: Mapping[str, object] | None) -> dict[str, float]:
     """Returns the scores in the output of `pipejax evaluate --json`: the numbers between "metric" and "steps"."""
     keys = [*(given or {})]
-    if given is None or _lacking(given):
+    if given is None or _missing_keys(given):
         return {}
     between = keys[keys.index("metric") + 1 : keys.index("steps")]
     return {key: round(score, 2) for key in between if isinstance(score := given[key], int | float)}
 
 
-def _lacking(given: Mapping[str, object]) -> list[str]:
+def _missing_keys(given: Mapping[str, object]) -> list[str]:
     return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
 
 

@@ -88,16 +88,16 @@ def collate(
       i32 [G], the used slots of each row; inputs, targets, row, time, and example (0 to pack - 1, the example that a
       slot belongs to) i32 [G, N]; weights f32 [G, N].
     """
-    order = _dealt(examples, pack)
-    return _stack([examples[i] for i in order], order, pack, fit)
+    order = _packing_order(examples, pack)
+    return _make_batch([examples[i] for i in order], order, pack, fit)
 
 
-def _dealt(examples: Sequence[Encoded], pack: int) -> list[int]:
+def _packing_order(examples: Sequence[Encoded], pack: int) -> list[int]:
     """Returns the indices of a batch's examples in the order in which they fill the rows of slots."""
     return deal([len(e.target.inputs) for e in examples], pack)
 
 
-def _stack(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
+def _make_batch(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
     """Makes a batch of examples in the order in which they fill the rows of slots; `numbers` are their indices."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
@@ -223,9 +223,9 @@ class TrainingBatches(Sequence[Batch]):
         found = []
         for place, batch in enumerate(order):
             own = batches[batch]
-            own = own[_dealt([drawn[i] for i in own], self.pack)]
+            own = own[_packing_order([drawn[i] for i in own], self.pack)]
             fit = functools.partial(self.shapes.fit, step=number * self.group + place)
-            found.append(_stack(self._encode_missing(numbers, drawn, own), own.tolist(), self.pack, fit))
+            found.append(_make_batch(self._encode_missing(numbers, drawn, own), own.tolist(), self.pack, fit))
         return found
 
     def _encode_share(self, numbers: range) -> list[Encoded]:

@@ -57,7 +57,7 @@ class FilesTask(Task):
         self._document = Template(fields, key="data.source_template") if judges_presence else None
         self._rows = _rows_reader(config, row_names)
         self._shares = _shares(config) if config.split else ()
-        self._parted: dict[str, list[Example]] | None = None
+        self._examples_by_split: dict[str, list[Example]] | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -68,19 +68,19 @@ class FilesTask(Task):
         """Returns the examples of a split, from its file or as its share of `data.train`."""
         if not self.has(split):
             return []
-        if not self._shared(split):
+        if not self._has_share(split):
             return self._read(getattr(self.config, split))
-        if self._parted is None:
-            self._parted = self._part(self._read(self.config.train))
-        return self._parted[split]
+        if self._examples_by_split is None:
+            self._examples_by_split = self._part(self._read(self.config.train))
+        return self._examples_by_split[split]
 
     def has(self, split: str) -> bool:
         """Whether the config names the examples of the split."""
-        if self._shares and (split == "train" or self._shared(split)):
-            return self._shared(split) and bool(self.config.train)
+        if self._shares and (split == "train" or self._has_share(split)):
+            return self._has_share(split) and bool(self.config.train)
         return bool(getattr(self.config, split))
 
-    def _shared(self, split: str) -> bool:
+    def _has_share(self, split: str) -> bool:
         """Whether `data.split` gives this split a share of `data.train`."""
         return bool(self._shares and self._shares[SPLITS.index(split)])
 

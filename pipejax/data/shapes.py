@@ -153,7 +153,7 @@ def choose_pairs(
     best, least = None, math.inf
     for count in sorted({max(most * n // 12, 1) for n in (3, 4, 6, 8, 12)}):
         shapes = Shapes(tuple(levels(rounded, count)), (), limit, means)
-        needs, counts = np.unique(_needs(drawn, shapes, size, pack), axis=0, return_counts=True)
+        needs, counts = np.unique(_needed_shapes(drawn, shapes, size, pack), axis=0, return_counts=True)
         pairs, cost = _select(needs, counts / counts.sum(), most, shapes, price)
         if cost < least:
             best, least = dataclasses.replace(shapes, pairs=tuple(pairs)), cost
@@ -161,7 +161,7 @@ def choose_pairs(
     return best
 
 
-def _needs(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
+def _needed_shapes(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> np.ndarray:
     """Returns the shape that each batch needs (level and slots), i64 [n, 2].
 
     The drawn examples' lengths are [draws, group * B, 2].

@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 FILES = ("tokenizer.json", "spiece.model", "tokenizer_config.json")
 # Patterns for the names of all files that may affect the ids of transformers' tokenizers.
 _VOCABULARIES = "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*vocab*", "merges*", "*bpe*", "dict*.txt"
-_READ = (
+_FILES_READ = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "config.json", *_VOCABULARIES),
     *("byte_maps.json", "emoji.json", "word_*.json"),
 )
 # Settings of a spiece.model or a tokenizer.json that T5Tokenizer ignores.
-_NOT_T5S = re.compile(
+_IGNORED_SETTINGS = re.compile(
     r'byte_fallback"?: true|treat_whitespace_as_suffix: true|add_dummy_prefix: false|remove_extra_whitespaces: false'
     r'|model_type: (?:BPE|WORD|CHAR)|user_defined_symbols: "(?!.*<extra_id)[^"]*"'
     r'|"prepend_scheme": "never"'
 )
 # For every call that reads files: never run code from the directory, and do not ask the user about it.
-_DATA = {"trust_remote_code": False}
-_STAYS = re.compile("[A-Za-z0-9]")  # with such a character, some token remains under every tokenizer
+_NO_REMOTE_CODE = {"trust_remote_code": False}
+_NEVER_EMPTY = re.compile("[A-Za-z0-9]")  # with such a character, some token remains under every tokenizer
 _HUB_TIMEOUT = 10.0  # seconds to wait for the hub to say whether it has a name
 _say_once = functools.cache(logger.warning)
 SETTINGS = 2**20  # the most bytes of a settings file
@@ -181,7 +181,7 @@ class Tokenizer:
         every, rest = {*ends, *(() if self.eos is None else (self.eos,))}, text
         for piece in filter(None, map(self.piece, every)):
             rest = rest.replace(piece, "")
-        if _STAYS.search(rest):  # the usual case, which needs no encoding
+        if _NEVER_EMPTY.search(rest):  # the usual case, which needs no encoding
             return False
         return every.issuperset(self.encode(text))
 
@@ -247,12 +247,12 @@ class Tokenizer:
 
         The decoder ByteFallback decodes a run of bytes together: if any part is invalid UTF-8, it replaces the run.
         """
-        if self._growth != "runs of bytes":
-            return self._growth == "tokens"
+        if self._final_unit != "runs of bytes":
+            return self._final_unit == "tokens"
         return BYTE.fullmatch(self.piece(token)) is None and self.decode_known([token]) != ""
 
     @functools.cached_property
-    def _growth(self) -> str:
+    def _final_unit(self) -> str:
         """The units whose text does not depend on later tokens: "tokens", "runs of bytes", or "rows"."""
         if self._backend is None:
             return "tokens" if type(self._inner).__name__ == "ByT5Tokenizer" else "rows"
@@ -449,7 +449,7 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
             )
 
 
-def _is_read(name: str, patterns: Sequence[str] = _READ) -> bool:
+def _is_read(name: str, patterns: Sequence[str] = _FILES_READ) -> bool:
     return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -500,7 +500,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         if look(directory / "tokenizer.json") or (
             look(settings) == "file" and "tokenizer_class" in strict_json.loads(settings.read_text(encoding="utf-8"))
         ):
-            inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
+            inner = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **_NO_REMOTE_CODE)
         else:
             inner = _read_sentencepiece(transformers, directory)
     except Exception as error:  # the libraries raise exceptions of many kinds for a bad file
@@ -520,7 +520,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
 def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> None:
     """Corrects a tokenizer of transformers whose class ignores settings of its files, or logs the ignored settings."""
     _keep_unknown(inner, directory)
-    if type(inner).__name__.startswith("T5") and (lost := _not_followed(directory)):
+    if type(inner).__name__.startswith("T5") and (lost := _ignored_settings(directory)):
         _say_once(
             f"{name}: not followed, as T5Tokenizer of transformers 5 does not: {', '.join(lost)}; ids may be others "
             "than in training. A tokenizer.json with the class PreTrainedTokenizerFast is followed"
@@ -549,12 +549,12 @@ def _keep_unknown(inner: "PreTrainedTokenizerBase", directory: Path) -> None:
     inner._tokenizer = type(backend).from_str(json.dumps(content))
 
 
-def _not_followed(directory: Path) -> list[str]:
+def _ignored_settings(directory: Path) -> list[str]:
     """Returns the settings of a vocabulary that T5Tokenizer replaces by T5's."""
     if look(file := directory / "tokenizer.json"):
-        return _NOT_T5S.findall(json.dumps(strict_json.loads(file.read_bytes())))
+        return _IGNORED_SETTINGS.findall(json.dumps(strict_json.loads(file.read_bytes())))
     model = _read_proto(directory)
-    return _NOT_T5S.findall(f"{model.trainer_spec}{model.normalizer_spec}")
+    return _IGNORED_SETTINGS.findall(f"{model.trainer_spec}{model.normalizer_spec}")
 
 
 def _read_proto(directory: Path) -> Any:
@@ -569,9 +569,11 @@ def _read_sentencepiece(transformers: types.ModuleType, directory: Path) -> "Pre
     T5 has 100 sentinel tokens after the pieces; mT5 has its sentinels among the pieces.
     """
     try:
-        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_DATA)
+        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, **_NO_REMOTE_CODE)
     except ValueError:
-        return transformers.T5Tokenizer.from_pretrained(str(directory), local_files_only=True, extra_ids=0, **_DATA)
+        return transformers.T5Tokenizer.from_pretrained(
+            str(directory), local_files_only=True, extra_ids=0, **_NO_REMOTE_CODE
+        )
 
 
 def _check_sentencepiece(directory: Path) -> None:
@@ -615,7 +617,7 @@ def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTo
     """
     import huggingface_hub
 
-    transformers, at = import_transformers(), _DATA | revision
+    transformers, at = import_transformers(), _NO_REMOTE_CODE | revision
     try:
         # Succeeds if it was downloaded before.
         inner = transformers.AutoTokenizer.from_pretrained(of_hub, local_files_only=True, **at)

@@ -70,7 +70,7 @@ def call(function: Compute, *arguments: Tree, **options: object) -> Tree:
     return function(*arguments, **options)
 
 
-def _laid(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
+def _prepare_part(params: Tree, *, model: Module, backend: "Backend", part: str) -> Tree:
     """Calls the backend's method named `part` with merged parameters. Defined in the module, so that jit caches it.
 
     The parameters are converted to float32, except int8 parameters that remain int8, because rounding these again would
@@ -99,7 +99,7 @@ class Backend:
         Raises:
           UserError: int8 is requested, and a layer of the module does not read the scales.
         """
-        held = compute(_laid, params, model=model, backend=self, part="_held")
+        held = compute(_prepare_part, params, model=model, backend=self, part="_held")
         if self.weights == "int8":
             of_one = lora.choose(held, jnp.zeros(1, jnp.int32) if lora.is_stacked(held) else None)
             check_read("decode.weights: found int8", model, of_one, f"/{quantization.SCALE}")
@@ -197,7 +197,7 @@ class Xla(Backend):
         """
         if not is_packed(model):
             raise ValueError(f"found {type(model).__name__}, changed or of another kind; expected the stock T5 or UMT5")
-        lay = partial(compute, _laid, model=model, backend=self)
+        lay = partial(compute, _prepare_part, model=model, backend=self)
         encoder = _with_tables(params["encoder"], model.config.num_layers)
         decoder = _with_tables(params["decoder"], model.config.num_decoder_layers)
         layers, memories, weights = [], [], []

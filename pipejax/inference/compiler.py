@@ -45,10 +45,10 @@ class Compiler:
 
     def _run(self) -> None:
         while (asked := self._asked.get())[0] != END:
-            self._meet(*asked)
+            self._compile(*asked)
             del asked  # frees the request and the objects that it refers to
 
-    def _meet(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
+    def _compile(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
         """Compiles one need, and reports its key and the exception, if any, to `tell`."""
         error = None
         if key not in self.compiled:

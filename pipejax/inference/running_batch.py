@@ -535,7 +535,7 @@ class RunningBatch:
 
     # The functions of the programs, which are traced.
 
-    def _meet(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
+    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
         """Returns the strategy, bound to its small model if it has one, and the decoder of all places."""
         strategy: Strategy = self.strategy
         memory = encoded.memory
@@ -564,7 +564,7 @@ class RunningBatch:
         `one` is an encoded source, for its shapes.
         """
         many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), one)
-        strategy, decoder = self._meet(weights, many)
+        strategy, decoder = self._bind(weights, many)
         state, options = strategy.init(self.places, many.source), DecodingOptions(scores=True)
         state = strategy.stop(state, jnp.ones(self.places, bool))
         carry = decoding.begin(strategy, decoder, state, self._sizes, options=options, apart=True)
@@ -572,11 +572,11 @@ class RunningBatch:
 
     def _reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
         """Returns the strategy's state for sources padded to another length; one program for each cache size."""
-        strategy, _ = self._meet(weights, encoded)
+        strategy, _ = self._bind(weights, encoded)
         return strategy.reread(state, encoded.source)
 
     def _grown(self, weights: Tree, encoded: Encoded, carry: Carry, *, slots: int) -> Carry:
-        return decoding.grow(self._meet(weights, encoded)[1], carry, slots)
+        return decoding.grow(self._bind(weights, encoded)[1], carry, slots)
 
     def _stepped(
         self,
@@ -606,7 +606,7 @@ class RunningBatch:
         Returns:
           The rows so far, bool [B] of done examples, the number of steps left of `most`, and the new carry.
         """
-        (strategy, decoder), sizes = self._meet(weights, encoded), self._sizes
+        (strategy, decoder), sizes = self._bind(weights, encoded), self._sizes
         carry = decoding.refill(
             strategy, carry, begins=begins, ends=ends, sizes=sizes, options=options, source=encoded.source
         )

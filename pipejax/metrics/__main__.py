@@ -68,7 +68,7 @@ def read_documents(path: str, metric: str) -> Documents:
         documents.gold.append(rows(value, "gold", place))
         separator = text_of(value, "separator", place, blank=True) if "separator" in value else ""
         texts = [] if isinstance(value["gold"], dict) else _texts_of(value, "gold", place)
-        if _parts_otherwise(texts, separator):
+        if _splits_differently(texts, separator):
             joined.append(place)
         documents.predicted.append(rows(value, "pred", place))
         text = "document" if "document" in value else "source"
@@ -81,7 +81,7 @@ def read_documents(path: str, metric: str) -> Documents:
     return documents
 
 
-def _parts_otherwise(rows: Sequence[str], separator: str) -> bool:
+def _splits_differently(rows: Sequence[str], separator: str) -> bool:
     """Whether splitting the joined rows gives other rows."""
     if not tells_rows_apart(separator):
         return False

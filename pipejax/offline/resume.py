@@ -99,12 +99,13 @@ class Unfinished:
         """
         if self._out is None:
             begins = self.settings is not None and not self.has_note
-            cleared = begins and self._note({})  # an empty note, while the file may still hold lines of other work
+            # An empty note, while the file may still hold lines of other work.
+            cleared = begins and self._write_note({})
             with writing(self.place):
                 if self.size:
                     os.truncate(self.target, self.size)
                 self._out = open(self.target, "ab" if self.size else "wb", buffering=0)  # noqa: SIM115
-            self.has_note = self.has_note or (cleared and self._note(self.settings or {}))
+            self.has_note = self.has_note or (cleared and self._write_note(self.settings or {}))
         try:
             write_whole(self._out, line)
         except BrokenPipeError as error:  # also for a named pipe
@@ -112,7 +113,7 @@ class Unfinished:
         except OSError as error:
             raise UserError(self.place, f"cannot be written ({error.strerror})") from error
 
-    def _note(self, settings: Settings) -> bool:
+    def _write_note(self, settings: Settings) -> bool:
         """Writes the note; returns False and warns if that fails, because the output itself is more important."""
         try:
             write_text(self.path, json.dumps(settings, indent=2) + "\n")

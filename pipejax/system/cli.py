@@ -77,13 +77,13 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Keeps the arguments for `error`, which names misspelt flags."""
-        self._given = [*(sys.argv[1:] if args is None else args)]
+        self._arguments = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Refuses a value that is not among an argument's choices; argparse calls this for each value."""
         # With --set method=..., a strategy may have another name.
-        brought = action.dest == "strategy" and any("method=" in word for word in self._given)
+        brought = action.dest == "strategy" and any("method=" in word for word in self._arguments)
         if action.choices is not None and value not in action.choices and not brought:
             is_command = isinstance(action, argparse._SubParsersAction)
             name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
@@ -96,10 +96,10 @@ class Parser(argparse.ArgumentParser):
         known = dict(self._option_string_actions)
         for action in self._actions:  # a subcommand has its own flags
             if isinstance(action, argparse._SubParsersAction):
-                for name in {*action.choices} & {*self._given}:
+                for name in {*action.choices} & {*self._arguments}:
                     known |= action.choices[name]._option_string_actions
         # Without this check, argparse would first report missing flags.
-        for flag in (word.partition("=")[0] for word in self._given):
+        for flag in (word.partition("=")[0] for word in self._arguments):
             if re.match(r"--?[A-Za-z]", flag) and flag not in known:
                 guess = difflib.get_close_matches("--" + flag.lstrip("-").casefold(), known, n=1, cutoff=0.8)
                 hint = "a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""

@@ -221,7 +221,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     try:
         sweep_partial(target)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}-", dir=target.parent))
-        with _held(partial):
+        with _locked(partial):
             partial.chmod(0o755)
             yield partial
             sync_tree(partial)
@@ -278,13 +278,13 @@ def sweep_text(path: Path) -> None:
 def sweep_partial(target: Path) -> None:
     """Removes the directories of killed calls of `new_directory`. Directories in use are locked and are kept."""
     for path in target.parent.glob(f".{glob.escape(target.name)}{_PARTIAL}*"):
-        with contextlib.suppress(OSError), _held(path) as alone:
+        with contextlib.suppress(OSError), _locked(path) as alone:
             if alone:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _held(directory: Path) -> Iterator[bool]:
+def _locked(directory: Path) -> Iterator[bool]:
     """Locks a directory during the block; yields whether that worked.
 
     The lock ends with the process, even if killed.

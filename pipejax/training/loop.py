@@ -73,7 +73,7 @@ def fit(
         # On resume, an evaluation of this step may be due by the new intervals, or by the old ones if the run was
         # stopped during it. The log then has no evaluation of this step.
         configs = [c for c in (start.trainer.config, start.before) if c] if start.step and len(examples.dev) else []
-        owed = any(_evaluated(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
+        owed = any(_evaluates_at(start.step, c) for c in configs) and not directory.has("evaluation", start.step)
         if start.step >= config.train.steps and not owed:
             store.close()
             directory.finish(_last_line("end", start.step, start.state.params, {}))
@@ -326,7 +326,7 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         """Whether the dev split is evaluated after this step: every `train.evaluate_every` steps and after the last."""
-        return self.evaluates and _evaluated(self.step, self.config)
+        return self.evaluates and _evaluates_at(self.step, self.config)
 
     def _save_is_due(self) -> bool:
         return self.step % self.config.train.checkpoint_every == 0 and self.step < self.config.train.steps
@@ -368,7 +368,7 @@ class Run:
         )
 
 
-def _evaluated(step: int, config: Config) -> bool:
+def _evaluates_at(step: int, config: Config) -> bool:
     return step % config.train.evaluate_every == 0 or step == config.train.steps
 
 

@@ -119,7 +119,7 @@ class Window:
         self._warn(values, len(lengths))
         judged, self.steps = self.steps, []
         for (step, batch, _), metrics in zip(judged, fetched, strict=True):
-            self._judge(step, batch, metrics)
+            self._check_step(step, batch, metrics)
         return values
 
     def _warn(self, values: Line, examples: int) -> None:
@@ -142,7 +142,7 @@ class Window:
         if len(self.steps) > 1:
             jax.block_until_ready(self.steps[-2][2])
 
-    def _judge(self, step: int, batch: Batch, metrics: dict[str, np.ndarray]) -> None:
+    def _check_step(self, step: int, batch: Batch, metrics: dict[str, np.ndarray]) -> None:
         """Logs an update that was skipped because its loss or gradient is not finite; counts such steps in a row."""
         if metrics["good"]:
             self.bad = 0

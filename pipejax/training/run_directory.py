@@ -82,10 +82,10 @@ class RunDirectory:
         """
         with distributed.fail_together(UserError):
             if self.writes:
-                self._take()
+                self._create_and_lock()
         return self
 
-    def _take(self) -> None:
+    def _create_and_lock(self) -> None:
         """Creates and locks the directory in the first process, and removes temporary files of killed processes."""
         with writing(self.path):
             made, new = make_directories(self.path), not self.is_run

@@ -114,7 +114,7 @@ def batch_loss(
     return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size)
 
 
-def split_kernel_weights(batch: Arrays, parts: int) -> Arrays:
+def split_into_parts(batch: Arrays, parts: int) -> Arrays:
     """Splits a batch into `parts`: arrays [B, ...] become [A, B / A, ...], and [G, ...] become [A, G / A, ...].
 
     Part i takes the rows of slots i, i + A, i + 2 A, ... with their sources. A strided split leaves every device with a
@@ -191,7 +191,7 @@ def train_step(
             return jax.tree.map(jnp.add, sums, own), None
 
         zero = (jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, trained)
-        parts = jnp.arange(accumulate), split_kernel_weights(batch, accumulate)
+        parts = jnp.arange(accumulate), split_into_parts(batch, accumulate)
         ((total, count), gradient), _ = jax.lax.scan(add, zero, parts)
     divisor = jnp.maximum(count, 1)
     norm = optax.tree.norm(gradient) / divisor
@@ -243,7 +243,7 @@ class Trainer:
         self.optimizer = make_optimizer(train)
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
-        self.abstract = jax.eval_shape(lambda key: self._newborn(self.model.config.init_params(key)), self.key)
+        self.abstract = jax.eval_shape(lambda key: self._initial_state(self.model.config.init_params(key)), self.key)
         check_paths(
             "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
         )
@@ -270,7 +270,7 @@ class Trainer:
         whole = make()  # without dropout
         self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, **asked))
 
-    def _newborn(self, params: Tree) -> TrainState:
+    def _initial_state(self, params: Tree) -> TrainState:
         """Returns the initial state of these parameters: adds the low-rank factors and initialises the optimizer."""
         # 0 is no step's number; the initial weights are drawn with it
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)
@@ -303,7 +303,7 @@ class Trainer:
             params = initial(config, jax.random.fold_in(self.key, 0), self.mesh)
         else:
             params = sharding.put_tree(params, sharding.param_shardings(config, params, self.mesh))
-        return jax.jit(self._newborn, donate_argnums=0, out_shardings=self.shardings)(params)
+        return jax.jit(self._initial_state, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Tree]:
         """Returns the shapes, dtypes and shardings of "params" and "state", for restoring a checkpoint."""

@@ -47,9 +47,9 @@ class Trackers:
             if isinstance(value, int | float) and name != "step"
         }
         for board, write in [*self._writers.items()] if numbers else ():
-            lost, failure = list[str](), _failure(write, values["step"], numbers)
+            lost, failure = list[str](), _error_of(write, values["step"], numbers)
             for place, (name, value) in enumerate(numbers.items() if failure else ()):
-                lost += [name] if _failure(write, values["step"], {name: value}) else []
+                lost += [name] if _error_of(write, values["step"], {name: value}) else []
                 if is_down := len(lost) == place + 1 == 2:  # the first two values failed: the tracker is unavailable
                     del self._writers[board]
                     break
@@ -61,7 +61,7 @@ class Trackers:
     def close(self) -> None:
         """Ends the trackers' runs; logs the errors."""
         for name, end in self._ends.items():
-            if failure := _failure(end):
+            if failure := _error_of(end):
                 logger.warning(f"{name}: {failure}")
         self._ends.clear()
 
@@ -74,7 +74,7 @@ def name_of(event: str, name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_/]", "_", f"{event}/{name}".replace("@", "_at_"))
 
 
-def _failure(act: Callable[..., None], *arguments: object) -> str:
+def _error_of(act: Callable[..., None], *arguments: object) -> str:
     """Calls a tracker's function and returns its error as one line, or "" if it succeeds.
 
     Catches all exceptions, because the trackers hold only copies of the log.

@@ -175,13 +175,13 @@ class Output:
         try:
             found = strict_json.loads(self.manifest.read_text(encoding="utf-8"))
             assert found["format"] == FORMAT
-            then = _flat(found)
+            then = _fixed_values(found)
             shards = list[Shard](found["shards"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
                 self.manifest, found=f"no manifest of format {FORMAT}", expected="what pipejax bulk wrote"
             ) from error
-        if other := first_difference(_flat(work), then):
+        if other := first_difference(_fixed_values(work), then):
             raise UserError(f"--output {self.path}: holds other work", found=f"{other} (another --output begins anew)")
         make_directories(self.shards.directory)
         return shards
@@ -221,7 +221,7 @@ class Output:
         return found
 
 
-def _flat(work: Plan) -> dict[str, object]:
+def _fixed_values(work: Plan) -> dict[str, object]:
     """Returns the values that must not change between runs, by name.
 
     Paths of inputs may change, and the lines are compared by the names of the shards.

@@ -206,7 +206,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
             logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written already")
         begun, before = time.monotonic(), sum(shard["records"] for shard in done.values())
         try:
-            problem = _decode_lacking(work, wanted, done, pool)
+            problem = _decode_missing(work, wanted, done, pool)
         finally:
             for name in wanted.keys() - done.keys():  # shards that workers have written but not reported
                 if shard := output.shards.look(name):
@@ -218,12 +218,12 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
         if len(done) < len(wanted):
             raise UserError(output.path, "stopped by a worker that died before it said why; the same command goes on")
         total = sum(shard["records"] for shard in done.values())
-        _say_skipped(output, {name: done[name] for name in wanted}, wanted)
+        _log_skipped(output, {name: done[name] for name in wanted}, wanted)
         rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
         logger.info(f"{output.path}: {total} records in {len(done)} shards{rate}")
 
 
-def _say_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str, Block]) -> None:
+def _log_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str, Block]) -> None:
     """Logs which lines were skipped.
 
     Raises:
@@ -262,7 +262,7 @@ def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list
     return inputs, blocks
 
 
-def _decode_lacking(work: BulkWork, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
+def _decode_missing(work: BulkWork, wanted: Mapping[str, Block], done: dict[str, Shard], pool: Pool) -> Said:
     """Adds the missing shards to `done`; returns the first error, or {}."""
     problem: Said = {}
     lacking = [(name, part) for name, part in wanted.items() if name not in done]

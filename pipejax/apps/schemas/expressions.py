@@ -110,7 +110,7 @@ class Expressions:
     def either(self, *parts: int) -> int:
         """Returns the union of languages."""
         found, mask = set[int](), 0
-        for one in self._flat("either", parts):
+        for one in self._flattened("either", parts):
             if self._nodes[one].kind == "bytes":
                 mask |= self._nodes[one].mask
             elif one != self.nothing:
@@ -125,7 +125,7 @@ class Expressions:
 
     def both(self, *parts: int) -> int:
         """Returns the intersection of languages."""
-        found = {*self._flat("both", parts)} - {self.everything}
+        found = {*self._flattened("both", parts)} - {self.everything}
         if self.nothing in found:
             return self.nothing
         if len(found) < 2:
@@ -188,7 +188,7 @@ class Expressions:
         """Returns the texts of at least one byte."""
         return self.both(part, self._join(self._bytes(EVERY), self.everything))
 
-    def _flat(self, kind: str, parts: Iterable[int]) -> Iterator[int]:
+    def _flattened(self, kind: str, parts: Iterable[int]) -> Iterator[int]:
         for part in parts:
             found = self._nodes[part].parts if self._nodes[part].kind == kind else (part,)
             self._spend(len(found))

@@ -135,9 +135,9 @@ class Schemas(AnswerFormats):
                 method.given(made.given)
                 made.rule(strategy, [None])
             except UserError as error:
-                self._keep(self._refused, key, error.fields(), KEPT_REFUSALS)
+                self._store(self._refused, key, error.fields(), KEPT_REFUSALS)
                 raise
-            self._keep(self._found, key, made, KEPT)
+            self._store(self._found, key, made, KEPT)
             return made
 
     def usual(self, size: int) -> Schema:
@@ -157,7 +157,7 @@ class Schemas(AnswerFormats):
                 self._found[key] = self._found.pop(key)  # most recently used, so removed last
             return self._found.get(key)
 
-    def _keep(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
+    def _store(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
         with self._lock:
             kept[key] = value
             if len(kept) > most:

@@ -46,8 +46,8 @@ class Completion:
           Closed: the engine is closed.
         """
         self.asked, self._counters = asked, counters
-        self._scored = asked.logprobs is not None or generator.config.decode.scores
-        self._whole = generator.tokenizer is None or asked.rows  # whether responses contain records
+        self._has_log_probs = asked.logprobs is not None or generator.config.decode.scores
+        self._has_records = generator.tokenizer is None or asked.rows  # whether responses contain records
         self._begun = time.perf_counter()
         self.choices = list[Choice]()
         self._has_begun = False  # whether a result has arrived
@@ -71,7 +71,7 @@ class Completion:
                     dataclasses.replace(asked.sampling, seed=decoding_options.seed_of(source, asked.sampling.seed)),
                     max_tokens=asked.max_tokens,
                     row_tokens=asked.row_tokens,
-                    log_probs=self._scored,
+                    log_probs=self._has_log_probs,
                     at_once=asked.stream or bool(asked.stop),
                     adapter=asked.model if generator.adapter else "",
                 )
@@ -165,10 +165,10 @@ class Completion:
 
     def record_of(self, choice: Choice) -> dict[str, object]:
         """Returns {"record": record} if the response contains records, else {}."""
-        if not self._whole or choice.record is None:
+        if not self._has_records or choice.record is None:
             return {}
         record: dict[str, object] = {**choice.record}
-        if not self._scored:
+        if not self._has_log_probs:
             record = {name: value for name, value in record.items() if name not in ("log_prob", "log_probs")}
         return {"record": record | ({"sample": choice.index % self.asked.n} if self.asked.n > 1 else {})}
 

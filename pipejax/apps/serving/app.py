@@ -115,7 +115,7 @@ class Service:
         self._compiling = {effort: Turns("schema", most) for effort, most in WAITING.items()}
         self.active = 0  # requests for answers in progress
         self.draining = False
-        self._told_of_turns = False
+        self._warned_of_turns = False
         self.started = int(time.time())
         self._examples = cache(lambda name: example_of(self.models[name]))
         watch = self.counters.watch
@@ -136,9 +136,9 @@ class Service:
             body = await _body(Request(scope, receive), self.limits)
             form, made = POSTS[scope["path"]]
             reading = self._read(body, form, self._client_of(scope))
-            wanted: ClientRequest = await _race(reading, receive, begun + self.limits.seconds)
-            if wanted.ignored_settings and not self._told_of_turns:
-                self._told_of_turns = True
+            wanted: ClientRequest = await _until_disconnect(reading, receive, begun + self.limits.seconds)
+            if wanted.ignored_settings and not self._warned_of_turns:
+                self._warned_of_turns = True
                 said = "no system message and no earlier turn (the first such request; later ones are not told)"
                 logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
             generator = self.models[wanted.model]
@@ -148,7 +148,7 @@ class Service:
                 if wanted.stream:
                     await _stream(completion, objects, receive, send, ends=begun + self.limits.seconds)
                 else:
-                    await _race(completion.finish(SILENCE), receive, begun + self.limits.seconds)
+                    await _until_disconnect(completion.finish(SILENCE), receive, begun + self.limits.seconds)
                     await _json(objects.whole())(scope, receive, send)
                 status = 200
             finally:
@@ -274,8 +274,8 @@ def make_app(service: Service) -> ASGIApp:
         Route("/metrics", service.metrics),
     ]
     handlers = {HTTPException: refuse, Refused: refuse, Exception: refuse}
-    middleware = [Middleware(_Door, keys=service.keys)]
-    if service.origins:  # before `_Door`, because browsers send preflight requests without a key
+    middleware = [Middleware(_KeyCheck, keys=service.keys)]
+    if service.origins:  # before `_KeyCheck`, because browsers send preflight requests without a key
         # The permissions of pages from other sites. Any header is allowed, because clients send many.
         sites = Middleware(
             CORSMiddleware,
@@ -286,10 +286,10 @@ def make_app(service: Service) -> ASGIApp:
         )
         middleware.insert(0, sites)
     if service.hosts is not None:
-        middleware.insert(0, Middleware(_Hosts, names=service.hosts))
+        middleware.insert(0, Middleware(_HostCheck, names=service.hosts))
     made = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     made.router.redirect_slashes = False  # a redirect would lead to the host named in the request
-    return _Desk(made, service)
+    return _RequestIds(made, service)
 
 
 PROBES = "/health", "/livez", "/readyz", "/metrics", "/"
@@ -297,7 +297,7 @@ ROUTES = (*(f"POST {path}" for path in POSTS), "GET /v1/models", *(f"GET {path}"
 _request_id = ContextVar("request_id", default="")  # the id of the current request
 
 
-class _Desk:
+class _RequestIds:
     """Assigns an id to each request, the client's or a new one, which the response and the log contain.
 
     The connection is closed after the response in three cases: the server drains; the request has both a length and
@@ -348,7 +348,7 @@ class _Desk:
                 logger.info(said.format(**told), extra={"fields": told})
 
 
-class _Hosts:
+class _HostCheck:
     """Refuses requests whose Host header does not name this machine or an allowed host.
 
     A malicious site can make its own name resolve to this machine (DNS rebinding). A browser then treats the server as
@@ -385,7 +385,7 @@ def host_of(text: str) -> str:
     return (parts.hostname or "").rstrip(".") if parts.netloc == text and "@" not in text else ""
 
 
-class _Door:
+class _KeyCheck:
     """Requires an API key for paths that begin with /v1/, if there are keys. OPTIONS needs none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
@@ -460,17 +460,17 @@ async def _stream(completion: Completion, objects: Objects, receive: Receive, se
     headers += [(b"x-accel-buffering", b"no")]  # else nginx would buffer the events
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        await _race(write(), receive, ends)
+        await _until_disconnect(write(), receive, ends)
     except ClientDisconnect:
         raise
     except Exception as error:
         completion.close("error")
         with contextlib.suppress(TimeoutError):  # a client that does not read cannot get the error either
             async with asyncio.timeout(5):
-                await say(*objects.fail(_note(error)), more=False)
+                await say(*objects.fail(_refuse_and_log(error)), more=False)
 
 
-async def _race(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
+async def _until_disconnect(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
     """Awaits the work until the client disconnects or the time is over.
 
     Raises:
@@ -497,7 +497,7 @@ async def _race(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
     raise Refused(504, "the time for a request is over", code="timeout", headers={"x-should-retry": "false"})
 
 
-def _note(error: Exception) -> Refused:
+def _refuse_and_log(error: Exception) -> Refused:
     """Returns the response for an exception; logs the traceback if it is an error of the server."""
     refused = told(error)
     if refused.status == 500:
@@ -509,7 +509,7 @@ def _note(error: Exception) -> Refused:
 
 def refusal(error: Exception) -> Response:
     """Returns the HTTP response for an exception."""
-    refused = _note(error)
+    refused = _refuse_and_log(error)
     return _json(refused.body(), refused.status, refused.headers)
 
 

@@ -53,7 +53,7 @@ class Writing:
         self._due: dict[int, int] = {}  # by unfinished row, the time of its next token
         self._row = self._latest = 0  # the first unfinished row, and the last row that has begun
         self._last: int | None = None  # the row of the last piece with text
-        self._cut = _Cut(stop)
+        self._cut = _StopTexts(stop)
         self._repeats = Repeats() if unique else None
 
     @property
@@ -96,23 +96,23 @@ class Writing:
         pieces: list[Piece] = []
         if self._as_written:
             for row, waiting in self._waiting.items():
-                if not self._held(row):
+                if not self._is_held_back(row):
                     pieces += waiting
                     waiting.clear()
             return pieces
         while True:
             waiting = self._waiting[self._row]
-            while waiting and not self._held(self._row):
-                pieces.append(self._parted(waiting.popleft()))
+            while waiting and not self._is_held_back(self._row):
+                pieces.append(self._with_separator(waiting.popleft()))
             if self._row in self._due or self._row >= self._latest:
                 return self._cut.take(pieces)
             del self._waiting[self._row]
             self._row += 1
 
-    def _held(self, row: int) -> bool:
+    def _is_held_back(self, row: int) -> bool:
         return row in self._due and self._repeats is not None and self._repeats.may_repeat(row, over=False)
 
-    def _parted(self, piece: Piece) -> Piece:
+    def _with_separator(self, piece: Piece) -> Piece:
         """Puts the separator before the first text of a later row. Rows without text do not count."""
         if not piece.text or piece.row == self._last:
             return piece
@@ -161,7 +161,7 @@ class FormatWriting:
         return pieces
 
 
-class _Cut:
+class _StopTexts:
     """Holds back text that may be the beginning of a stop text; drops everything from a stop text on."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
