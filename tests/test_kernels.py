@@ -16,7 +16,7 @@ from pipejax.decoding import Pipelined, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.decoding.gathering import NOWHERE, Filled
 from pipejax.inference.backends import fastest
-from pipejax.inference.weights import narrow
+from pipejax.inference.weights import as_matrix
 from pipejax.kernels import cpu_decoder, cpu_kernel
 from pipejax.kernels.backends import OwnKernel
 from pipejax.kernels.cpu_kernel import fields
@@ -382,7 +382,7 @@ def test_a_matrix_in_panels(weights):
     """Outputs are filled up to whole panels."""
     rows = np.random.default_rng(0).standard_normal((50, 24)).astype(np.float32)
     table = {"embedding": jnp.asarray(rows)}
-    held, plain = cpu_decoder.matrix(table, weights=weights), narrow(table, weights, "float32")
+    held, plain = cpu_decoder.matrix(table, weights=weights), as_matrix(table, weights, "float32")
     same_bits(held, cpu_decoder.matrix({"kernel": jnp.asarray(rows.T)}, weights=weights))
     assert held.rows.shape[0] == 4
     whole = in_rows(held.replace(scale=jnp.zeros(0)))

@@ -84,7 +84,7 @@ def test_it_decodes_as_the_original_does_with_its_weights_rounded(weights, origi
 def test_stored_weights_compute_bit_identical_results(weights, model, make):
     """Whole numbers and scales, for every backend."""
     params = jax.tree.map(jnp.asarray, random_params(model))
-    held = quantization.hold(params, jnp.float32, weights)
+    held = quantization.cast_or_quantize(params, jnp.float32, weights)
     prepare = jax.jit(partial(make(weights).prepare, t5.T5(model)))
     found, expected = prepare(held), prepare(params)
     assert jax.tree.structure(found) == jax.tree.structure(expected)

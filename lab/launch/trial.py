@@ -15,7 +15,7 @@ from pipejax.config import T5Config
 from pipejax.decoding import Pipelined, Sizes
 from pipejax.decoding.gathering import gather
 from pipejax.inference.step_decoder import StepDecoder
-from pipejax.inference.weights import lay_out, lay_out_layer, narrow
+from pipejax.inference.weights import as_matrix, lay_out, lay_out_layer
 from pipejax.model.t5 import Memory
 from pipejax.system.errors import first_line
 
@@ -56,7 +56,7 @@ def _decoder() -> StepDecoder:
     """Of random numbers, for two sources."""
     config, length = T5Config(1000, 256, 64, 512, 2, 1, 2, feed_forward="gated-gelu"), 600
     params, draw = config.init_params(jax.random.key(0)), partial(jax.random.normal, dtype=jnp.bfloat16)
-    matrix = partial(narrow, weights="auto", dtype=jnp.bfloat16)
+    matrix = partial(as_matrix, weights="auto", dtype=jnp.bfloat16)
     layers = tuple(lay_out_layer(params["decoder"][f"layers_{i}"], matrix) for i in range(2))
     keys, values = (tuple(draw(jax.random.key(i), (2, 2, *x)) for i in (1, 2)) for x in ((64, length), (length, 64)))
     memory = Memory(keys, values, jnp.arange(length) < jnp.asarray([[90], [length]]))

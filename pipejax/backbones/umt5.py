@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.model import stock, t5, t5_config
+from pipejax.model import t5, t5_config
 from pipejax.model.config_json import Key, Keys
 from pipejax.model.layers import RelativeBias
+from pipejax.model.snapshot import snapshot
 from pipejax.system.cli import note
 
 Array = jax.Array
@@ -148,4 +149,4 @@ ARCHITECTURES = {
     for size in ("small", "base", "xl", "xxl")
 }
 PACKED = UMT5, UMT5Config  # see `t5.is_packed`
-STOCK = stock.picture(globals())
+SNAPSHOT = snapshot(globals())

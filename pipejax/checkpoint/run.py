@@ -67,7 +67,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
     if restored.config.model is None:
         raise UserError(restored.path, found="no model in its config", expected="the architecture")
     report_conversion(restored)
-    params = restored.items["params"] if packed else quantization.whole(restored.items["params"])
+    params = restored.items["params"] if packed else quantization.dequantize(restored.items["params"])
     return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params)})
 
 

@@ -30,7 +30,7 @@ def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", 
     for path, array in flatten_dict(params, sep="/").items():
         check_finite(f"{restored.path}: {path}", array)
     with jax.default_device(next(iter(on_host().device_set))):
-        held = jax.jit(quantization.hold, static_argnames=("dtype", "weights"))(
+        held = jax.jit(quantization.cast_or_quantize, static_argnames=("dtype", "weights"))(
             params, dtype="float32", weights=weights
         )
     config = dataclasses.replace(restored.config, decode=dataclasses.replace(restored.config.decode, weights=weights))

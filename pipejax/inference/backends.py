@@ -29,7 +29,7 @@ from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference.step_decoder import StepDecoder
-from pipejax.inference.weights import Layer, Weights, lay_out, lay_out_layer, narrow
+from pipejax.inference.weights import Layer, Weights, as_matrix, lay_out, lay_out_layer
 from pipejax.model import lora, quantization
 from pipejax.model.backbone import Backbone, Module
 from pipejax.model.parameters import check_read
@@ -77,7 +77,7 @@ def _prepare_part(params: Tree, *, model: Module, backend: "Backend", part: str)
     change nothing.
     """
     stay = backend.weights == "int8" and quantization.is_int8(params)
-    return getattr(backend, part)(model, lora.merge_factors(params if stay else quantization.whole(params)))
+    return getattr(backend, part)(model, lora.merge_factors(params if stay else quantization.dequantize(params)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Backend:
 
     def _held(self, model: Module, params: Tree) -> Tree:
         """Returns the parameters in the dtype in which they are stored."""
-        return quantization.hold(params, model.dtype, self.weights)
+        return quantization.cast_or_quantize(params, model.dtype, self.weights)
 
     def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
         """Encodes sources i32 [B, L] of `length` i32 [B] tokens.
@@ -212,7 +212,7 @@ class Xla(Backend):
 
     def _encoder_layer(self, model: Module, layer: Tree) -> Tree:
         """Lays out a layer of the encoder."""
-        return quantization.hold(layer, model.dtype, self.weights)
+        return quantization.cast_or_quantize(layer, model.dtype, self.weights)
 
     def _decoder_layer(self, model: Module, layer: Tree) -> tuple[Tree, Layer]:
         """Lays out a layer of the decoder.
@@ -221,13 +221,15 @@ class Xla(Backend):
           The projections that compute the layer's memory of a source, and the other weights.
         """
         projections = {"cross_attention": {key: layer["cross_attention"][key] for key in ("key", "value")}}
-        held = quantization.hold(projections, model.dtype, self.weights)
-        return held, lay_out_layer(layer, partial(narrow, weights=self.weights, dtype=model.dtype))
+        held = quantization.cast_or_quantize(projections, model.dtype, self.weights)
+        return held, lay_out_layer(layer, partial(as_matrix, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
         """Lays out the parameters outside of layers; returns those of the encoder and those of the decoder."""
-        held = quantization.hold({key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights)
-        return held, lay_out(model.config, params, partial(narrow, weights=self.weights, dtype=model.dtype))
+        held = quantization.cast_or_quantize(
+            {key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights
+        )
+        return held, lay_out(model.config, params, partial(as_matrix, weights=self.weights, dtype=model.dtype))
 
     def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
         """Combines the parts into the parameters for `encode`."""

@@ -54,7 +54,7 @@ class Weights:
     bias: Array  # f32 [T, H, distances]; the last distance includes all longer ones; T is 1, or the number of layers
 
 
-def narrow(part: Tree, weights: str, dtype: Any) -> Matrix:
+def as_matrix(part: Tree, weights: str, dtype: Any) -> Matrix:
     """Returns a projection or table as a matrix [O, I] in the stored dtype.
 
     Args:

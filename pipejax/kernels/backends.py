@@ -12,7 +12,7 @@ from pipejax.data.shapes import memory_length
 from pipejax.decoding import Model, Step
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference.backends import Array, Backend, Compute, LayerDecoder, Reading, Ready, Xla, call
-from pipejax.inference.weights import Layer, Weights, bias_tables, join, lay_out, lay_out_layer, narrow
+from pipejax.inference.weights import Layer, Weights, as_matrix, bias_tables, join, lay_out, lay_out_layer
 from pipejax.kernels import cpu_decoder, cpu_kernel, products
 from pipejax.kernels.cpu_decoder import KernelDecoder
 from pipejax.model.backbone import Backbone, Module
@@ -114,7 +114,7 @@ class OwnKernel(Xla):
         laid = lay_out(model.config, params, partial(cpu_decoder.matrix, weights=self.weights))
         own = params["encoder"]
         encoder = cpu_decoder.KernelEncoder(
-            embedding=narrow(params["shared"], self.weights, jnp.float32),
+            embedding=as_matrix(params["shared"], self.weights, jnp.float32),
             bias=bias_tables(own),
             norm=own["norm"]["scale"],
             layers=(),

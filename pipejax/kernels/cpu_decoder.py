@@ -18,7 +18,7 @@ import numpy as np
 from pipejax.config import T5Config
 from pipejax.decoding import Step
 from pipejax.inference.step_decoder import Cache, grow
-from pipejax.inference.weights import Matrix, Weights, join, narrow
+from pipejax.inference.weights import Matrix, Weights, as_matrix, join
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.cpu_kernel import fields
 from pipejax.model.layers import RelativeBias
@@ -41,7 +41,7 @@ def matrix(part: Any, *, weights: str) -> Matrix:
       part: the parameters of a `Linear`, a `Head` or an embedding table.
       weights: the storage of weights, as `decode.weights`.
     """
-    held = narrow(part, weights, jnp.float32)
+    held = as_matrix(part, weights, jnp.float32)
     more = -held.rows.shape[0] % cpu_kernel.PANEL
     scale = jnp.pad(held.scale, (0, more)) if held.scale.size else held.scale
     return Matrix(cpu_kernel.panels(jnp.pad(held.rows, ((0, more), (0, 0)))), scale)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from pipejax.inference.weights import Matrix, narrow
+from pipejax.inference.weights import Matrix, as_matrix
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.cpu_decoder import matrix
 from pipejax.kernels.cpu_kernel import fields
@@ -124,7 +124,7 @@ def roughen(part: Tree) -> Rough:
     in both products each of the I additions, and a few more operations, rounds by at most 2^-24 of |w| |x| or |v| |x|.
     This holds if no number overflows or underflows; rows for which this is possible have the bound inf.
     """
-    rows, held = narrow(part, "auto", jnp.float32).rows, narrow(part, "int8", jnp.float32)
+    rows, held = as_matrix(part, "auto", jnp.float32).rows, as_matrix(part, "int8", jnp.float32)
     largest = jnp.abs(rows).max(axis=1, keepdims=True)
     bounded = (largest >= SMALL) & (largest <= LARGE)
     by = jnp.where(bounded, largest, 1)  # rows are divided by this, as squares of small numbers would underflow

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pipejax.model import dropout
 from pipejax.model.dropout import Lines
-from pipejax.model.stock import picture
+from pipejax.model.snapshot import snapshot
 
 Array = jax.Array
 
@@ -98,4 +98,4 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, .
 _attend.defvjp(_forward, _backward)
 
 
-STOCK = picture(globals())  # see `t5.is_packed`
+SNAPSHOT = snapshot(globals())  # see `t5.is_packed`

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pipejax.model.stock import picture
+from pipejax.model.snapshot import snapshot
 
 Array = jax.Array
 Tokens = tuple[Array, ...]
@@ -102,4 +102,4 @@ def sum_by_token(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
 look_up.defvjp(_forward, _backward)
 
 
-STOCK = picture(globals())  # see `t5.is_packed`
+SNAPSHOT = snapshot(globals())  # see `t5.is_packed`

@@ -20,7 +20,7 @@ from pipejax.model.attention import attend
 from pipejax.model.dropout import drop, seed_of
 from pipejax.model.relative_bias import along_diagonals, by_bucket
 from pipejax.model.slots import Distances, Seen
-from pipejax.model.stock import picture
+from pipejax.model.snapshot import snapshot
 from pipejax.model.t5_config import T5Config
 
 Array = jax.Array
@@ -318,4 +318,4 @@ class FeedForward(nn.Module):
         return x + drop(hidden, deterministic=deterministic)
 
 
-STOCK = picture(globals())  # see `t5.is_packed`
+SNAPSHOT = snapshot(globals())  # see `t5.is_packed`

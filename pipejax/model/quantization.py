@@ -5,8 +5,8 @@ an int8 matrix is a parameter beside it: "query/kernel" [in, out] and "query/sca
 "shared/scale" [V]. A weight is the int8 value times the scale of its output.
 
 A scale has 17 significant bits, so its product with an int8 value is exact in float32. So quantising dequantised
-weights again (`hold` after `whole`) gives the same int8 values and scales, and a checkpoint with int8 weights decodes
-exactly like its original with `decode.weights` = int8.
+weights again (`cast_or_quantize` after `dequantize`) gives the same int8 values and scales, and a checkpoint with int8
+weights decodes exactly like its original with `decode.weights` = int8.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def scale_path(path: str) -> str | None:
     return f"{module}/{SCALE}" if module else SCALE
 
 
-def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
+def cast_or_quantize(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
     """Casts or quantises the parameters of a model for decoding.
 
     Args:
@@ -72,7 +72,7 @@ def hold(params: Tree, dtype: DTypeLike, weights: str) -> Tree:
     return unflatten_dict(flat, sep="/")
 
 
-def whole(params: Tree) -> Tree:
+def dequantize(params: Tree) -> Tree:
     """The float32 values of the parameters of a model or of a part of it; int8 matrices are multiplied by their scales.
 
     The result has no scales.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipejax.model.stock import picture
+from pipejax.model.snapshot import snapshot
 
 Array = jax.Array
 ELEMENTS = 2**24  # the most elements of the one-hot matrix at a time: 64 MiB in float32
@@ -74,4 +74,4 @@ def _multiply(table: Array, bucket: Array, gradient: Array) -> Array:
 by_bucket.defvjp(_forward, _backward)
 
 
-STOCK = picture(globals())  # see `t5.is_packed`
+SNAPSHOT = snapshot(globals())  # see `t5.is_packed`

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pipejax.model.dropout import STREAM
 from pipejax.model.precision import cast_params
-from pipejax.model.stock import picture
+from pipejax.model.snapshot import snapshot
 from pipejax.system import Tree
 
 Array = jax.Array
@@ -84,4 +84,4 @@ def _first(found: Array | tuple[Array, object]) -> Array:
     return found[0] if isinstance(found, tuple) else found
 
 
-STOCK = picture(globals())  # see `t5.is_packed`
+SNAPSHOT = snapshot(globals())  # see `t5.is_packed`

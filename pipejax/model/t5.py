@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pipejax.model import attention, embedding, relative_bias, stack, stock
+from pipejax.model import attention, embedding, relative_bias, stack
 from pipejax.model import layers as parts
 from pipejax.model.embedding import look_up
 from pipejax.model.layers import Attention, Dropout, FeedForward, Head, RelativeBias, RMSNorm, logits_of
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
+from pipejax.model.snapshot import Snapshot, snapshot
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 
@@ -398,13 +399,13 @@ class T5(nn.Module):
         return ((zeros, zeros),) * c.num_decoder_layers
 
 
-def _flax() -> stock.Picture:
+def _flax() -> Snapshot:
     """A snapshot of the parts of Flax that a T5 uses."""
     space = vars(nn.Embed) | {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu}
-    return stock.picture({name.strip("_"): value for name, value in space.items()})
+    return snapshot({name.strip("_"): value for name, value in space.items()})
 
 
-def is_stock(model: Any) -> bool:
+def is_unpatched(model: Any) -> bool:
     """Whether a module is an unmodified T5: not a subclass, and without functions replaced at run time."""
     return type(model) is T5 and is_packed(model)
 
@@ -416,18 +417,18 @@ def is_packed(model: Any, *, changed: bool = False) -> bool:
     Subclasses are not packed. A module is not packed either if a function of that Python module or of this package was
     replaced at run time, unless `changed` is True.
     """
-    room = vars(sys.modules[type(model).__module__])
-    is_known: bool = room.get("PACKED") == (type(model), type(model.config))
-    return is_known and (changed or (is_unchanged() and stock.picture(room) == room["STOCK"]))
+    names = vars(sys.modules[type(model).__module__])
+    is_known: bool = names.get("PACKED") == (type(model), type(model.config))
+    return is_known and (changed or (is_unchanged() and snapshot(names) == names["SNAPSHOT"]))
 
 
 def is_unchanged() -> bool:
     """Whether all functions of the T5's modules, and of Flax as far as used, are those that were imported."""
-    rooms = parts, attention, embedding, relative_bias, stack
-    mine = all(stock.picture(vars(room)) == room.STOCK for room in rooms) and stock.picture(globals()) == STOCK
-    return mine and _flax() == FLAX
+    modules = parts, attention, embedding, relative_bias, stack
+    same = all(snapshot(vars(module)) == module.SNAPSHOT for module in modules) and snapshot(globals()) == SNAPSHOT
+    return same and _flax() == FLAX
 
 
 PACKED = T5, T5Config  # see `is_packed`
 FLAX = _flax()
-STOCK = stock.picture(globals())  # taken at import, before other code can replace a function
+SNAPSHOT = snapshot(globals())  # taken at import, before other code can replace a function

@@ -112,9 +112,9 @@ class T5Config(Backbone):
 
     def head_width(self) -> int:
         """See `Backbone`. 0 for a modified T5; a subclass overrides the method if it supports attention in blocks."""
-        from pipejax.model.t5 import is_stock
+        from pipejax.model.t5 import is_unpatched
 
-        return self.d_kv if is_stock(self.module()) else 0
+        return self.d_kv if is_unpatched(self.module()) else 0
 
     def tensors(self) -> dict[str, tuple[str, str]]:
         """See `Backbone`."""

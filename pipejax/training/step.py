@@ -28,7 +28,7 @@ from pipejax.model.dropout import STREAM, numbered
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots
-from pipejax.model.t5 import is_stock
+from pipejax.model.t5 import is_unpatched
 from pipejax.system import Tree, cli, targets
 from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError
@@ -247,7 +247,7 @@ class Trainer:
         check_paths(
             "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
         )
-        if train.lora_rank and not is_stock(self.model):  # the layers of other modules may not read the factors
+        if train.lora_rank and not is_unpatched(self.model):  # the layers of other modules may not read the factors
             check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
         replicated = sharding.replicated(self.mesh)

@@ -7,10 +7,10 @@ these modules.
 import types
 from collections.abc import Mapping
 
-Picture = dict[str, object]
+Snapshot = dict[str, object]
 
 
-def picture(space: Mapping[str, object]) -> Picture:
+def snapshot(space: Mapping[str, object]) -> Snapshot:
     """A snapshot of the functions, classes and constants of a module. Modules with equal snapshots compute the same.
 
     The snapshot contains the code and the defaults of functions, the wrapped functions of decorated ones, and the
@@ -19,9 +19,9 @@ def picture(space: Mapping[str, object]) -> Picture:
     Args:
       space: the namespace of the module.
     """
-    found: Picture = {}
+    found: Snapshot = {}
     for name, value in space.items():
-        if name.startswith("__") or name == "STOCK":
+        if name.startswith("__") or name == "SNAPSHOT":
             continue
         found[name] = _of(value)
         if isinstance(value, type) and value.__module__ == space.get("__name__"):
@@ -33,6 +33,7 @@ def picture(space: Mapping[str, object]) -> Picture:
 
 
 def _of(value: object) -> object:
+    """The part of a snapshot for one value: plain constants as they are, other objects by identity and code."""
     inner = getattr(value, "fun", None) or getattr(value, "__wrapped__", None)
     if isinstance(value, types.FunctionType):
         own = value.__code__, value.__defaults__, dict(value.__kwdefaults__ or {})
