@@ -1,4 +1,4 @@
-"""An experiment's configuration: what it may say (`schema`), and how it is read and written (`files`)."""
+"""The configuration of an experiment: its sections and settings (`sections`), and how files are read (`files`)."""
 
 from pipejax.config.files import (
     Overrides,

@@ -272,9 +272,10 @@ def takes(command: Command, key: str) -> bool:
 
 
 def check_taken(overrides: Overrides, command: Command, *, where: str = "--set") -> None:
-    """Raises a UserError for the first override that a command does not take; `where` names them in errors.
+    """Raises a UserError for the first override that a command does not accept.
 
-    Every command takes model=MODULE:CLASS, a backbone of your own, whose module is imported here.
+    Every command accepts model=MODULE:CLASS, a custom backbone, whose module is imported here. `where` is the origin of
+    the overrides, for messages.
     """
     for key, value, _ in assignments(overrides, where):
         if key.partition(".")[0] not in types_of(Config):
@@ -284,7 +285,7 @@ def check_taken(overrides: Overrides, command: Command, *, where: str = "--set")
 
 
 def not_taken(command: Command, key: str, where: str) -> UserError:
-    """The error of a setting that a command does not take."""
+    """Returns the error for a setting that a command does not accept."""
     sections = [field.name for field in dataclasses.fields(Config) if field.name not in SETTINGS]
     whole = [name for name in sections if takes(command, name)]
     keys = [key for key in SETTINGS if key.partition(".")[0] not in whole and takes(command, key)]

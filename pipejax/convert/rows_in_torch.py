@@ -190,13 +190,13 @@ class CachedDecoder:
 
     @staticmethod
     def _heads(x: torch.Tensor, attention: torch.nn.Module) -> torch.Tensor:
-        """[B, N, H * K] -> [B, H, N, K]."""
+        """Reshapes [B, N, H * K] -> [B, H, N, K]."""
         return x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2)
 
     def _attend(
         self, attention: torch.nn.Module, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of the states x [B, Q, D] over keys and values [B, H, C, K]."""
+        """Returns the attended values of the states x [B, Q, D] over keys and values [B, H, C, K]."""
         # T5 does not divide by the square root of the head size
         scores = self._heads(attention.q(x), attention) @ keys.transpose(2, 3) + bias
         weights = scores.float().softmax(-1).to(values.dtype)

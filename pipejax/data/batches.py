@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 
 def pack_size(config: TrainConfig) -> int:
-    """The number of examples packed into a row of target slots: `train.pack`, or 1 to 4 if that is 0.
+    """Returns the number of examples packed into a row of target slots: `train.pack`, or 1 to 4 if that is 0.
 
     The choice depends on the batch size and not on the mesh, so that a run has the same batches and the same dropout
     on any number of devices. It leaves a whole number of rows for each of gcd(batch size, 8) devices.

@@ -66,7 +66,10 @@ _SHARES = {"train": (2, 3, 4, 5, 6, 7), "dev": (0,), "test": (1,)}
 
 
 def examples(split: str, seed: int = 0, *, long: bool = False) -> Sequence[Example]:
-    """The examples of a split. Each is generated on first access and depends on split, index, seed and `long` only."""
+    """Returns the examples of a split.
+
+    Each is generated on first access and depends only on split, index, seed and `long`.
+    """
     if split not in SIZES:
         raise ValueError(f"split: expected one of {', '.join(SIZES)}; got {split!r}")
     if seed < 0:

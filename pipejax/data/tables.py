@@ -37,12 +37,12 @@ class Dialect(NamedTuple):
 
     @classmethod
     def noted(cls, settings: Mapping[str, Any]) -> "Dialect":
-        """The dialect of settings by dotted key, of which `as_settings` are some; an absent one has its default."""
+        """Returns the dialect in settings by dotted key, as `as_settings` returns them; absent ones have defaults."""
         names = {name: key for name, key in zip(cls._fields, cls().as_settings(), strict=True) if key in settings}
         return cls(**{name: settings[key] for name, key in names.items()})
 
     def as_settings(self) -> dict[str, str]:
-        """The settings of the config that describe the dialect, by dotted key."""
+        """Returns the settings of the config that describe the dialect, by dotted key."""
         return {f"data.csv_{name}": value for name, value in self._asdict().items()}
 
 

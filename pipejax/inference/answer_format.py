@@ -1,4 +1,4 @@
-"""Answer formats: what the core knows of the forms that answers can have, such as objects of a JSON schema.
+"""Answer formats: the interface of the core to forms that answers can have, such as objects of a JSON schema.
 
 A format determines the rows of an answer and their first tokens, restricts the tokens of each row by a rule, and makes
 the text of an answer from its rows. Formats of one kind are compiled by an `AnswerFormats`, which the core finds in
@@ -46,12 +46,12 @@ class AnswerFormat(abc.ABC):
 
     where: str  # the place of the format in messages: a file, or the name of an argument
     text: str  # the definition of the format: answers by the same text have the same format
-    names: tuple[str, ...]  # of the rows, in the order in which the text of an answer has them
+    names: tuple[str, ...]  # the names of the rows, in the order in which the text of an answer contains them
     rows: tuple[FormatRow, ...]  # in the order of the grid
 
     @property
     def given(self) -> RowPrefixes:
-        """The known part of the rows of an answer: their number and beginnings."""
+        """Returns the known part of the rows of an answer: their number and beginnings."""
         return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
     @property
@@ -71,11 +71,11 @@ class AnswerFormat(abc.ABC):
 
     @abc.abstractmethod
     def rule(self, strategy: Strategy, bounds: Sequence[int | None]) -> Rule:
-        """The rule of a batch.
+        """Returns the rule of a batch.
 
         Args:
           strategy: the strategy.
-          bounds: the most tokens of a row, its beginning and end token included, for each of the B examples; None: the
+          bounds: the most tokens of a row, including its beginning and end token, for each of the B examples; None: the
             bounds of the grid.
 
         Raises:
@@ -84,15 +84,15 @@ class AnswerFormat(abc.ABC):
 
     @abc.abstractmethod
     def part(self, place: int, tokens: Sequence[int]) -> str:
-        """A part of the text of an answer. The text is the parts of all rows, in the order of `names`.
+        """Returns a part of the text of an answer; the text is the parts of all rows, in the order of `names`.
 
         Args:
           place: the index into `names`.
-          tokens: all tokens of the row, its beginning included, without the end token.
+          tokens: all tokens of the row, including its beginning, without the end token.
         """
 
     def dump(self, rows: Sequence[Sequence[int]]) -> str:
-        """The text of an answer, from the tokens of each row of the grid."""
+        """Returns the text of an answer, from the tokens of each row of the grid."""
         return "".join(self.part(place, rows[row]) for place, row in enumerate(self.order))
 
 
@@ -129,4 +129,7 @@ class AnswerFormats(abc.ABC):
 
     @abc.abstractmethod
     def usual(self, size: int) -> AnswerFormat:
-        """A format for a vocabulary of `size` tokens whose rule has the size of usual ones, to compile programs for."""
+        """Returns a format for a vocabulary of `size` tokens whose rule has the size of common ones.
+
+        It is used to compile programs before a request arrives.
+        """

@@ -111,7 +111,7 @@ def record_of(
 
 
 def _kept_rows(rows: Sequence[list[int]], method: Method, *, unique: bool) -> tuple[list[int], list[int]]:
-    """Returns the numbers of the rows that a record contains, in the method's order, and of those that are left out.
+    """Returns the numbers of the rows that a record contains, in the method's order, and the numbers left out.
 
     Args:
       rows: the token ids of all rows of the grid.
@@ -150,7 +150,7 @@ def _trace_of(
 ) -> list[list[decoding.Asked]]:
     """Returns the trace of an answer with rows numbered as in `row_ids`.
 
-    An empty row may precede others (grid.stop=literal), so the numbers differ from those of the grid.
+    An empty row may precede others (grid.stop=literal), so these numbers may differ from the grid's.
 
     Args:
       calls: the trace with the row numbers of the grid.

@@ -225,7 +225,7 @@ class Xla(Backend):
         return held, lay_out_layer(layer, partial(as_matrix, weights=self.weights, dtype=model.dtype))
 
     def _ends(self, model: Module, params: Tree) -> tuple[Tree, Weights]:
-        """Lays out the parameters outside of layers; returns those of the encoder and those of the decoder."""
+        """Lays out the parameters outside of layers: first the encoder's, then the decoder's."""
         held = quantization.cast_or_quantize(
             {key: params[key] for key in ("shared", "encoder")}, model.dtype, self.weights
         )

@@ -1,4 +1,4 @@
-"""A background thread that compiles programs: first those that a request waits for, then the planned ones."""
+"""A background thread that compiles programs: first the ones that a request waits for, then the planned ones."""
 
 import itertools
 import logging

@@ -285,7 +285,7 @@ class Generator:
         return other
 
     def formats(self, name: str) -> AnswerFormats:
-        """The answer formats of a name in `registry.RULES`; they keep the compiled ones."""
+        """Returns the answer formats of a name in `registry.RULES`, which keep their compiled formats."""
         if name not in self._formats:
             self._formats.setdefault(name, registry.find(registry.RULES[name])())
         return self._formats[name]

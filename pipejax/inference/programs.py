@@ -57,7 +57,7 @@ CPU_BATCH = 8
 
 
 def devices() -> list[jax.Device]:
-    """Returns the devices that decode a batch each: those of this process, but only one CPU, as CPUs share cores."""
+    """Returns the devices that decode a batch each: this process's devices, but only one CPU, as CPUs share cores."""
     here = jax.local_devices()
     return here[:1] if here[0].platform == "cpu" else here
 

@@ -1,4 +1,4 @@
-"""A table of compiled programs, each of which is compiled once."""
+"""A table of compiled programs in which each program is compiled once."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class CompiledPrograms(dict[Hashable, Any]):
-    """Compiled programs by key. Thread-safe: a program that several threads ask for is compiled by one of them.
+    """Compiled programs by key. Thread-safe: if several threads need a program, one of them compiles it.
 
-    A key has all that a program depends on. A key may also stand for several programs that are compiled together; its
-    value is then what the function that compiled them returned.
+    A key contains everything that a program depends on. A key may also represent several programs that are compiled
+    together; its value is then the result of the function that compiled them.
     """
 
     def __init__(self) -> None:
@@ -20,12 +20,13 @@ class CompiledPrograms(dict[Hashable, Any]):
     def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns the program of a key, compiled by `make` if the table does not have it.
 
-        A call waits while another thread compiles the program, and compiles it itself if the other thread failed: a
-        compilation that lacked memory may succeed later. `make` may look for other keys.
+        A call waits while another thread compiles the program. If the other thread fails, it compiles the program
+        itself,
+        because a compilation that lacked memory may succeed later. `make` may call `find` with other keys.
 
         Args:
           key: the key.
-          make: compiles the program. If it raises an error, the table stays as it was.
+          make: compiles the program. If it raises an exception, the table does not change.
         """
         try:
             return self[key]

@@ -1,4 +1,4 @@
-"""Checks the environment's settings of JAX and XLA: resets those that change results, refuses those that cannot work.
+"""Checks the environment's settings of JAX and XLA: resets settings that change results, refuses unusable ones.
 
 Imports only the standard library, so that it can act before JAX is imported.
 """

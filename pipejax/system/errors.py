@@ -8,16 +8,16 @@ _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|bad_alloc|failed 
 
 
 class UserError(Exception):
-    """Bad input. The text is one line for a person; the attributes give its parts to a program.
+    """Raised for bad input. The text is one line for a person; the attributes are its parts, for programs.
 
     The text is "PLACE: found FOUND; expected EXPECTED (HINT)", without the parts that are absent. An error that is not
     about a value has a PROBLEM instead of "found FOUND", as in "PLACE: missing; expected EXPECTED".
 
     Attributes:
       place: the file, line, key or flag, such as "train.jsonl:3" or "grid.delay"; "" if the error has no place.
-      problem: what is wrong, if that is not "found ..."; None if `found` says it.
-      found: what was found at the place, or None.
-      expected: what is accepted at the place, or None.
+      problem: the problem in words; None if the value `found` is the problem.
+      found: the invalid value at the place, or None.
+      expected: the values that are accepted at the place, or None.
       hint: how to correct the input, or the word that was probably meant; None without one.
     """
 
@@ -32,8 +32,9 @@ class UserError(Exception):
     ) -> None:
         """Joins the parts; `place` may be a path, and an empty hint counts as none.
 
-        A single argument is a complete text, as in `UserError("grid.delay: too large")`. It is kept as it is, and split
-        at its first ": " into `place` and `problem`; without a ": " it has no place.
+        A single argument is a complete text, as in `UserError("grid.delay: too large")`. The text is used unchanged,
+        and its
+        parts are split at the first ": " into `place` and `problem`; without a ": " there is no place.
         """
         head = str(place)
         if problem is None and found is None and expected is None:
@@ -45,11 +46,14 @@ class UserError(Exception):
         super().__init__((f"{head}: " if head else "") + text + in_parentheses(hint or ""))
 
     def fields(self) -> dict[str, str]:
-        """The attributes that the error has, by name, as JSON lines and the server's errors give them."""
+        """Returns the attributes that are not empty, by name, for JSON lines and the server's errors."""
         return {name: text for name in FIELDS if (text := getattr(self, name))}
 
     def within(self, place: object) -> "UserError":
-        """The same error at a place inside another one, as a key inside a file: its text begins with "PLACE: "."""
+        """Returns the same error at a place inside another one, such as a key inside a file.
+
+        The new text begins with "PLACE: ".
+        """
         fields = {name: getattr(self, name) for name in FIELDS}
         return UserError(**(fields | {"place": f"{place}: {self.place}" if self.place else str(place)}))
 

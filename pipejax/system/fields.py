@@ -25,16 +25,16 @@ IDS = tuple[int, ...]  # the type of a setting with several token ids
 NAMES = str | TEXTS  # the type of a setting with one name or several
 SEQUENCES = {TEXTS: str, IDS: int, NAMES: str}  # types of settings that may be tuples, with the type of each element
 WHOLE = 2**31 - 1  # the largest whole number of a setting, because arrays count in 32 bits
-# The commands that open a checkpoint and have --set; "decode": all that write answers with `inference.load`.
+# The commands that open a checkpoint and have --set; "decode": all commands that decode with `inference.load`.
 Command = typing.Literal["decode", "export", "probe", "teach"]
 # "tokens": a record may have other tokens; "text": the same tokens, but another text; "trace": another trace alone.
 Effect = typing.Literal["tokens", "text", "trace", "none"]
 
 
 class Facts(typing.TypedDict, total=False):
-    """The declaration of a setting beside its type and default: legal values, and where it may be given.
+    """The declaration of a setting in addition to its type and default: legal values, and where it may be set.
 
-    The facts of a section hold for each of its keys that does not declare another value.
+    The facts of a section apply to each of its keys that does not declare another value.
     """
 
     least: float  # the smallest legal number
@@ -48,7 +48,7 @@ class Facts(typing.TypedDict, total=False):
     with_weights: bool  # whether it is read when weights are loaded, so that no call of a `Generator` can change it
     request: bool | tuple[int, int]  # whether a request may send it; or the range of a request, if it is another one
     resume: bool | tuple[str, ...]  # whether a resumed run may change it; or if some fingerprints are equal, which ones
-    records: Effect  # what the setting changes in a record
+    records: Effect  # the effect of the setting on a record
     read_by: str  # the only method of pipejax that reads it
     ability: str  # the ability without which a method does not read it, a key of `methods.ABILITIES`
     asks: bool  # whether a value other than the default is an error, and not ignored, without the ability

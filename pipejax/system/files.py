@@ -2,7 +2,7 @@
 
 A rename is atomic for other processes, but after a loss of power the new name may exist without its content. So the
 content is synced before the rename, and the containing directory after it. Temporary files have recognisable names;
-the next writer removes those that a killed process left.
+the next writer removes the temporary files of killed processes.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ def _written(file: Path) -> int:
             return written if error.errno == errno.ENXIO else os.path.getsize(file)
 
 
-UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with either, Python decodes such a text correctly
+UTF_8 = "PYTHONUTF8=1 in the environment, or a locale of UTF-8"  # with either, Python decodes these texts correctly
 
 
 def stand_in(path: Path) -> str:

@@ -16,7 +16,10 @@ def places(shape: tuple[int, ...]) -> Array:
 
 
 def mix(x: Array) -> Array:
-    """The 32-bit finalizer of MurmurHash3 (Appleby 2011), u32 -> u32: each bit of x affects every bit of the result."""
+    """Applies the 32-bit finalizer of MurmurHash3 (Appleby 2011), u32 -> u32.
+
+    Each bit of x affects every bit of the result.
+    """
     for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(multiplier)
     return x ^ (x >> 16)

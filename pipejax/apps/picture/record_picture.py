@@ -18,7 +18,7 @@ from pipejax.system.files import writing
 
 
 def make_parser() -> Parser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     what = "Draws one record of what `pipejax decode` wrote, or the curves of runs."
     parser = Parser(prog="pipejax picture", description=what)
     parser.add_argument(

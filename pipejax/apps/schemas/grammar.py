@@ -18,8 +18,8 @@ from pipejax.decoding.strategy import is_end
 Array = jax.Array
 FAR = 1 << 20  # the distance to an end that cannot be reached
 WORK = 4  # entries that may be computed, as a multiple of the table's largest size: most kinds occur repeatedly
-# The numbers of kinds and of states are padded to these, or to twice, four times ... these: the tables of usual schemas
-# have one shape, so that their answers share a compiled program.
+# The numbers of kinds and of states are padded to these values times a power of two. So the tables of common schemas
+# have one shape, and their answers share a compiled program.
 LEAST = 512, 1024
 
 
@@ -140,18 +140,13 @@ class Grammar(Rule):
         return queries.put(state, moved)
 
     def allow(self, states: Array, left: Array) -> Array:
-        """bool [V, N], the tokens that may be chosen.
-
-        Args:
-          states: i32 [N], the present states of the rows.
-          left: i32 [N], how many more tokens may follow the chosen one, the end token included.
-        """
+        """Returns the tokens that may be chosen, bool [V, N]."""
         in_time = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
         ids = jax.lax.broadcasted_iota(jnp.int32, (len(self.table.kinds), 1), 0)
         may_end = jnp.asarray(self.table.distance)[states] == 0
         return jnp.where(is_end(ids, self.ends), may_end, in_time[self.table.kinds])
 
     def move(self, states: Array, tokens: Array) -> Array:
-        """The states i32 [N] after the tokens i32 [N]; an end token does not change the state."""
+        """Returns the states i32 [N] after the tokens i32 [N]; an end token does not change the state."""
         moved = jnp.asarray(self.table.moves)[jnp.asarray(self.table.kinds)[tokens], states]
         return jnp.where(is_end(tokens, self.ends), states, moved)

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(generator: Generator, name: str, *, drafts: bool = True) -> Kind:
-    """The kind of requests to a method.
+    """Returns the kind of requests to a method.
 
     Args:
       generator: the generator, or the one of an adapter.

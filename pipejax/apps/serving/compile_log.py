@@ -33,7 +33,7 @@ class CompileLog:
 
 
 def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[str]:
-    """The reasons why an answer needs programs that are not compiled, in words for the log.
+    """Returns the reasons why an answer needs programs that are not compiled, in words for the log.
 
     Args:
       answer: the answer.
@@ -53,14 +53,14 @@ def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[s
             shown = [name for name in ("logits", "answer_format") if getattr(key, name)]
         else:
             shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]
-            # Each is known, but not together.
+            # Each part is known, but not this combination.
             shown = shown or ["length", *(name for name in ("logits", "answer_format") if getattr(key, name))]
         causes |= dict.fromkeys(features[name] for name in shown)
     return [*causes] or [prompt]
 
 
 def _features(key: Steps, prompt: str) -> dict[str, str]:
-    """Descriptions of the parts of a key, by the names of its fields."""
+    """Returns descriptions of the parts of a key, by the names of its fields."""
     return {
         "length": prompt,
         "slots": f"an answer that needs a larger cache ({key.slots} tokens)",

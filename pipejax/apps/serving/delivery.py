@@ -39,7 +39,7 @@ def deliver_tokens(one: Running, batch: RunningBatch, decoded: Decoded, place: i
 def record_after(
     one: Running, batch: RunningBatch, decoded: Decoded, place: int, *, done: bool, tokenizer: Tokenizer | None
 ) -> Record:
-    """The record of the answer, after `deliver_tokens`.
+    """Returns the record of the answer, after `deliver_tokens`.
 
     Args:
       one: the request.

@@ -102,11 +102,12 @@ class Engine:
         self.scheduler.switch.throw()
 
     def _met(self, key: Hashable, error: Exception | None) -> None:
-        """Called by the compiler's thread for each compiled program."""
+        """Reports a compiled program to the scheduler. Called by the compiler's thread."""
         self.scheduler.met(key, error)
         self._wake()
 
     def _run(self) -> None:
+        """Runs the scheduler while it has work, and waits for requests otherwise; the target of the thread."""
         scheduler = self.scheduler
         while True:
             with self._change:

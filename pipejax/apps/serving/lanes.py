@@ -12,7 +12,7 @@ from pipejax.system.compiled import CompiledPrograms
 
 
 class Lane(NamedTuple):
-    """The key of a running batch. A request that comes alone gets a lane with one place, whose steps are faster."""
+    """The key of a running batch. A single request gets a lane with one place, whose steps are faster."""
 
     kind: Kind
     places: int
@@ -44,16 +44,16 @@ class Lanes:
         return sum(map(len, [*self.requests.values()]))
 
     def running_with(self, kind: Kind) -> int:
-        """The number of running requests of a kind."""
+        """Returns the number of running requests of a kind."""
         requests = [*self.requests.items()]  # a copy, as the engine's thread may add a lane
         return sum(len(places) for lane, places in requests if lane.kind == kind)
 
     def in_use(self) -> list[Lane]:
-        """The lanes with a running request."""
+        """Returns the lanes with a running request."""
         return [lane for lane, places in self.requests.items() if places]
 
     def batch(self, lane: Lane, source: Source) -> RunningBatch:
-        """The batch of a lane, created if necessary.
+        """Returns the batch of a lane, created if necessary.
 
         Args:
           lane: the lane.
@@ -72,7 +72,10 @@ class Lanes:
         return self.batches[lane]
 
     def new_batch(self, kind: Kind, places: int, source: Source) -> RunningBatch:
-        """A batch that belongs to no lane, to find out which programs it needs; `source`: as for `batch`."""
+        """Returns a batch that belongs to no lane, to determine which programs it needs.
+
+        `source` is as for `batch`.
+        """
         return self._constrain(self._create(kind, places), kind, source)
 
     def _create(self, kind: Kind, places: int) -> RunningBatch:
@@ -86,7 +89,7 @@ class Lanes:
         return batch
 
     def remove(self, lane: Lane, place: int) -> Running:
-        """Takes the place of a request from it, and returns the request."""
+        """Frees the place of a request, and returns the request."""
         one = self.requests[lane].pop(place)
         self.batches[lane].drop(place)
         return one

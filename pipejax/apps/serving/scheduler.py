@@ -1,10 +1,11 @@
-"""Continuous batching for a server, without threads: answers many requests at a time, each of them as if it were alone.
+"""Continuous batching for a server, without threads.
 
-The scheduler repeats two phases: it admits waiting requests to free places (`admit`), and advances the batch of each
-lane by some steps (`advance`). A lane is a running batch for requests that can be decoded together: the same method,
-strategy, number of places and answer format. A compiler compiles programs meanwhile: a request whose programs are not
-compiled keeps waiting, while the others continue. A running request whose answer outgrows the compiled cache sizes
-gives up its place and begins again later (`_requeue`).
+The scheduler decodes many requests at a time; the answer of each is the same as if it were decoded alone. It repeats
+two phases: it admits waiting requests to free places (`admit`), and advances the batch of each lane by some steps
+(`advance`). A lane is a running batch for requests that can be decoded together: they have the same method, strategy,
+number of places and schema. Another thread compiles programs: a request whose programs are not compiled keeps waiting,
+while the others continue. A running request whose answer outgrows the compiled cache sizes gives up its place and
+begins again later (`_requeue`).
 """
 
 import logging
@@ -80,7 +81,7 @@ class Scheduler:
         generators = (generator, *generator.adapters.values())
         self._kinds = {kind_of(one, one.default_strategy): one for one in generators}
 
-    # Calls of any thread.
+    # Methods that any thread may call.
 
     def answer(self, request: Request, wake: Callable[[], None] = lambda: None) -> Answer:
         """Checks a request, and returns its answer, which does not wait for a place yet; see `add`.
@@ -139,7 +140,7 @@ class Scheduler:
             for answer in answers:
                 answer.give(error)
 
-    # Calls of the thread that decodes.
+    # Methods for the thread that decodes.
 
     @property
     def has_work(self) -> bool:
@@ -199,7 +200,7 @@ class Scheduler:
                 raise
 
     def _next(self) -> Answer | None:
-        """The first waiting answer that can be admitted or was cancelled."""
+        """Returns the first waiting answer that can be admitted or was cancelled."""
         return self.waiting.first(
             lambda answer: answer.cancelled or not (answer.awaits or not self.has_room(answer.kind))
         )
@@ -218,7 +219,7 @@ class Scheduler:
         self.lanes.requests[lane][place] = one
 
     def choose(self, answer: Answer) -> tuple[Lane, Needs]:
-        """The lane for an answer, and the programs to compile before the answer can be admitted there."""
+        """Returns the lane for an answer, and the programs to compile before the answer can be admitted there."""
         kind, answer_format = answer.kind, answer.request.source.answer_format
         if WEIGHTS not in self.compiler.compiled:
             return Lane(kind, self.places, None), {WEIGHTS: self._lay_out}
@@ -239,7 +240,7 @@ class Scheduler:
         _ = self.generator.programs
 
     def _needs(self, lane: Lane, answer: Answer) -> Needs:
-        """The programs to compile before an answer can be added to a lane."""
+        """Returns the programs to compile before an answer can be added to a lane."""
         request, length = answer.request, len(answer.generator.ids_of(answer.request.source))
         logits = request.log_probs or request.sampling.temperature > 0
         batch = self.lanes.batch(lane, request.source)
@@ -287,7 +288,7 @@ class Scheduler:
         self._await(one.answer, needs)
 
     def _leave(self, lane: Lane, place: int) -> None:
-        """Takes the place of a request from it, at its end or because it was cancelled."""
+        """Frees the place of a request, because its answer is complete or was cancelled."""
         one = self.lanes.remove(lane, place)
         if one.answer.cancelled:
             one.answer.give(Closed("the request was cancelled"))

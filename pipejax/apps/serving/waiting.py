@@ -20,7 +20,7 @@ class Waiting:
         self._answers: deque[Answer] = deque()
 
     def __len__(self) -> int:
-        """The number of waiting answers."""
+        """Returns the number of waiting answers."""
         return len(self._answers)
 
     def append(self, answer: Answer) -> None:
@@ -40,7 +40,7 @@ class Waiting:
                 self._answers.remove(answer)
 
     def first(self, is_due: Callable[[Answer], bool]) -> Answer | None:
-        """The first answer with a property; None if there is none."""
+        """Returns the first answer for which `is_due` holds, or None."""
         with self.lock:
             return next((answer for answer in self._answers if is_due(answer)), None)
 

@@ -11,7 +11,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 
-Ask = Callable[[Needs, int], None]  # as `Compiler.ask`
+Ask = Callable[[Needs, int], None]  # see `Compiler.ask`
 
 
 def plan(
@@ -24,16 +24,16 @@ def plan(
     length: int,
     schemas: bool = False,
 ) -> None:
-    """Asks for the programs of the default strategy, for prompts of up to `length` tokens.
+    """Requests the programs of the default strategy, for prompts of up to `length` tokens.
 
     Args:
       ask: takes the programs, and their place in the order of compilation.
       generator: the model.
       kinds: the kinds of requests to the default strategies, with a generator of each kind.
       lanes: creates batches.
-      places: the number of places of a batch for several requests; a request alone has a batch with one place.
+      places: the number of places of a batch for several requests; a single request has a batch with one place.
       length: the most tokens of a prompt.
-      schemas: whether the programs for usual schemas are asked for as well, as the last of all.
+      schemas: whether to request the programs for common schemas as well, at the end.
     """
     lengths = sorted({bucket(n) for n in range(1, length + 1)})
     sizes = [*dict.fromkeys((places, 1))]
@@ -41,9 +41,9 @@ def plan(
         batch = lanes.new_batch(kind, size, Source("", [1]))
         logits = {False, bool(kind.method.can & {"sample", "score"})}
         for i, slots in enumerate(batch.cache_sizes):
-            order = LAST if i else PLANNED if size == places else LATER  # the first of them takes any prompt
-            for one, n in itertools.product(sorted(logits), lengths):  # plain answers of all lengths first
-                source = None if one else n  # whose encoder the plain answers have asked for
+            order = LAST if i else PLANNED if size == places else LATER  # the first cache size suffices for any prompt
+            for one, n in itertools.product(sorted(logits), lengths):  # answers without logits first, for all lengths
+                source = None if one else n  # the encoder is requested with the answers without logits
                 ask(batch.needs_of(source, memory_length(n), slots, {one}, own.adapter), order)
     if not (schemas and generator.tokenizer):
         return
@@ -54,7 +54,7 @@ def plan(
             kind = kind_of(own, own.default_strategy, drafts=False)
             usual.check(kind.method, own.config)
             batch = lanes.new_batch(kind, size, source_of_usual)
-        except UserError:  # answers of this model follow no schema
+        except UserError:  # answers of this model cannot follow schemas
             continue
         for one, n in itertools.product((False, True), lengths):
             ask(batch.needs_of(n, memory_length(n), batch.cache_sizes[0], {one}, own.adapter), LAST)
