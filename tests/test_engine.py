@@ -17,9 +17,11 @@ from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Sampling
 from pipejax.inference import programs
+from pipejax.inference.batch_programs import BatchPrograms
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import Encodings, RunningBatch, Steps, Switch
+from pipejax.inference.running_batch import RunningBatch, Steps, Switch
 from pipejax.inference.sources import Source
 from pipejax.kernels.backends import OwnKernel
 from pipejax.system.compiled import CompiledPrograms
@@ -450,15 +452,15 @@ def test_answer_that_outgrows_its_cache_restarts_in_a_larger_one(generator, monk
 @pytest.mark.parametrize(("places", "widens"), [(1, False), (2, True)])
 def test_a_place_alone_is_never_widened(generator, places, widens):
     """No other source joins it, so no program for that is compiled."""
-    batch = RunningBatch(generator.programs, generator.make_strategy("sequential"), places)
-    found, find = [], batch._find
+    programs = BatchPrograms(generator.programs, generator.make_strategy("sequential"), places)
+    found, find = [], programs.find
 
     def note(name, *given, **static):
         found.append(name)
         return find(name, *given, **static)
 
-    batch._find = note
-    batch._compile_room(2 * memory_length(1), None)
+    programs.find = note
+    programs.compile_room(2 * memory_length(1), None)
     assert ("widen" in found) == widens and "empty" in found
 
 

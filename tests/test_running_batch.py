@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipejax.config import Config, DecodeConfig, TrainConfig
+from pipejax.inference.batch_programs import BatchPrograms
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.system.errors import UserError
@@ -24,11 +25,18 @@ def generator() -> Generator:
 
 
 @pytest.fixture
-def batch(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> RunningBatch:
-    """With room for two, whose sources and carries are no more than lengths."""
+def batch(generator: Generator) -> RunningBatch:
+    """A batch with two places."""
     strategy: Any = generator.make_strategy("sequential")
-    made = RunningBatch(generator.programs, strategy, 2)
-    monkeypatch.setattr(made, "_shape_of_source", lambda length, adapter: of(length))
+    return RunningBatch(generator.programs, strategy, 2)
+
+
+@pytest.fixture
+def programs(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> BatchPrograms:
+    """The programs of two places, whose sources and carries are no more than lengths."""
+    strategy: Any = generator.make_strategy("sequential")
+    made = BatchPrograms(generator.programs, strategy, 2)
+    monkeypatch.setattr(made, "shape_of_source", lambda length, adapter: of(length))
     return made
 
 
@@ -52,25 +60,25 @@ class Calls:
 
 
 @pytest.mark.parametrize("own, one", [*itertools.product(LENGTHS, LENGTHS)])
-def test_memories_that_join_become_as_long_as_the_longer(batch: RunningBatch, own: int, one: int) -> None:
+def test_memories_that_join_become_as_long_as_the_longer(programs: BatchPrograms, own: int, one: int) -> None:
     call = Calls()
-    encoded, _, joined = batch._join(call, of(own), of(0), of(one))
+    encoded, _, joined = programs.join(call, of(own), of(0), of(one))
     assert encoded.length == joined.length == max(own, one)
     assert {made[1] for made in call.made} == {n for n in LENGTHS if min(own, one) <= n < max(own, one)}
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_all_programs_by_which_sources_join_are_compiled_before(
-    batch: RunningBatch, length: int, monkeypatch: pytest.MonkeyPatch
+    programs: BatchPrograms, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled, called = Calls(), Calls()
-    monkeypatch.setattr(batch, "_find", compiled)
-    batch._compile_room(length, None)
+    monkeypatch.setattr(programs, "find", compiled)
+    programs.compile_room(length, None)
     for own, one in itertools.product(LENGTHS, LENGTHS):
         if max(own, one) == length:
-            encoded, carry, _ = batch._join(called, None, None, of(own))
-            encoded, _, joined = batch._join(called, encoded, carry, of(one))
-            batch._place(called, encoded, joined, 1)
+            encoded, carry, _ = programs.join(called, None, None, of(own))
+            encoded, _, joined = programs.join(called, encoded, carry, of(one))
+            programs.place(called, encoded, joined, 1)
     assert called.made == compiled.made
 
 
@@ -85,8 +93,8 @@ def test_a_cache_grows_to_its_largest_size_and_is_full_only_there(
         seen.append(batch._slots)
         return None, np.zeros(2, bool), np.int32(0 if batch._slots >= needed else 5), of(0)
 
-    monkeypatch.setattr(batch, "_step", step)
-    monkeypatch.setattr(batch, "_grow", lambda call, encoded, carry, slots: carry)
+    monkeypatch.setattr(BatchPrograms, "step", step)
+    monkeypatch.setattr(BatchPrograms, "grow", lambda self, call, encoded, carry, slots: carry)
     batch._encoded, batch._carry, batch._slots, batch._in_use[0] = of(64), of(0), sizes[0], True
     assert batch._run_steps(5)[2] == 5 and seen == [*sizes]
     needed = sizes[-1] + 1

@@ -214,7 +214,8 @@ class Generator:
                     yield self._record(source, method, made, found, 0)
         except Exception:  # after such errors (of a device, or lack of memory) the arrays of the batch may be invalid
             batches.remove(batch)
-            batch.clear()  # other batches share its programs, which refer to it, so its arrays are freed here
+            # The traceback of the error refers to the batch, so the batch's arrays are freed here.
+            batch.clear()
             raise
 
     def warm_up(

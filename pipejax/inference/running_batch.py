@@ -5,9 +5,7 @@ begins the new examples, stops the dropped ones, and takes steps with all of the
 due. Examples are added and dropped between two calls. All sources share one memory length L and one cache size C. Both
 grow when a source or an answer needs it, and are reset when a source is added while no place is in use.
 
-Every compiled computation is a program with a name and arguments. The methods that call programs have an argument
-`call`, which either runs a program or only compiles it and returns the shapes of its results. In this way `needs_of`
-compiles exactly the programs that `add` and `advance` will run.
+`batch_programs` has the programs that a batch runs or compiles ahead of time, and `encodings` its encoded sources.
 
 Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
 """
@@ -15,17 +13,13 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 import copy
 import dataclasses
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pipejax import decoding
 from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import (
     MOST_LIKELY,
@@ -35,81 +29,20 @@ from pipejax.decoding import (
     Refillable,
     Rule,
     Sampling,
-    Segment,
-    SourceIds,
     Strategy,
 )
 from pipejax.inference.answer_format import AnswerFormat
+from pipejax.inference.batch_programs import BatchPrograms, Changes, shapes_of
 from pipejax.inference.compiler import Needs
-from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule
-from pipejax.model import lora
+from pipejax.inference.encodings import Encoded, Encodings
+from pipejax.inference.programs import Programs
 from pipejax.model.precision import precision
-from pipejax.model.t5 import Memory
-from pipejax.system import Tree
 from pipejax.system.compiled import CompiledPrograms
 
 Array = jax.Array
 SLICE = 0.1  # target seconds of one `advance`; each pause of the loop costs some milliseconds
 MOST_STEPS = 256  # the most steps of one `advance`
 NO_END = 1 << 30  # a number of steps that no decode reaches
-DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is donated to the result
-
-
-class Encodings:
-    """A least-recently-used cache of encoded sources of one model, by token ids and adapter.
-
-    Only one thread may call its methods; all threads may read the counters.
-    """
-
-    def __init__(self, most: int) -> None:
-        """Keeps the memories of at most `most` sources; 0 disables the cache."""
-        self._most = most
-        self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
-        self.hits = self.misses = self.bytes = 0  # sources found, sources encoded, bytes of the kept memories
-
-    def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
-        """Returns the memory of a source: the cached one, or the result of `encode`, which is then cached.
-
-        Args:
-          ids: i32 [n], the token ids.
-          adapter: the number of the adapter, if there are adapters.
-          encode: encodes ids with an adapter.
-        """
-        key = ids.tobytes(), adapter
-        memory = self._kept.pop(key, None)
-        if memory is not None:
-            self.hits += 1
-        else:
-            self.misses += 1
-            memory = encode(ids, adapter)
-            self.bytes += _size(memory)
-        self._kept[key] = memory
-        while len(self._kept) > self._most:
-            self.bytes -= _size(self._kept.popitem(last=False)[1])
-        return memory
-
-    def clear(self) -> None:
-        """Empties the cache and resets the counters."""
-        self._kept.clear()
-        self.hits = self.misses = self.bytes = 0
-
-
-def _size(memory: Memory) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(memory))
-
-
-@flax.struct.dataclass
-class Encoded:
-    """Encoded sources, one or all places of a batch, for the decoder and a drafter."""
-
-    memory: Memory
-    source: SourceIds | None  # the ids, for strategies that read them
-
-    @property
-    def length(self) -> int:
-        """L, the number of slots of the memory."""
-        length: int = self.memory.mask.shape[1]
-        return length
 
 
 class Steps(NamedTuple):
@@ -122,9 +55,6 @@ class Steps(NamedTuple):
     logits: bool  # whether tokens are sampled or scored
     answer_format: str  # `AnswerFormat.program_label`; "": free rows
     shapes: tuple[Hashable, ...] = ()  # of the options
-
-
-Call = Callable[..., Any]  # (name of a program, *arguments) -> its results, or their shapes
 
 
 class Switch:
@@ -173,40 +103,22 @@ class RunningBatch:
           compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and
             sets `lacks` if a program is missing. None: programs are compiled when they are called.
         """
-        self.strategy = programs.tuned_for(strategy)
+        self._programs = BatchPrograms(programs, strategy, places, compiled)
+        self.strategy = self._programs.strategy
         self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
         self.places = places
         # Whether rows may be generated ahead of others.
         self.has_drafts = getattr(self.strategy, "drafts", None) is not None
-        self._model, self._backend = programs.model, programs.backend
-        self._encoder, self._weights = programs.on(1).encoding, programs.on(1).decoding
-        self._drafting: Drafting | None = None
-        if small := programs.small_of(strategy):
-            self._drafting = Drafting(small.model, small.backend)
-            self._small_encoder, self._weights = small.on(1).encoding, (self._weights, small.on(1).decoding)
-        self._sizes = schedule(self.strategy, places)
+        self._sizes = self._programs.sizes
         self.cache_sizes = self._sizes.slots  # the sizes through which the cache grows
         self._forced: np.ndarray | None = None
         self._rules: tuple[Rule, ...] = ()
         self.answer_format: AnswerFormat | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
-        self._compiled, self._waits = compiled if compiled is not None else CompiledPrograms(), compiled is None
+        self._waits = compiled is None
         self.lacks: Needs = {}  # programs of a larger cache that the last `advance` needed and that are not compiled
         self._adapter: int | None = None  # the adapter of the latest source
-        self._functions: dict[str, Callable[..., Any]] = {
-            "encode": partial(encode_batch, self._model, backend=self._backend),
-            "widen": self._widened,
-            "empty": self._empty_state,
-            "reread": self._reread,
-            "place": _placed,
-            "grow": self._grown,
-            "step": self._stepped,
-        }
-        if self._drafting:
-            self._functions["encode small"] = partial(
-                encode_batch, self._drafting.model, backend=self._drafting.backend
-            )
         self.clear()
 
     def clear(self) -> None:
@@ -233,7 +145,7 @@ class RunningBatch:
         rules = () if answer_format is None else (answer_format.rule(self.strategy, [None] * self.places),)
         self._rules = tuple(rule.on_device() for rule in rules)
         if self._carry is not None:
-            self._carry = self._with_states(self._carry, self._rules)
+            self._carry = self._programs.with_states(self._carry, self._rules)
 
     def empty_copy(self) -> "RunningBatch":
         """Creates an empty batch with the same strategy and number of places, which shares the compiled programs."""
@@ -275,17 +187,18 @@ class RunningBatch:
         """
         place, self._adapter = self.free[0], adapter
         source, length = pad([np.asarray(ids, np.int32)], bucket(len(ids))), np.asarray([len(ids)], np.int32)
-        with precision(self._model.dtype):
+        programs, run = self._programs, self._programs.run
+        with precision(programs.functions.model.dtype):
             memory = self._encodings.of(
-                np.asarray(ids, np.int32), adapter, lambda *_: self._encode_source(self._call, source, length, adapter)
+                np.asarray(ids, np.int32), adapter, lambda *_: programs.encode_source(run, source, length, adapter)
             )
-            one = self._read(self._call, memory, source, length)
+            one = programs.read(run, memory, source, length)
             if self._encoded is None or (not self._in_use.any() and self._encoded.length != one.length):
                 self._slots, self._encoded, self._carry = self._sizes.slots[0], None, None
             is_new = self._carry is None
-            self._encoded, carry, one = self._join(self._call, self._encoded, self._carry, one)
-            self._carry = self._with_states(carry, self._rules) if is_new else carry
-            self._encoded = self._place(self._call, self._encoded, one, place)
+            self._encoded, carry, one = programs.join(run, self._encoded, self._carry, one)
+            self._carry = programs.with_states(carry, self._rules) if is_new else carry
+            self._encoded = programs.place(run, self._encoded, one, place)
         self._scored[place] = log_probs
         if self.answer_format is not None:
             self._rules = (self._rules[0].put(place, self.answer_format.rule(self.strategy, [row_tokens])),)
@@ -293,59 +206,6 @@ class RunningBatch:
             getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
         return place
-
-    # The programs that `add` and `advance` call. `call` is `_call`, which runs a program, or `_find`, which compiles it
-    # and returns the shapes of its results.
-
-    def _encode_source(self, call: Call, source: Any, length: Any, adapter: int | None) -> Memory:
-        """Returns the memory of a source i32 [1, n] of `length` i32 [1] tokens."""
-        own = None if adapter is None else np.asarray([adapter], np.int32)
-        memory: Memory = call("encode", self._encoder, source, length, own)
-        return memory
-
-    def _read(self, call: Call, memory: Memory, source: Any, length: Any) -> Encoded:
-        """Returns the encoded source, with its ids and the small model's memory if the strategy needs them."""
-        if not self.strategy.reads_source:
-            return Encoded(memory, None)
-        ids, small = np.zeros((1, memory.mask.shape[1]), np.int32), None
-        if isinstance(source, np.ndarray):
-            ids[:, : source.shape[1]] = source
-        if self._drafting:
-            small = call("encode small", self._small_encoder, source, length, None)
-        return Encoded(memory, SourceIds(ids, length, small, apart=True))
-
-    def _join(
-        self, call: Call, encoded: Encoded | None, carry: Carry | None, one: Encoded
-    ) -> tuple[Encoded, Carry, Encoded]:
-        """Brings the sources of the batch and a new one to the same memory length, by doubling the shorter ones."""
-        if encoded is None or carry is None:
-            encoded, carry = call("empty", self._weights, one, slots=self._sizes.slots[0])
-        length = encoded.length
-        while encoded.length < one.length:
-            encoded = call("widen", encoded, slots=2 * encoded.length)
-        while one.length < encoded.length:
-            one = call("widen", one, slots=2 * one.length)
-        if self.strategy.reads_source and encoded.length > length:
-            carry = dataclasses.replace(carry, state=call("reread", self._weights, encoded, carry.state))
-        return encoded, carry, one
-
-    def _place(self, call: Call, encoded: Encoded, one: Encoded, place: int) -> Encoded:
-        """Writes an encoded source to a place of the batch."""
-        many: Encoded = call("place", encoded, one, np.int32(place)) if self.places > 1 else one
-        return many
-
-    def _grow(self, call: Call, encoded: Encoded, carry: Carry, slots: int) -> Carry:
-        """Grows the cache to `slots` slots."""
-        grown: Carry = call("grow", self._weights, encoded, carry, slots=slots)
-        return grown
-
-    def _step(
-        self, call: Call, encoded: Encoded, carry: Carry, options: DecodingOptions, steps: int
-    ) -> tuple[Decoded, Array, Array, Carry]:
-        """Takes at most `steps` steps; see `_stepped`."""
-        changes = self._begins, self._ends, np.int32(steps), self._switch.address, self._in_use
-        found: tuple[Decoded, Array, Array, Carry] = call("step", self._weights, encoded, carry, options, *changes)
-        return found
 
     @property
     def _length(self) -> int:
@@ -381,73 +241,17 @@ class RunningBatch:
           adapter: as for `add`.
         """
         found: dict[Hashable, Callable[[], object]] = {}
-        own = self.strategy, self.places, length
+        programs, own = self._programs, (self.strategy, self.places, length)
         if source is not None:
-            reads = ("small",) if self._drafting else ()
-            found["encode", source, *reads] = partial(self._trace_source, self._find, source, adapter)
-            found["room", *own] = partial(self._compile_room, length, adapter)
+            reads = ("small",) if programs.functions.drafting else ()
+            found["encode", source, *reads] = partial(programs.trace_source, programs.find, source, adapter)
+            found["room", *own] = partial(programs.compile_room, length, adapter)
         for kind in sorted({*logits}):
             options = self._options(kind)
             label = "" if self.answer_format is None else self.answer_format.program_label
-            key = Steps(*own, slots, kind, label, _shapes(options))
-            found[key] = partial(self._compile_steps, length, slots, options, adapter)
-        return {key: make for key, make in found.items() if key not in self._compiled}
-
-    def _trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:
-        """Returns the shapes of an encoded source of a padded length; `call` returns shapes."""
-        source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
-        with precision(self._model.dtype):
-            return self._read(call, self._encode_source(call, source, of_each, adapter), source, of_each)
-
-    def _shape_of_source(self, length: int, adapter: int | None) -> Encoded:
-        """Returns the shapes of a source with a memory of `length` slots; compiles nothing."""
-
-        def shapes(name: str, *given: Any) -> Any:
-            return jax.eval_shape(self._functions[name], *given)
-
-        key = "memory", length, self.strategy
-        found: Encoded = self._compiled.find(key, lambda: self._trace_source(shapes, length, adapter))
-        return found
-
-    def _compile_room(self, length: int, adapter: int | None) -> None:
-        """Compiles the programs that bring sources of all shorter memory lengths to `length`, and place a source."""
-        one, shorter = self._shape_of_source(length, adapter), length if self.places > 1 else 0
-        encoded, carry, _ = self._join(self._find, None, None, one)
-        self._place(self._find, encoded, one, 0)
-        while shorter > memory_length(1):
-            shorter //= 2
-            short = self._shape_of_source(shorter, adapter)
-            self._join(self._find, encoded, carry, short)
-            self._join(self._find, *self._join(self._find, None, None, short)[:2], one)
-
-    def _compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
-        """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
-        encoded, carry, _ = self._join(self._find, None, None, self._shape_of_source(length, adapter))
-        carry = self._with_states(carry, options.rules)  # by now the batch may have another format
-        for size in self._sizes.slots[1:]:
-            if size <= slots:
-                carry = self._grow(self._find, encoded, carry, size)
-        self._step(self._find, encoded, carry, options, 1)
-
-    def _program(self, name: str, *given: Any, **static: int) -> Any:
-        """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
-        whose = () if name.startswith("encode") else (self.strategy, self.places)
-        key = name, *whose, *static.values(), *_shapes(given)
-
-        def compile_program() -> jax.stages.Compiled:
-            with precision(self._model.dtype):
-                made = jax.jit(partial(self._functions[name], **static), donate_argnums=DONATED.get(name, ()))
-                return made.lower(*given).compile()
-
-        return self._compiled.find(key, compile_program)
-
-    def _call(self, name: str, *given: Any, **static: int) -> Any:
-        """Runs a program."""
-        return self._program(name, *given, **static)(*given)
-
-    def _find(self, name: str, *given: Any, **static: int) -> Any:
-        """Compiles a program and returns the shapes of its results."""
-        return self._program(name, *given, **static).out_info
+            key = Steps(*own, slots, kind, label, shapes_of(options))
+            found[key] = partial(programs.compile_steps, length, slots, options, adapter)
+        return {key: make for key, make in found.items() if key not in programs.compiled}
 
     def drop(self, place: int) -> None:
         """Frees a place; its example need not be done."""
@@ -467,7 +271,7 @@ class RunningBatch:
           The rows so far, arrays [B, ...], and bool [B], the places that are done or not in use.
         """
         begun = time.perf_counter()
-        often = often or not self._backend.can_listen
+        often = often or not self._programs.functions.backend.can_listen
         decoded, done, taken = self._run_steps(min(self._steps, most) if often else most)
         self._steps = int(np.clip(SLICE * max(taken, 1) / (time.perf_counter() - begun), 1, MOST_STEPS))
         return decoded, done
@@ -502,9 +306,11 @@ class RunningBatch:
         """Runs the loop; returns the rows so far, bool [B] of done examples, and the number of steps taken."""
         assert self._encoded is not None and self._carry is not None, "no source was added"
         self.lacks, options = {}, self._options(any(self._kinds()))
-        with precision(self._model.dtype):
+        programs = self._programs
+        with precision(programs.functions.model.dtype):
             while True:
-                found = self._step(self._call, self._encoded, self._carry, options, steps)
+                changes = Changes(self._begins, self._ends, np.int32(steps), self._switch.address, self._in_use)
+                found = programs.step(programs.run, self._encoded, self._carry, options, changes)
                 self._carry = found[-1]
                 self._begins, self._ends = np.zeros_like(self._begins), np.zeros_like(self._ends)
                 decoded, done, more = jax.device_get(found[:-1])
@@ -520,115 +326,10 @@ class RunningBatch:
                     if self.lacks:
                         return decoded, done, 0
                 self._slots = slots
-                self._carry = self._grow(self._call, self._encoded, self._carry, slots)
+                self._carry = programs.grow(programs.run, self._encoded, self._carry, slots)
 
     def _options(self, logits: bool) -> DecodingOptions:
         """Returns the options of all places, for steps with or without logits."""
         options = DecodingOptions(forced=self._forced, rules=self._rules)
         scored = self._scored.any()
         return dataclasses.replace(options, sampling=self._sampling, scores=True, scored=scored) if logits else options
-
-    def _with_states(self, carry: Carry, rules: tuple[Rule, ...]) -> Carry:
-        """Returns the carry with states for the rules; `refill` initialises them for new examples."""
-        shapes = [jax.eval_shape(rule.init, self.places, self.strategy.places[0]) for rule in rules]
-        return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
-
-    # The functions of the programs, which are traced.
-
-    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
-        """Returns the strategy, bound to its small model if it has one, and the decoder of all places."""
-        strategy: Strategy = self.strategy
-        memory = encoded.memory
-        if self._drafting:
-            weights, small = weights
-            assert encoded.source is not None
-            strategy = self._drafting.bind_draft_model(strategy, small, encoded.source)
-        return cast(Refillable, strategy), self._backend.decoder(
-            self._model, lora.choose(weights, memory.adapter), memory
-        )
-
-    def _widened(self, encoded: Encoded, *, slots: int) -> Encoded:
-        """Returns the same sources with memories of `slots` slots."""
-        source = encoded.source
-        if source is not None:
-            small = source.memory
-            if self._drafting:
-                small = self._drafting.backend.widen(small, slots)
-            ids = jnp.pad(source.ids, ((0, 0), (0, slots - encoded.length)))
-            source = dataclasses.replace(source, ids=ids, memory=small)
-        return Encoded(self._backend.widen(encoded.memory, slots), source)
-
-    def _empty_state(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
-        """Returns encoded sources (zeros) and a carry for an empty batch.
-
-        `one` is an encoded source, for its shapes.
-        """
-        many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), one)
-        strategy, decoder = self._bind(weights, many)
-        state, options = strategy.init(self.places, many.source), DecodingOptions(scores=True)
-        state = strategy.stop(state, jnp.ones(self.places, bool))
-        carry = decoding.begin(strategy, decoder, state, self._sizes, options=options, apart=True)
-        return many, decoding.grow(decoder, carry, slots)
-
-    def _reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
-        """Returns the strategy's state for sources padded to another length; one program for each cache size."""
-        strategy, _ = self._bind(weights, encoded)
-        return strategy.reread(state, encoded.source)
-
-    def _grown(self, weights: Tree, encoded: Encoded, carry: Carry, *, slots: int) -> Carry:
-        return decoding.grow(self._bind(weights, encoded)[1], carry, slots)
-
-    def _stepped(
-        self,
-        weights: Tree,
-        encoded: Encoded,
-        carry: Carry,
-        options: DecodingOptions,
-        begins: Array,
-        ends: Array,
-        most: Array,
-        switch: Array,
-        watched: Array,
-    ) -> tuple[Decoded, Array, Array | None, Carry]:
-        """Begins and stops examples, then takes steps until the loop pauses.
-
-        Args:
-          weights: of the model and the small model.
-          encoded: the sources of all places.
-          carry: the state of all places.
-          options: the options of all places.
-          begins: bool [B], the examples to begin.
-          ends: bool [B], the examples to stop.
-          most: i32 scalar, the most steps.
-          switch: u32 [2], the address of a `Switch`.
-          watched: bool [B], the examples that pause the loop when they are done.
-
-        Returns:
-          The rows so far, bool [B] of done examples, the number of steps left of `most`, and the new carry.
-        """
-        (strategy, decoder), sizes = self._bind(weights, encoded), self._sizes
-        carry = decoding.refill(
-            strategy, carry, begins=begins, ends=ends, sizes=sizes, options=options, source=encoded.source
-        )
-        found: Segment = decoding.decode(
-            strategy,
-            decoder,
-            carry,
-            sizes=sizes,
-            slots=carry.filled.row.shape[1],
-            options=options,
-            pause_after=most,
-            listen=lambda count: self._backend.listen(count, switch),
-            watched=watched,
-        )
-        return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
-
-
-def _shapes(tree: Any) -> tuple[Hashable, ...]:
-    """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
-    return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
-
-
-def _placed(encoded: Encoded, new: Encoded, place: Array) -> Encoded:
-    """Returns the encoded sources with the source `new` at a place."""
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, axis=0), encoded, new)

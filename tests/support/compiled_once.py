@@ -10,9 +10,9 @@ import pytest
 
 from pipejax.config import Config, TrainConfig
 from pipejax.inference import programs
+from pipejax.inference.batch_programs import BatchPrograms, shapes_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.inference.running_batch import RunningBatch, _shapes
 from pipejax.training import start
 from pipejax.training.step import Trainer
 
@@ -48,7 +48,7 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
 
     What a test puts in place of a backbone's or a loop's functions must not come in here.
     """
-    whole, steps = Programs._program, RunningBatch._program
+    whole, steps = Programs._program, BatchPrograms.program
     decode, encode = programs.decode_batch, programs.encode_batch
 
     def whole_once(
@@ -58,7 +58,7 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
             return whole(self, part, slots, arguments, shape, report)
         small = self.small and (self.small.model, self.small.backend)
         made_for = self.model, self.backend, tuple(self.devices), small, programs.SLOTS
-        shared = *made_for, part, slots, shape, *_shapes(arguments)
+        shared = *made_for, part, slots, shape, *shapes_of(arguments)
         if shared in _programs:
             wished = arguments[4:]
             own = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
@@ -68,9 +68,8 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
             return self._compiled[own]
         return _programs.setdefault(shared, whole(self, part, slots, arguments, shape, report))
 
-    def steps_once(self: RunningBatch, name: str, *given: Any, **static: int) -> Any:
-        made_for = self._model, self._backend, self._sizes, self.strategy, self.places
-        shared = *made_for, name, *static.items(), *_shapes(given)
+    def steps_once(self: BatchPrograms, name: str, *given: Any, **static: int) -> Any:
+        shared = self.functions, name, *static.items(), *shapes_of(given)
         if shared not in _programs:
             _programs[shared] = steps(self, name, *given, **static)
         return _programs[shared]
@@ -78,5 +77,5 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Trainer", shared_trainer)
         patch.setattr(Programs, "_program", whole_once)
-        patch.setattr(RunningBatch, "_program", steps_once)
+        patch.setattr(BatchPrograms, "program", steps_once)
         yield _trainers

@@ -5,8 +5,9 @@ from typing import NamedTuple
 from pipejax.apps.serving.answer import Kind, Running
 from pipejax.inference import decoding_options
 from pipejax.inference.answer_format import AnswerFormat
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import Encodings, RunningBatch, Switch
+from pipejax.inference.running_batch import RunningBatch, Switch
 from pipejax.inference.sources import Source
 from pipejax.system.compiled import CompiledPrograms
 

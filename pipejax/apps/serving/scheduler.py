@@ -22,8 +22,9 @@ from pipejax.apps.serving.lanes import Lane, Lanes
 from pipejax.apps.serving.waiting import Waiting
 from pipejax.inference import decoding_options
 from pipejax.inference.compiler import PLANNED, WANTED, Needs
+from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import NO_END, Encodings, Switch
+from pipejax.inference.running_batch import NO_END, Switch
 from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError, out_of_memory
 

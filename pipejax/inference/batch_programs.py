@@ -1,0 +1,308 @@
+"""The programs of a running batch: the functions that are compiled, and their calls.
+
+Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax import decoding
+from pipejax.data.shapes import memory_length
+from pipejax.decoding import Carry, Decoded, DecodingOptions, Refillable, Rule, Segment, Sizes, SourceIds, Strategy
+from pipejax.inference.backends import Backend
+from pipejax.inference.encodings import Encoded
+from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule
+from pipejax.model import lora
+from pipejax.model.backbone import Module
+from pipejax.model.precision import precision
+from pipejax.model.t5 import Memory
+from pipejax.system import Tree
+from pipejax.system.compiled import CompiledPrograms
+
+Array = jax.Array
+Call = Callable[..., Any]  # (name of a program, *arguments) -> its results, or their shapes
+DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is donated to the result
+
+
+class Changes(NamedTuple):
+    """The changes of a batch before steps are taken, and when the loop pauses."""
+
+    begins: np.ndarray  # bool [B], the examples to begin
+    ends: np.ndarray  # bool [B], the examples to stop
+    most: np.int32  # the most steps
+    switch: np.ndarray  # u32 [2], the address of a `Switch`
+    watched: np.ndarray  # bool [B], the examples that pause the loop when they are done
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFunctions:
+    """The functions of the programs of a running batch, which are traced; all fields are static."""
+
+    model: Module
+    backend: Backend
+    drafting: Drafting | None  # the small model, if the strategy needs one
+    strategy: Refillable
+    places: int  # B
+    sizes: Sizes
+
+    def by_name(self) -> dict[str, Callable[..., Any]]:
+        """Returns the functions by the names of their programs."""
+        found: dict[str, Callable[..., Any]] = {
+            "encode": partial(encode_batch, self.model, backend=self.backend),
+            "widen": self.widened,
+            "empty": self.empty_state,
+            "reread": self.reread,
+            "place": self.placed,
+            "grow": self.grown,
+            "step": self.stepped,
+        }
+        if self.drafting:
+            found["encode small"] = partial(encode_batch, self.drafting.model, backend=self.drafting.backend)
+        return found
+
+    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
+        """Returns the strategy, bound to its small model if it has one, and the decoder of all places."""
+        strategy: Strategy = self.strategy
+        memory = encoded.memory
+        if self.drafting:
+            weights, small = weights
+            assert encoded.source is not None
+            strategy = self.drafting.bind_draft_model(strategy, small, encoded.source)
+        return cast(Refillable, strategy), self.backend.decoder(
+            self.model, lora.choose(weights, memory.adapter), memory
+        )
+
+    def widened(self, encoded: Encoded, *, slots: int) -> Encoded:
+        """Returns the same sources with memories of `slots` slots."""
+        source = encoded.source
+        if source is not None:
+            small = source.memory
+            if self.drafting:
+                small = self.drafting.backend.widen(small, slots)
+            ids = jnp.pad(source.ids, ((0, 0), (0, slots - encoded.length)))
+            source = dataclasses.replace(source, ids=ids, memory=small)
+        return Encoded(self.backend.widen(encoded.memory, slots), source)
+
+    def empty_state(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
+        """Returns encoded sources (zeros) and a carry for an empty batch.
+
+        `one` is an encoded source, for its shapes.
+        """
+        many = jax.tree.map(lambda x: jnp.zeros((self.places, *x.shape[1:]), x.dtype), one)
+        strategy, decoder = self._bind(weights, many)
+        state, options = strategy.init(self.places, many.source), DecodingOptions(scores=True)
+        state = strategy.stop(state, jnp.ones(self.places, bool))
+        carry = decoding.begin(strategy, decoder, state, self.sizes, options=options, apart=True)
+        return many, decoding.grow(decoder, carry, slots)
+
+    def reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
+        """Returns the strategy's state for sources padded to another length; one program for each cache size."""
+        strategy, _ = self._bind(weights, encoded)
+        return strategy.reread(state, encoded.source)
+
+    def grown(self, weights: Tree, encoded: Encoded, carry: Carry, *, slots: int) -> Carry:
+        """Returns the carry with a cache of `slots` slots."""
+        return decoding.grow(self._bind(weights, encoded)[1], carry, slots)
+
+    def stepped(
+        self,
+        weights: Tree,
+        encoded: Encoded,
+        carry: Carry,
+        options: DecodingOptions,
+        begins: Array,
+        ends: Array,
+        most: Array,
+        switch: Array,
+        watched: Array,
+    ) -> tuple[Decoded, Array, Array | None, Carry]:
+        """Begins and stops examples, then takes steps until the loop pauses.
+
+        Args:
+          weights: of the model and the small model.
+          encoded: the sources of all places.
+          carry: the state of all places.
+          options: the options of all places.
+          begins: bool [B], the examples to begin.
+          ends: bool [B], the examples to stop.
+          most: i32 scalar, the most steps.
+          switch: u32 [2], the address of a `Switch`.
+          watched: bool [B], the examples that pause the loop when they are done.
+
+        Returns:
+          The rows so far, bool [B] of done examples, the number of steps left of `most`, and the new carry.
+        """
+        (strategy, decoder), sizes = self._bind(weights, encoded), self.sizes
+        carry = decoding.refill(
+            strategy, carry, begins=begins, ends=ends, sizes=sizes, options=options, source=encoded.source
+        )
+        found: Segment = decoding.decode(
+            strategy,
+            decoder,
+            carry,
+            sizes=sizes,
+            slots=carry.filled.row.shape[1],
+            options=options,
+            pause_after=most,
+            listen=lambda count: self.backend.listen(count, switch),
+            watched=watched,
+        )
+        return found.decoded, strategy.done(found.carry.state), found.steps_left, found.carry
+
+    def placed(self, encoded: Encoded, new: Encoded, place: Array) -> Encoded:
+        """Returns the encoded sources with the source `new` at a place."""
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, axis=0), encoded, new)
+
+
+class BatchPrograms:
+    """The compiled programs of running batches with the same strategy and number of places. Thread-safe.
+
+    Methods that call programs have an argument `call`, which is `run` or `find`: `run` runs a program, and `find` only
+    compiles it and returns the shapes of its results. In this way a compilation ahead of time compiles exactly the
+    programs that a batch will run.
+    """
+
+    def __init__(
+        self, programs: Programs, strategy: Refillable, places: int, compiled: CompiledPrograms | None = None
+    ) -> None:
+        """Compiles nothing.
+
+        Args:
+          programs: the model, its backend and weights.
+          strategy: the strategy of all answers.
+          places: B, the number of places.
+          compiled: a table of programs; None: a new one.
+        """
+        self.strategy = cast(Refillable, programs.tuned_for(strategy))
+        self.places, self.sizes = places, schedule(self.strategy, places)
+        self.compiled = compiled if compiled is not None else CompiledPrograms()
+        self._encoder, self._weights = programs.on(1).encoding, programs.on(1).decoding
+        drafting: Drafting | None = None
+        if small := programs.small_of(strategy):
+            drafting = Drafting(small.model, small.backend)
+            self._small_encoder, self._weights = small.on(1).encoding, (self._weights, small.on(1).decoding)
+        self.functions = BatchFunctions(programs.model, programs.backend, drafting, self.strategy, places, self.sizes)
+        self._by_name = self.functions.by_name()
+
+    def program(self, name: str, *given: Any, **static: int) -> Any:
+        """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
+        whose = () if name.startswith("encode") else (self.strategy, self.places)
+        key = name, *whose, *static.values(), *shapes_of(given)
+
+        def compile_program() -> jax.stages.Compiled:
+            with precision(self.functions.model.dtype):
+                made = jax.jit(partial(self._by_name[name], **static), donate_argnums=DONATED.get(name, ()))
+                return made.lower(*given).compile()
+
+        return self.compiled.find(key, compile_program)
+
+    def run(self, name: str, *given: Any, **static: int) -> Any:
+        """Runs a program."""
+        return self.program(name, *given, **static)(*given)
+
+    def find(self, name: str, *given: Any, **static: int) -> Any:
+        """Compiles a program and returns the shapes of its results."""
+        return self.program(name, *given, **static).out_info
+
+    def encode_source(self, call: Call, source: Any, length: Any, adapter: int | None) -> Memory:
+        """Returns the memory of a source i32 [1, n] of `length` i32 [1] tokens."""
+        own = None if adapter is None else np.asarray([adapter], np.int32)
+        memory: Memory = call("encode", self._encoder, source, length, own)
+        return memory
+
+    def read(self, call: Call, memory: Memory, source: Any, length: Any) -> Encoded:
+        """Returns the encoded source, with its ids and the small model's memory if the strategy needs them."""
+        if not self.strategy.reads_source:
+            return Encoded(memory, None)
+        ids, small = np.zeros((1, memory.mask.shape[1]), np.int32), None
+        if isinstance(source, np.ndarray):
+            ids[:, : source.shape[1]] = source
+        if self.functions.drafting:
+            small = call("encode small", self._small_encoder, source, length, None)
+        return Encoded(memory, SourceIds(ids, length, small, apart=True))
+
+    def join(
+        self, call: Call, encoded: Encoded | None, carry: Carry | None, one: Encoded
+    ) -> tuple[Encoded, Carry, Encoded]:
+        """Brings the sources of the batch and a new one to the same memory length, by doubling the shorter ones."""
+        if encoded is None or carry is None:
+            encoded, carry = call("empty", self._weights, one, slots=self.sizes.slots[0])
+        length = encoded.length
+        while encoded.length < one.length:
+            encoded = call("widen", encoded, slots=2 * encoded.length)
+        while one.length < encoded.length:
+            one = call("widen", one, slots=2 * one.length)
+        if self.strategy.reads_source and encoded.length > length:
+            carry = dataclasses.replace(carry, state=call("reread", self._weights, encoded, carry.state))
+        return encoded, carry, one
+
+    def place(self, call: Call, encoded: Encoded, one: Encoded, place: int) -> Encoded:
+        """Writes an encoded source to a place of the batch."""
+        many: Encoded = call("place", encoded, one, np.int32(place)) if self.places > 1 else one
+        return many
+
+    def grow(self, call: Call, encoded: Encoded, carry: Carry, slots: int) -> Carry:
+        """Grows the cache to `slots` slots."""
+        grown: Carry = call("grow", self._weights, encoded, carry, slots=slots)
+        return grown
+
+    def step(
+        self, call: Call, encoded: Encoded, carry: Carry, options: DecodingOptions, changes: Changes
+    ) -> tuple[Decoded, Array, Array, Carry]:
+        """Takes steps until the loop pauses; see `BatchFunctions.stepped`."""
+        found: tuple[Decoded, Array, Array, Carry] = call("step", self._weights, encoded, carry, options, *changes)
+        return found
+
+    def with_states(self, carry: Carry, rules: tuple[Rule, ...]) -> Carry:
+        """Returns the carry with states for the rules; `refill` initialises them for new examples."""
+        shapes = [jax.eval_shape(rule.init, self.places, self.strategy.places[0]) for rule in rules]
+        return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
+
+    def trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:
+        """Returns the shapes of an encoded source of a padded length; `call` returns shapes."""
+        source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
+        with precision(self.functions.model.dtype):
+            return self.read(call, self.encode_source(call, source, of_each, adapter), source, of_each)
+
+    def shape_of_source(self, length: int, adapter: int | None) -> Encoded:
+        """Returns the shapes of a source with a memory of `length` slots; compiles nothing."""
+
+        def shapes(name: str, *given: Any) -> Any:
+            return jax.eval_shape(self._by_name[name], *given)
+
+        key = "memory", length, self.strategy
+        found: Encoded = self.compiled.find(key, lambda: self.trace_source(shapes, length, adapter))
+        return found
+
+    def compile_room(self, length: int, adapter: int | None) -> None:
+        """Compiles the programs that bring sources of all shorter memory lengths to `length`, and place a source."""
+        one, shorter = self.shape_of_source(length, adapter), length if self.places > 1 else 0
+        encoded, carry, _ = self.join(self.find, None, None, one)
+        self.place(self.find, encoded, one, 0)
+        while shorter > memory_length(1):
+            shorter //= 2
+            short = self.shape_of_source(shorter, adapter)
+            self.join(self.find, encoded, carry, short)
+            self.join(self.find, *self.join(self.find, None, None, short)[:2], one)
+
+    def compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
+        """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
+        encoded, carry, _ = self.join(self.find, None, None, self.shape_of_source(length, adapter))
+        carry = self.with_states(carry, options.rules)  # the batch may have other rules by the time this runs
+        for size in self.sizes.slots[1:]:
+            if size <= slots:
+                carry = self.grow(self.find, encoded, carry, size)
+        nowhere = np.zeros(self.places, bool)
+        address = np.zeros(2, np.uint32)
+        self.step(self.find, encoded, carry, options, Changes(nowhere, nowhere, np.int32(1), address, nowhere))
+
+
+def shapes_of(tree: Any) -> tuple[Hashable, ...]:
+    """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
+    return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
