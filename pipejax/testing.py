@@ -189,6 +189,14 @@ def _check_passes(config: Backbone, params: Tree) -> None:
 
 
 def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
+    """Raises a UserError unless logits are equal up to rounding.
+
+    Args:
+      config: the backbone, for the message.
+      what: the description of the change after which the logits must be the same.
+      changed: the logits after the change.
+      found: the original logits.
+    """
     apart = abs(np.asarray(changed) - found).max()
     if not apart < NEAR * abs(found).max():
         strategy_checks.refuse(config, f"module: {what}", f"logits that change by {apart:.3g}", "the same logits")
@@ -393,6 +401,7 @@ def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
 
 @partial(jax.jit, static_argnums=0)
 def _logits(module: Any, params: Tree, *given: Any) -> Any:
+    """The teacher-forced logits of a module; compiled once for each module and shape."""
     return module.apply({"params": params}, *given)
 
 

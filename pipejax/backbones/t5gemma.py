@@ -206,9 +206,11 @@ class Sublayer(nn.Module):
         self.drop = Dropout(self.dropout)
 
     def dense(self, inputs: int, outputs: int) -> Linear:
+        """A projection from `inputs` to `outputs` numbers."""
         return Linear(outputs, self.dtype, normal(inputs**-0.5))
 
     def add(self, x: Array, found: Array, deterministic: bool) -> Array:
+        """The residual x plus the normalised output of the sublayer, after dropout."""
         return x + self.drop(self.post_norm(found), deterministic=deterministic)
 
 
@@ -275,6 +277,7 @@ class GemmaFeedForward(Sublayer):
         self.wi_0, self.wi_1, self.wo = self.dense(width, inner), self.dense(width, inner), self.dense(inner, width)
 
     def __call__(self, x: Array, deterministic: bool) -> Array:
+        """The residual x plus the output of the network, [B, L, D]."""
         normed = self.norm(x)
         hidden = nn.gelu(self.wi_0(normed), approximate=True) * self.wi_1(normed)
         return self.add(x, self.wo(self.drop(hidden, deterministic=deterministic)), deterministic)
@@ -292,6 +295,7 @@ class GemmaEncoderLayer(nn.Module):
         self.attention, self.feed_forward = self.config.attention_class(*given), GemmaFeedForward(*given)
 
     def __call__(self, x: Array, own: Own, seen: Seen, deterministic: bool) -> Array:
+        """Computes the layer: [B, L, D] -> [B, L, D]. `own`: the values of the layer; `seen`: mask and positions."""
         found = self.attention.turned(x, seen[1], own[2])
         x = self.attention.attend(x, *found, near(seen, own), deterministic)
         return self.feed_forward(x, deterministic)
@@ -310,11 +314,23 @@ class GemmaDecoderLayer(nn.Module):
         self.set_up_cross(*given)
 
     def set_up_cross(self, *given: Any) -> None:
+        """Makes the cross-attention; the arguments are those of the other sublayers."""
         self.cross_attention = self.config.attention_class(*given)
 
     def __call__(
         self, x: Array, own: Own, cache: t5.LayerCache | None, seen: Seen, source: Any, real: Array, deterministic: bool
     ) -> tuple[Array, t5.LayerCache | None]:
+        """Computes the layer, teacher-forced or for a step of decoding; see `t5.DecoderLayer`.
+
+        Args:
+          x: [B, Q, D].
+          own: the values in which layers differ.
+          cache: the slots of earlier steps; None: the queries see only each other.
+          seen: the mask and the positions of queries and keys.
+          source: the encoded source [B, L, D], or its keys and values [B, G, L, K].
+          real: bool [B, 1|Q, L], the source tokens that the queries see.
+          deterministic: whether dropout is off.
+        """
         queries, keys, values = self.self_attention.turned(x, seen[1], own[2])
         if cache is not None:
             cache = cache.written(keys, values)
@@ -337,6 +353,7 @@ class GemmaDecoderLayer(nn.Module):
         return self.cross_attention.attend(x, queries, *source, deterministic)
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
+        """The keys and values [B, G, L, K] of cross-attention for an encoded source [B, L, D]."""
         return self.cross_attention.keys_values(encoded)
 
 
@@ -352,6 +369,7 @@ class GemmaEmbedder(nn.Module):
         self.embedding = self.param("embedding", normal(self.width**-0.5), (self.size, self.width))
 
     def __call__(self, tokens: Array) -> Array:
+        """The embeddings [..., D] of tokens [...], multiplied by the square root of the width."""
         (found,) = look_up(self.embedding, (tokens,), self.dtype, self.shards)
         if self.has_variable("params", "scale"):
             scale: Array = self.get_variable("params", "scale")
@@ -385,6 +403,7 @@ class GemmaStackModule(t5.Stack):
         return [getattr(self.config, self.side).own(i, self.config.window(self.side)) for i in range(len(self.layers))]
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
+        """Applies dropout, all layers, the norm and dropout to x [B, Q, D]; see `t5.Stack.run`."""
         x = self.drop(x, deterministic=deterministic)
         given: dict[str, Any] = {"own": self.own(), "remat": self.remat, "pin": self.pin}
         keys = partial(self.make_rng, "dropout")
@@ -400,6 +419,7 @@ class GemmaEncoder(GemmaStackModule):
     depth: ClassVar[str] = "num_layers"
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
+        """Encodes embedded tokens: [B, L, D] -> [B, L, D]. `mask`: bool [B, L], True at real tokens."""
         position = jnp.arange(x.shape[1])[None]
         return self.run(x, (mask[:, None], position, position), deterministic=deterministic)
 
@@ -413,6 +433,7 @@ class GemmaDecoder(GemmaStackModule):
     memorize = t5.Decoder.memorize
 
     def __call__(self, x: Array, mask: Array, position: Array, encoded: Array, real: Array, deterministic: bool) -> Any:
+        """The teacher-forced outputs [G, N, D]; see `t5.Decoder`. `real`: bool [G, 1|N, L], its memory mask."""
         return self.run(x, None, (mask, position, position), encoded, real, deterministic=deterministic)
 
     def step(
@@ -425,6 +446,7 @@ class GemmaDecoder(GemmaStackModule):
         caches: t5.Caches,
         start: Array,
     ) -> tuple[Array, t5.Caches]:
+        """Computes a step of decoding; see `t5.Decoder.step`."""
         seen, written = (mask, position, key_position), []
         for i, (layer, own, cache) in enumerate(zip(self.layers, self.own(), caches, strict=True)):
             source = memory.keys[i].swapaxes(2, 3), memory.values[i]
@@ -467,6 +489,7 @@ class T5Gemma(t5.T5):
 
     @capped_by("final_logit_softcapping")
     def logits(self, hidden: Array) -> Array:
+        """The logits f32 [..., V] of hidden states [..., D], after the soft cap."""
         found = self.table(self.decoder).logits(hidden) if self.config.tied_head else self.lm_head(hidden)
         return cap(found, self.config.final_logit_softcapping)
 
@@ -518,6 +541,7 @@ class T5GemmaConfig(Backbone):
         return (size + 1, size + 1) if side == "encoder" else (size, EVERYTHING)
 
     def tensors(self) -> dict[str, tuple[str, str]]:
+        """See `Backbone`. Upper-case letters are axes of the encoder, lower-case letters axes of the decoder."""
         table = dict[str, tuple[str, str]]()
         for side, depth in (("encoder", self.num_layers), ("decoder", self.num_decoder_layers)):
             found = {"embedder/embedding": ("embed_tokens", "Vd"), "norm/scale": ("norm", "d")}
@@ -539,6 +563,7 @@ class T5GemmaConfig(Backbone):
         return found
 
     def like_t5(self) -> T5Config:
+        """See `Backbone`. Each size is the larger one of encoder and decoder."""
         a, b = self.encoder, self.decoder
         width, head, inner = (max(getattr(s, key) for s in (a, b)) for key in ("hidden_size", "head_dim", SIZES[1]))
         heads = max(a.num_attention_heads, b.num_attention_heads)
@@ -546,6 +571,7 @@ class T5GemmaConfig(Backbone):
         return T5Config(self.vocab_size, width, head, inner, heads, *depths, feed_forward="gated-gelu")
 
     def check(self, where: str) -> None:
+        """See `Backbone`. Heads must form equal groups, and the head width must be even for rotary positions."""
         for side in ("encoder", "decoder"):
             s: GemmaStack = getattr(self, side)
             if s.num_attention_heads % s.num_key_value_heads or s.head_dim % 2:
@@ -554,6 +580,7 @@ class T5GemmaConfig(Backbone):
 
     @classmethod
     def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
+        """See `Backbone`. Raises a UserError also if the sides have different vocabularies or epsilons."""
         given = read_keys(facts, cls.keys)
         encoder, decoder = cls.sides(given)
         for key in ("vocab_size", "rms_norm_eps"):
@@ -660,6 +687,7 @@ class T5GemmaConfig(Backbone):
         return dataclasses.replace(self, tied_head=self.tied_head and HEAD not in tensors)
 
     def without_copies(self, params: MutableMapping[str, np.ndarray]) -> Self:
+        """See `Backbone`. A head that equals the decoder's embedding table becomes tied."""
         if self.tied_head or not np.array_equal(params["lm_head/kernel"].T, params[self.tables[-1]]):
             return self
         del params["lm_head/kernel"]

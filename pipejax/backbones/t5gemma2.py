@@ -56,9 +56,11 @@ class Gemma2Attention(t5gemma.GemmaAttention):
         self.query_norm, self.key_norm = (Norm(self.config.rms_norm_eps, self.dtype) for _ in range(2))
 
     def queries(self, normed: Array) -> Array:
+        """The normalised queries [B, H, Q, K] of normalised states [B, Q, D]."""
         return self.query_norm(super().queries(normed))
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
+        """The normalised keys and the values [B, G, L, K] of normalised or encoded states [B, L, D]."""
         keys, values = super().keys_values(x)
         return self.key_norm(keys), values
 
@@ -70,6 +72,7 @@ class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
         """Makes no sublayer, as merged attention has no separate cross-attention."""
 
     def look(self, x: Array, slots: Slots, source: Source, deterministic: bool) -> Array:
+        """Applies merged attention to x [B, Q, D]: the keys and values of slots and source are concatenated."""
         (queries, *own, mask), (*others, real) = slots, source
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(own, others, strict=True))
         shape = jnp.broadcast_shapes(mask.shape[:2], real.shape[:2])
@@ -77,6 +80,7 @@ class Gemma2DecoderLayer(t5gemma.GemmaDecoderLayer):
         return self.self_attention.attend(x, queries, keys, values, both, deterministic)
 
     def memorize(self, encoded: Array) -> tuple[Array, Array]:
+        """The keys and values [B, G, L, K] of an encoded source [B, L, D]; the keys are not rotated."""
         return self.self_attention.keys_values(encoded)
 
 
@@ -96,6 +100,7 @@ class Gemma2Embedder(t5gemma.GemmaEmbedder):
         self.eoi_embedding = self.param(EOI, normal(1.0), (self.width,))
 
     def __call__(self, tokens: Array) -> Array:
+        """The embeddings [..., D] of tokens [...]; the token that ends an image has its separate vector."""
         return jnp.where(
             (tokens == self.eoi)[..., None], self.eoi_embedding.astype(self.dtype), super().__call__(tokens)
         )
@@ -143,6 +148,7 @@ class T5Gemma2Config(T5GemmaConfig):
         return T5Gemma2(self, **options)
 
     def window(self, side: str) -> tuple[int, int]:
+        """See `T5GemmaConfig`. The window of the encoder is centred on the query."""
         size: int = getattr(self, side).sliding_window
         return ((size + 1) // 2, size // 2 + 1) if side == "encoder" else super().window(side)
 
@@ -152,11 +158,13 @@ class T5Gemma2Config(T5GemmaConfig):
         return shared | {path: x for path, x in found.items() if "embedder" not in path}
 
     def module_name(self, name: str) -> str:
+        """See `Backbone`. Text tensors of the encoder have the additional part "text_model." in transformers."""
         prefix = f"{self.prefixes['encoder']}."
         is_text = name.startswith(prefix) and not name.startswith(self.image_tensors)
         return f"{prefix}{TEXT}{name.removeprefix(prefix)}" if is_text else name
 
     def check(self, where: str) -> None:
+        """See `Backbone`. Both sides must have the same width, as they share the embedding table."""
         super().check(where)
         if self.encoder.hidden_size != self.decoder.hidden_size:
             found, expected = self.encoder.hidden_size, self.decoder.hidden_size
@@ -175,6 +183,7 @@ class T5Gemma2Config(T5GemmaConfig):
 
     @classmethod
     def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
+        """See `T5GemmaConfig`. Ignores the soft cap of scores."""
         return super().read_stack({**given, "attn_logit_softcapping": 0.0}, side)
 
     @classmethod
@@ -227,6 +236,11 @@ class T5Gemma2Config(T5GemmaConfig):
         return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
+        """See `Backbone`. Removes the tensors of the image encoder, and the copy of the embedding table.
+
+        Raises:
+          UserError: the two embedding tables in the file differ.
+        """
         for name in [name for name in tensors if name.startswith(f"{self.prefixes['encoder']}.{TEXT}")]:
             tensors[name.replace(TEXT, "", 1)] = tensors.pop(name)
         if vision := [name for name in tensors if name.startswith(self.image_tensors)]:

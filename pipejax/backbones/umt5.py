@@ -33,6 +33,7 @@ class UMT5EncoderLayer(t5.EncoderLayer):
         self.relative_bias = RelativeBias(self.config, bidirectional=True)
 
     def __call__(self, x: Array, bias: Any, padding: Array, deterministic: bool) -> Array:
+        """Computes the layer with its own bias; the shared `bias` is ignored. See `t5.EncoderLayer`."""
         return super().__call__(x, self.relative_bias.within(x.shape[1]), padding, deterministic)
 
 
@@ -46,6 +47,7 @@ class UMT5DecoderLayer(t5.DecoderLayer):
     def __call__(
         self, x: Array, cache: t5.LayerCache | None, bias: tuple[Array, Array, Array], *others: Any
     ) -> tuple[Array, t5.LayerCache | None]:
+        """Computes the layer; `bias` contains the mask and the positions of queries and keys. See `t5.DecoderLayer`."""
         mask, query, key = bias
         return super().__call__(x, cache, jnp.where(mask[:, None], self.relative_bias(query, key), t5.MASKED), *others)
 

@@ -122,6 +122,7 @@ class Rows(Plain):
         return closed | (state.started == self.rows)
 
     def _has_empty(self, state: RowState) -> Array:
+        """bool [B], whether a row of the answer is empty: its first token is an end token."""
         return (state.ended & (state.length == 1)).any(axis=1)
 
     def find_unfed(self, state: RowState, asks: Array) -> Array:

@@ -112,6 +112,7 @@ def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[
 
 @partial(jax.jit, static_argnums=0)
 def _ask(strategy: Strategy, state: Tree) -> tuple[Tree, Query]:
+    """Runs `Stepper.query` for one example, and checks the queries."""
     state, query = strategy.query(state)
     check_query(strategy, query, 1)
     return state, query
@@ -119,6 +120,17 @@ def _ask(strategy: Strategy, state: Tree) -> tuple[Tree, Query]:
 
 @partial(jax.jit, static_argnums=0)
 def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, Any, jax.Array, Decoded]:
+    """Runs `Stepper.advance` for one example, and checks the results.
+
+    Args:
+      strategy: the strategy.
+      state: the state after `Stepper.query`.
+      answers: i32 [1, S], the generated tokens.
+
+    Returns:
+      The new state; bool [1, S], the queries that are kept, or True for all; bool [1], whether the example is done; and
+      the result so far.
+    """
     new = strategy.advance(state, answers)
     check_state(strategy, state, new)
     kept, done, decoded = strategy.kept(new), strategy.done(new), strategy.result(new)
@@ -162,4 +174,5 @@ def dry_run(strategy: Strategy, *, ordered: str, grows: str) -> None:
 
 
 def _kind(x: Any) -> str:
+    """The dtype and shape of an array for messages, such as "int32[2, 3]"; the text form of other values."""
     return f"{jnp.result_type(x)}{[*x.shape]}" if hasattr(x, "shape") else repr(x)

@@ -189,6 +189,7 @@ def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines:
 def _forward(
     queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float
 ) -> tuple[Array, Any]:
+    """The outputs [B, H, Q, K], and the residuals for `_backward`; one program for each block of queries."""
     sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
     facts = _facts(seen, lines, sizes)
     found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
@@ -201,6 +202,10 @@ def _forward(
 
 
 def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
+    """The gradients of queries, keys, values and of the bias table, from the `gradient` of the outputs.
+
+    The sums that `_backward_queries` returns are added to the buckets of the differences -W and W.
+    """
     queries, keys, values, seen, lines, found, sums = kept
     sizes, distances = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret), seen.distances
     sizes = sizes._replace(other=BLOCK // 2)  # larger blocks would not fit into the registers of an Ada GPU
@@ -315,6 +320,7 @@ def _ranges(
 
 
 def _call(kernel: Any, grid: tuple[int, ...], shapes: Any, sizes: TileSizes) -> Any:
+    """The `pallas_call` of a kernel; `grid` is the number of programs along each axis."""
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
     return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=sizes.interpret)
 
@@ -323,6 +329,7 @@ def _call(kernel: Any, grid: tuple[int, ...], shapes: Any, sizes: TileSizes) -> 
 
 
 def _of(slots: Slots, example: Array, places: Array) -> Slots:
+    """The coordinates [places] of the slots of an example."""
     return jax.tree.map(lambda ref: plgpu.load(ref.at[example, places]), slots)
 
 
@@ -343,6 +350,7 @@ def _queries(
 
 
 def _store(ref: Ref, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
+    """Stores x, [places, K] or [places], to the rows of an array [B, H, N, K] or [B, H, N]; skips rows beyond N."""
     at, mask = ref.at[example, head, places], places < count
     if x.ndim == 2:
         at, mask = ref.at[example, head, places[:, None], jnp.arange(ref.shape[3])[None]], mask[:, None]
@@ -350,6 +358,7 @@ def _store(ref: Ref, example: Array, head: Array, places: Array, count: int, x: 
 
 
 def _dot(a: Array, b: Array, **transposed: bool) -> Array:
+    """The product of two blocks, accumulated in float32. Float32 blocks are not rounded to TF32."""
     return plgpu.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None, **transposed)
 
 

@@ -85,10 +85,12 @@ class GpuDecoder(StepDecoder):
         return _attend_memory(query.T, keys, values, self.memory.mask, interpret=self.interpret).T
 
     def _multiplies(self, matrix: Matrix, columns: Array) -> bool:
+        """Whether the product kernel supports a matrix and columns: their dtype and sizes, and at least two columns."""
         fits = matrix.rows.dtype == self.dtype and not matrix.scale.size and columns.shape[1] > 1
         return fits and not any(size % LEAST for size in matrix.rows.shape)
 
     def _attends(self, queries: int) -> bool:
+        """Whether the attention kernels support this number of queries of an example, and the head width."""
         width, fits = self.config.d_kv, queries * self.memory.mask.shape[0] > 1 and queries <= MOST_QUERIES
         return fits and width >= LEAST and width & (width - 1) == 0
 
@@ -417,6 +419,7 @@ def _more(sums: Sums, scores: Array, values: Array) -> Sums:
 
 
 def _finish(sums: Sums, out_ref: Ref, **sizes: int) -> None:
+    """Divides the weighted sums of values by the sums of powers, and stores the results of the real queries."""
     real, row, column = _places(**sizes)
     found = (sums[2] / sums[1][:, None]).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row[:, None], column[None]], found, mask=real[:, None])
@@ -425,6 +428,16 @@ def _finish(sums: Sums, out_ref: Ref, **sizes: int) -> None:
 def _call(
     kernel: Any, grid: tuple[int, ...], shape: Any, warps: int, interpret: bool, aliases: dict[int, int] | None = None
 ) -> Any:
+    """The `pallas_call` of a kernel.
+
+    Args:
+      kernel: the kernel.
+      grid: the number of programs along each axis.
+      shape: the shapes and dtypes of the results.
+      warps: the number of warps of a program.
+      interpret: whether Pallas interprets the kernel.
+      aliases: argument -> result, for arrays that are written in place.
+    """
     params = plgpu.CompilerParams(num_warps=warps, num_stages=3)
     return pl.pallas_call(
         kernel,

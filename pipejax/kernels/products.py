@@ -169,6 +169,7 @@ def _matrix_name(context: nn.module.InterceptorContext) -> str | None:
 
 
 def _is_head(name: str | None, module: nn.Module) -> bool:
+    """Whether a product with the parameter `name` of a module computes logits."""
     return name == "embedding" or isinstance(module, Head)
 
 
@@ -191,6 +192,20 @@ def _peaks(columns: Array, by: Panels, rough: Rough, *, cap: float, level: cpu_k
 def _call(
     target: str, table: str, columns: Array, by: Panels, given: dict[str, Any], finer: int, **static: Any
 ) -> Array:
+    """Calls a function of the kernel.
+
+    Args:
+      target: the name of the function.
+      table: the table of its fields in fields.h.
+      columns: [..., I].
+      by: the matrix, for its sizes.
+      given: the other fields, by name.
+      finer: 1 if quantised columns have two digits.
+      static: further attributes of the call.
+
+    Returns:
+      f32 [..., O].
+    """
     *batch, inputs = columns.shape
     columns = columns.astype(jnp.float32).reshape(-1, inputs)
     sizes = {"N": len(columns), "I": inputs, "O": by.matrix.rows.shape[0] * cpu_kernel.PANEL, "finer": finer}

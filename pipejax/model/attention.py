@@ -52,6 +52,7 @@ def attend(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(queries: Array, keys: Array, values: Array, bias: Array, lines: Lines | None, rate: float) -> Array:
+    """Computes `attend` with given lines [B, H, Q] of dropout, or None for no dropout."""
     return _forward(queries, keys, values, bias, lines, rate)[0]
 
 
@@ -64,12 +65,18 @@ Kept = tuple[Array, Array, Array, Array, Lines | None, Array, Array, Array]  # t
 
 
 def _share_left(lines: Lines | None, rate: float) -> float:
+    """The probability that a weight is kept."""
     return 1.0 if lines is None else dropout.share_kept(rate)
 
 
 def _forward(
     queries: Array, keys: Array, values: Array, bias: Array, lines: Lines | None, rate: float
 ) -> tuple[Array, Kept]:
+    """The outputs [B, H, Q, K], and the residuals for `_backward`.
+
+    `weights` are the powers e^(score - maximum) [B, H, Q, C]; `sums`, f32 [B, H, Q, 1], are their row sums times the
+    probability that a weight is kept.
+    """
     scores = jnp.einsum("bhqk,bhck->bhqc", queries, keys, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     sums = weights.sum(axis=-1, keepdims=True) * _share_left(lines, rate)
@@ -80,6 +87,11 @@ def _forward(
 
 
 def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Array | None, ...]:
+    """The gradients of queries, keys, values and bias, from the `gradient` of the outputs, [B, H, Q, K].
+
+    For the softmax p of a row and the gradient g of its weights, the gradient of the scores is p (g - sum(p g)). The
+    sum over keys equals the sum over channels of the row's output times the output's gradient (`rows`).
+    """
     queries, keys, values, bias, lines, weights, sums, found = kept
     gradient = gradient / sums
     rows = (gradient * found).sum(axis=-1, keepdims=True) * _share_left(lines, rate)

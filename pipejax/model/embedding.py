@@ -50,6 +50,7 @@ def _forward(
 def _backward(
     dtype: DTypeLike, shards: int, kept: tuple[Array, Tokens], gradients: tuple[Array, ...]
 ) -> tuple[Array, tuple[np.ndarray, ...]]:
+    """The gradient of the table, summed over all arrays of tokens. Token arrays have no gradient (float0)."""
     table, tokens = kept
     found = jax.lax.platform_dependent(
         jnp.concatenate([each.reshape(shards, -1) for each in tokens], axis=1),
@@ -61,6 +62,7 @@ def _backward(
 
 
 def _scatter(tokens: Array, gradient: Array, *, vocabulary: int) -> Array:
+    """f32 [V, D], the sums of the gradients of equal tokens, as a scatter; arguments as of `sum_by_token`."""
     zero = jnp.zeros((vocabulary, gradient.shape[-1]), jnp.float32)
     return zero.at[tokens].add(gradient.astype(jnp.float32))
 

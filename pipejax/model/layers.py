@@ -29,6 +29,7 @@ Method = Any  # a method of a module's class
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _drawn(key: Array, shape: tuple[int, ...], dtype: DTypeLike, scale: float) -> Array:
+    """Draws an array from a normal distribution; compiled once for each shape, dtype and scale."""
     return nn.initializers.normal(scale)(key, shape, dtype)
 
 
@@ -161,6 +162,7 @@ def _forward(hidden: Array, rows: Array, dtype: DTypeLike) -> tuple[Array, tuple
 
 
 def _backward(dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """The gradients of `hidden` and of `rows`, with the `gradient` f32 [..., V] rounded to `dtype`."""
     hidden, rows = kept
     gradient, product = gradient.astype(dtype), partial(jnp.einsum, preferred_element_type=jnp.float32)
     of_hidden = product("...v,vd->...d", gradient, rows.astype(dtype))
@@ -303,6 +305,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, deterministic: bool) -> Array:
+        """The residual x plus the output of the network, [B, L, D]."""
         c = self.config
         dense = partial(Linear, dtype=self.dtype)
         inwards = partial(dense, c.d_ff, kernel_init=normal(c.d_model**-0.5))

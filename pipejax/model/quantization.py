@@ -103,4 +103,5 @@ def check_scales(where: str, dtypes: Mapping[str, str]) -> None:
 
 
 def _inputs(path: str) -> int:
+    """The axis of the inputs of the matrix with this path."""
     return _INPUTS[path.rpartition("/")[2]]

@@ -56,6 +56,10 @@ def _scatter(table: Array, bucket: Array, gradient: Array) -> Array:
 
 
 def _multiply(table: Array, bucket: Array, gradient: Array) -> Array:
+    """The gradient of the table, [K, H], as products of the one-hot matrix of buckets with the scores' gradient.
+
+    The queries are divided into equal parts, so that a one-hot matrix has at most about ELEMENTS elements.
+    """
     (groups, queries, keys), count = bucket.shape, table.shape[0]
     least = -(-groups * queries * keys * count // ELEMENTS)
     parts = next(n for n in range(1, queries + 1) if queries % n == 0 and n >= min(least, queries))

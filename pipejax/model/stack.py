@@ -77,10 +77,12 @@ def _split_rngs(layers: Sequence[Any], keys: Callable[[], Array]) -> dict[str, A
 
 
 def _apart(layer: Any) -> Any:
+    """A copy of a layer without a parent, which can be applied outside the scope of its stack."""
     return layer.clone(parent=None, name=None)
 
 
 def _first(found: Array | tuple[Array, object]) -> Array:
+    """The output of a layer: the value itself, or the first one of a tuple."""
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -82,6 +82,14 @@ class EncoderLayer(nn.Module):
         self.feed_forward = self.feed_forward_class(self.config, self.dtype, self.dropout)
 
     def __call__(self, x: Array, bias: Array | Seen, padding: Array, deterministic: bool) -> Array:
+        """Computes the layer: [B, L, D] -> [B, L, D].
+
+        Args:
+          x: [B, L, D].
+          bias: f32 [B|1, H, L, L], the relative bias; or a `Seen`, for attention in blocks.
+          padding: f32 [B, 1, 1, L], MASKED at padding, otherwise 0.
+          deterministic: whether dropout is off.
+        """
         normed = self.attention.norm(x)
         # Each layer computes this sum, which fuses with the scores, so no [B, H, L, L] is stored for all layers.
         seen = bias if isinstance(bias, Seen) else bias + padding
@@ -200,6 +208,7 @@ class Encoder(Stack):
         return jnp.broadcast_to(bias, (batch, *bias.shape[1:]))
 
     def __call__(self, x: Array, mask: Array, deterministic: bool) -> Array:
+        """Encodes embedded tokens: [B, L, D] -> [B, L, D]. `mask`: bool [B, L], True at real tokens."""
         if self.blocks:
             position = jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
             slots = Slots(jnp.where(mask, 0, -1), position=position)
@@ -227,6 +236,7 @@ class Decoder(Stack):
         return jnp.where(mask[:, None], self.relative_bias(query, key), MASKED)
 
     def memorize(self, encoded: Array, mask: Array) -> Memory:
+        """The keys and values of cross-attention in all layers, for encoded sources [B, L, D] and mask bool [B, L]."""
         pairs = [layer.memorize(encoded) for layer in self.layers]
         return Memory(keys=tuple(k.swapaxes(2, 3) for k, _ in pairs), values=tuple(v for _, v in pairs), mask=mask)
 

@@ -181,6 +181,7 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
 
 
 def _flags(level: Level) -> list[str]:
+    """The options of the compiler for a level."""
     # Loops are aligned to cache lines. Otherwise their alignment, and up to 4 % of a step's time, would depend on
     # unrelated code before them.
     always = "-O3 -ffp-contract=off -std=c++17 -shared -fPIC -w -falign-functions=64 -falign-loops=64"
@@ -190,6 +191,7 @@ def _flags(level: Level) -> list[str]:
 
 
 def _digest(*facts: object) -> str:
+    """A hash of the text form of values, for the name of a library."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

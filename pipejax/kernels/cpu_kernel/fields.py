@@ -13,6 +13,7 @@ _BODIES: dict[str, str] = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n
 
 
 def _names(table: str) -> list[str]:
+    """The names of a table in fields.h, with the names of tables that it includes."""
     found: list[str] = []
     for macro, name in re.findall(r"\b(\w+)\((\w+)", _BODIES[table]):
         found += _names(macro) if macro in _BODIES else [name]
@@ -42,6 +43,7 @@ def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
 
 
 def _order(table: str, given: Mapping[str, Any]) -> list[Any]:
+    """The values of `given` in the order of a table. Raises a TypeError if a name is missing or unknown."""
     names = TABLES[table]
     missing, unknown = [x for x in names if x not in given], [x for x in given if x not in names]
     if missing or unknown:
