@@ -24,7 +24,7 @@ from support.in_transformers import (
     check_schema,
 )
 
-BACKBONES = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+BACKBONES = pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 slow = pytest.mark.slow
 
 
@@ -76,7 +76,7 @@ def test_answers_under_a_schema_equal_algorithm_1_over_transformers(name: str, d
     check_schema(model, params, case.logits(torchs), delay=delay)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=[*CASES.values()], ids=[*CASES])
 def models(request: pytest.FixtureRequest) -> Any:
     """A backbone, and its parameters and the logits of transformers for a seed."""
     case: BackboneCase = request.param
