@@ -173,10 +173,11 @@ def test_time_runs_on_after_the_last_row_that_fits_into_it():
 def test_unfinished_answer_counts_only_finished_calls():
     strategy = with_drafts(Pipelined(delay=1, time_max=6, sub_max=2), Drafts(Table(), 1))
     state = strategy.init(1, SourceIds(np.full((1, 2 * GUESSED), 3, np.int32), np.zeros(1, np.int32)))
+    ask, advance = jax.jit(strategy.query), jax.jit(strategy.advance)
     for made in range(3):
-        state, query = strategy.query(state)
+        state, query = ask(state)
         assert not state.done[0] and strategy.result(state).calls.tolist() == [made]
-        state = strategy.advance(state, jnp.full_like(query.tokens, 4))
+        state = advance(state, jnp.full_like(query.tokens, 4))
     assert strategy.result(state).calls.tolist() == [3]
 
 

@@ -37,7 +37,7 @@ def texts(count):
 
 @pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_events_add_up_to_the_record(strategy):
-    made, given = generator(temperature=0.8, scores=True), texts(12)
+    made, given = generator(temperature=0.8, scores=True), texts(6)
     expected = made.decode(given, strategy=strategy, batch_size=4)
     for i, (ids, one) in enumerate(zip(given, expected, strict=True)):
         *events, record = made.stream_rows({"source_ids": ids, "id": i}, strategy=strategy)
@@ -74,7 +74,7 @@ def test_drafts_do_not_change_stream_events(draft):
     settings = {"unique_rows": True} if draft == "unique" else {}
     plain, drafting = generator(**settings), generator(draft="source" if draft == "unique" else draft, **settings)
     saved = 0
-    for ids in texts(8):
+    for ids in texts(5):
         (*expected, wanted), (*events, record) = plain.stream_rows(ids), drafting.stream_rows(ids)
         assert events == expected
         assert {**record, "calls": 0} == {**wanted, "calls": 0}
