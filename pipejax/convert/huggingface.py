@@ -273,7 +273,10 @@ def to_hf(
 
 
 def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
-    """Raises a UserError unless the run's weights equal its base's: the factors have the same effect only there."""
+    """Raises a UserError unless the run's weights equal the base's, because the factors fit only these.
+
+    A base that is not a local directory is not compared, which is logged.
+    """
     if look(base_model) != "directory":
         note(f"{base_model}: not compared with the weights of the run, as it is no directory")
         return

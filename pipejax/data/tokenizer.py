@@ -340,17 +340,18 @@ def _refuse(error: BaseException, work: str) -> None:
 
 
 def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: str, *, trained: bool = False) -> None:
-    """Checks that the model's end tokens also end texts in the tokenizer; `warn_of_start` checks the start token.
+    """Checks the model's end tokens against the tokenizer; `warn_of_start` checks the start token.
 
     Args:
       tokenizer: the tokenizer of the data.
       model: the architecture.
       place: the name of the model's setting, for messages.
       name: the name of the tokenizer, for messages.
-      trained: whether the model was trained with this tokenizer; a difference is then only logged.
+      trained: whether the model was trained with this tokenizer; then the tokenizer's eos need not be an end token.
 
     Raises:
-      UserError: the end tokens differ.
+      UserError: the tokenizer's eos is not an end token of the model, or an end token stands for text or for unknown
+        characters.
     """
     ends = model.end_token_ids
 

@@ -34,7 +34,8 @@ class Request:
     max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid
     log_probs: bool = True  # whether events and the record have log-probabilities; else events have 0
     at_once: bool = True  # whether events are needed as tokens are generated; else they may all come at the end
-    row_tokens: int | None = None  # the most tokens of a row, if there is an answer format; None: those of the grid
+    # The most tokens of a row, if there is an answer format; None: the limits of the grid.
+    row_tokens: int | None = None
     adapter: str = ""  # the name of an adapter of the generator, whose settings apply; "": the base
 
 
