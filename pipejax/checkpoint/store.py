@@ -52,8 +52,7 @@ class Restored:
 
         Raises:
           UserError: the files differ from those that the step was saved with. Steps of older releases have no digests,
-            so
-            their files are not compared.
+            so their files are not compared.
         """
         directory = self.path.parents[1] / "tokenizer"
         if look(directory) != "directory":

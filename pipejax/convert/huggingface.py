@@ -187,8 +187,7 @@ def from_hf(
     """Converts a Hugging Face directory, or a hub model NAME or NAME@REVISION, to a run with step 0.
 
     For a PEFT adapter, the run has the weights of its base and the factors. The tokenizer and the settings come from
-    the
-    adapter's directory if it has them, else from the base.
+    the adapter's directory if it has them, else from the base.
 
     Args:
       source: the directory or hub id.

@@ -94,8 +94,7 @@ def encode_example(example: Example, tokenizer: Tokenizer, config: Config, model
     """Encodes an example for training; the method determines how its target is laid out.
 
     A target of more than `data.max_target` tokens loses its last rows, and its end is left out or gets weight 0, so
-    that
-    the model does not learn to stop there. If the first row alone is too long, that row is cut.
+    that the model does not learn to stop there. If the first row alone is too long, that row is cut.
     """
     ids = Ids.of(model)
     source = encode_source(example.source, config.data, tokenizer, model)

@@ -392,8 +392,7 @@ def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens:
     """Returns the special ids that are added to a source.
 
     They are transformers' ids, unless `data.special_tokens` is "eos". "eos" adds a single eos, as older releases did
-    for
-    all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
+    for all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
     """
     own_eos = None if tokenizer is None else tokenizer.eos
     eos = Affixes(suffix=(own_eos if own_eos in model.end_token_ids else model.eos_token_id,))

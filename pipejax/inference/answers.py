@@ -132,8 +132,8 @@ def _texts_of(
 
     Args:
       kept: the token ids of the rows that the record contains.
-      repeated: the numbers of the rows that were left out as repetitions, by token ids. A method that parts a text
-        into rows generates a single row of tokens, so its repetitions are found by text.
+      repeated: the numbers of the rows that were left out as repetitions, by token ids. A method that parts a text into
+        rows generates a single row of tokens, so its repetitions are found by text.
       method: the method.
       config: the config.
       tokenizer: the tokenizer.

@@ -100,8 +100,8 @@ class RunningBatch:
           places: B, the most examples at a time.
           switch: pauses the loop when it is set.
           encodings: a cache of encoded sources.
-          compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and
-            sets `lacks` if a program is missing. None: programs are compiled when they are called.
+          compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and sets
+            `lacks` if a program is missing. None: programs are compiled when they are called.
         """
         self._programs = BatchPrograms(programs, strategy, places, compiled)
         self.strategy = self._programs.strategy

@@ -64,8 +64,7 @@ def combine(sums: Mapping[str, float], count: int) -> dict[str, float]:
 
     Scores are macro-averaged, in two ways. Names such as "present_f1@M" are the F1 of the mean precision and the mean
     recall; with the suffix "_mean_doc" they are the mean of the documents' F1. Documents without a gold phrase of a
-    kind
-    count as 0.
+    kind count as 0.
     """
     result: dict[str, float] = {}
     for kind in KINDS:

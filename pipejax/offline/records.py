@@ -108,10 +108,8 @@ def decode_file(
     """Decodes a file of records into JSON lines or a table, in order.
 
     A file is checked as a whole before anything compiles. Standard input is read line by line, and lines are answered
-    as
-    soon as a batch is full. Records are written as they are decoded, in whole lines, so an interrupted run leaves a
-    valid
-    file. For a table, the lines are written to a separate file first and converted at the end.
+    as soon as a batch is full. Records are written as they are decoded, in whole lines, so an interrupted run leaves a
+    valid file. For a table, the lines are written to a separate file first and converted at the end.
 
     Args:
       generator: the model.

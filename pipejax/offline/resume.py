@@ -1,7 +1,7 @@
 """Resuming interrupted work.
 
-A note beside the output records the settings that its records depend on, until the output is complete. An output can
-be resumed if the note matches the current settings.
+A note beside the output records the settings that its records depend on, until the output is complete. An output can be
+resumed if the note matches the current settings.
 """
 
 import hashlib

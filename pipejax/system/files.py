@@ -1,8 +1,8 @@
 """Examines paths, and writes files and directories completely or not at all, synced to the disk.
 
 A rename is atomic for other processes, but after a loss of power the new name may exist without its content. So the
-content is synced before the rename, and the containing directory after it. Temporary files have recognisable names;
-the next writer removes the temporary files of killed processes.
+content is synced before the rename, and the containing directory after it. Temporary files have recognisable names; the
+next writer removes the temporary files of killed processes.
 """
 
 import contextlib

@@ -85,8 +85,7 @@ class Progress:
         """A context in which the counted work pauses; rates and the time left ignore it.
 
         Shows the name of the work with its duration the last time, or `first`, and repeats a line while it runs. Yields
-        a
-        function that sets the progress in these lines, such as "3 of 8 answers".
+        a function that sets the progress in these lines, such as "3 of 8 answers".
         """
         begun, took, reached = time.monotonic(), self._took.get(what), ""
         text = f"{what} {of}" + (first if took is None else f", {took:.0f} s the last time")

@@ -34,8 +34,8 @@ def dry_run(config: Config, workdir: str | Path) -> int:
       0; 1 if the loss or the gradient of the step is not finite.
 
     Raises:
-      UserError: for the same reasons as `pipejax.training.loop.fit`; also if `workdir` holds a run that cannot
-        continue with this config.
+      UserError: for the same reasons as `pipejax.training.loop.fit`; also if `workdir` holds a run that cannot continue
+        with this config.
     """
     check_objective(config)
     methods.check_training(config)

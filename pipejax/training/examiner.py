@@ -38,8 +38,8 @@ def bound_decoding(config: Config, encoded: Sequence[Encoded]) -> Config:
 
     The limits are `grid.time_max`, `grid.sub_max` and `decode.max_length`; each becomes at most 1.5 times the longest
     target plus 8. A model that has not learned to end its rows decodes up to its limits, so without this reduction the
-    first evaluations would take minutes. The config is returned unchanged for a custom method, and if
-    `data.max_target` cut a target, because the true lengths are then unknown.
+    first evaluations would take minutes. The config is returned unchanged for a custom method, and if `data.max_target`
+    cut a target, because the true lengths are then unknown.
     """
     if not encoded or config.method is not None or any(e.target_was_cut for e in encoded):
         return config
@@ -115,8 +115,7 @@ class Examiner:
         """Computes the dev loss and decodes the dev split; offers the parameters to `best`, by score, then by loss.
 
         The line in the log is written last. A run that is killed before that evaluates again on resume, so no best step
-        is
-        missed.
+        is missed.
 
         Args:
           step: the number of updates made.

@@ -140,8 +140,7 @@ class RunDirectory:
         """Renames best/ unless it belongs to this run.
 
         It does belong to this run if the run was killed before its first checkpoint: it then starts from step 0 again
-        and
-        passes the same steps.
+        and passes the same steps.
         """
         best = self.path / "best"
         if _same_run(best, config, data):
@@ -228,8 +227,8 @@ class RunDirectory:
 def _same_run(best: Path, config: Config, data: Mapping[str, str]) -> bool:
     """Whether every step in `best` can be read and belongs to a run with this config, tokenizer and data.
 
-    Settings that may change on resume are not compared. Steps of older releases carry no fingerprints of the data;
-    a missing fingerprint counts as equal.
+    Settings that may change on resume are not compared. Steps of older releases carry no fingerprints of the data; a
+    missing fingerprint counts as equal.
     """
     store = Store(best)
     try:

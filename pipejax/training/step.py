@@ -68,8 +68,7 @@ def batch_loss(
       model: the module.
       params: its parameters.
       batch: i32 "source" [B, L], "source_length" [B], "inputs", "row", "time" and "example" [G, N], "slots" [G];
-        "targets"
-        and f32 "weights" as the loss takes them.
+        "targets" and f32 "weights" as the loss takes them.
       dropout: the key of the step; None: no dropout.
       loss: the loss of the method.
       position: gives the decoder's positions from rows and times.

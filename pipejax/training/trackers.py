@@ -38,8 +38,7 @@ class Trackers:
         """Sends the numbers of a log line to each tracker.
 
         After a failure, the values are sent one by one, to find those that the tracker refuses; these are left out with
-        a
-        warning. If the first two values both fail, the tracker itself is unavailable and is dropped.
+        a warning. If the first two values both fail, the tracker itself is unavailable and is dropped.
         """
         numbers = {
             name_of(values["event"], name): float(value)

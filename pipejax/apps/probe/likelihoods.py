@@ -57,8 +57,7 @@ def unhidden(row: Array, place: Array, delay: Array, without: Array) -> Array:
     """Returns which keys are visible to a query under a condition, in addition to the training mask: bool [..., N, N].
 
     The first token of a row is always visible, because it identifies the query's row, as bos does in decoding. `row`
-    and
-    `place` are i32 [..., N].
+    and `place` are i32 [..., N].
     """
     query_row, query_place = row[..., None], place[..., None]
     key_row, key_place = row[..., None, :], place[..., None, :]

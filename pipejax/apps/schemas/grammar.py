@@ -142,9 +142,8 @@ class Grammar(Rule):
     def allow(self, states: Array, left: Array) -> Array:
         """Returns the tokens that may be chosen, bool [V, N].
 
-        A token is allowed if the row can still end within `left` i32 [N] tokens after it; an end token is allowed in
-        the
-        states i32 [N] in which a text may end.
+        A token is allowed if the text can be completed with fewer than `left` i32 [N] further tokens. An end token is
+        allowed if the text may end in its state, i32 [N].
         """
         in_time = jnp.asarray(self.table.distance)[jnp.asarray(self.table.moves)[:, states]] < left  # [K, N]
         ids = jax.lax.broadcasted_iota(jnp.int32, (len(self.table.kinds), 1), 0)

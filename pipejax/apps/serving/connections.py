@@ -161,8 +161,7 @@ class Listener:
           server: the server that the connections belong to.
           most: the limit of open connections.
           refusal: returns the response to a connection without a request, for the reason "malformed" (the bytes are not
-            a
-            request) or "full" (the limit is reached).
+            a request) or "full" (the limit is reached).
         """
         self._socket, self._server, self.most, self.refusal = listener, server, most, refusal
         self.idle = OrderedDict[Connection, None]()  # connections without a complete request, longest idle first

@@ -65,8 +65,7 @@ class Writing:
         """Adds a token; returns the pieces that can be sent.
 
         Tokens arrive in the order of steps, and within a step in the order of rows. So a row whose next token is
-        overdue
-        has ended.
+        overdue has ended.
         """
         time = self._due.pop(row, self._start(row))
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
