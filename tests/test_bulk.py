@@ -257,7 +257,7 @@ def test_shards_equal_output_of_decode(run: Run, trained: Path) -> None:
     assert found["complete"] and [given["path"] for given in found["inputs"]] == ["a.jsonl", "b.jsonl.gz", "c.parquet"]
     assert [shard["records"] for shard in found["shards"]] == [5, 6, 6, 3, 6, 6, 6, 2, 5]
     for shard in found["shards"]:
-        assert shards._said(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes(), []) == shard
+        assert shards._describe_shard(Path(shard["shard"]).name, Path("out", shard["shard"]).read_bytes(), []) == shard
 
 
 @pytest.mark.slow

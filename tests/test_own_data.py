@@ -797,4 +797,4 @@ def test_missing_source_message_names_setting_and_fields(content, name, settings
 def test_trained_model_suggests_no_setting_for_missing_fields():
     task = make_task(DataConfig(source_template="{title}"))
     with pytest.raises(UserError, match=r'x:1: found no "title"; expected one \(keys: source\)$'):
-        task._filled({"source": "x"}, "x:1", learned=True)
+        task._fill({"source": "x"}, "x:1", learned=True)

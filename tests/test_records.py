@@ -74,7 +74,7 @@ def opened_once(checkpoints):
         assert adapters is None
         key = str(path), best, str(overrides), method
         known[key] = known.get(key) or load(path, best=best, overrides=overrides, where=where, method=method)
-        known[key]._told.clear()  # what is opened has warned of nothing
+        known[key]._logged.clear()  # what is opened has warned of nothing
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -638,7 +638,7 @@ def test_a_name_is_quoted_unless_it_is_short_and_can_be_seen() -> None:
 
 def test_names_of_strangers_cannot_write_lines_of_the_log(capsys: Any, monkeypatch: Any) -> None:
     evil = "a\n2026-01-01 warning: all is well\x1b[31m\u202e\x85" + "x" * 1500
-    monkeypatch.setattr(logging.getLogger("pipejax"), "handlers", [cli._Lines()])
+    monkeypatch.setattr(logging.getLogger("pipejax"), "handlers", [cli._LineHandler()])
     own = generator(row_names=("yes:",), time_max=2000)
     own.under(of(**{evil: {"type": "null"}}))
     own.under(of(b={"enum": ["red", f"ß{evil}"]}))

@@ -88,7 +88,7 @@ def test_write_failure_is_reported_once():
 
 def test_closed_output_is_refused_before_the_work(monkeypatch):
     streams.check_standard_output("--output")
-    monkeypatch.setattr(streams, "_closed", ["stdout"])
+    monkeypatch.setattr(streams, "_closed_at_start", ["stdout"])
     with pytest.raises(UserError, match=r"^--output -: found standard output closed"):
         streams.check_standard_output("--output")
 

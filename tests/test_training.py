@@ -219,7 +219,7 @@ def test_number_of_shapes_is_logged_with_its_reason(said, step, count, told):
     run = mock.MagicMock(step=step, config=change(CONFIG, train={"shapes": 9, "steps": 30}))
     run.state.params, run.trainer.trained.return_value = {}, {}
     run.shapes = Shapes((8,), ((8, 8),) * count, (8, 8), (8.0, 8.0))
-    loop.Run._say_what_is_trained(run, 406)
+    loop.Run._log_model_and_batches(run, 406)
     line = (
         f"batches are padded to one of {min(count, 7)} shapes ({min(count, 4)} at first); each is compiled once, when"
     )

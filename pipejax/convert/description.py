@@ -298,7 +298,7 @@ def card(
             suffix=[*affixes.suffix],
         ),
         rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows, settings=settings),
-        scores=_told(origin.scores, found),
+        scores=_scores_section(origin.scores, found),
     )
 
 
@@ -315,7 +315,7 @@ def _missing_keys(given: Mapping[str, object]) -> list[str]:
     return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
 
 
-def _told(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> str:
+def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> str:
     """Returns the section of README.md with the scores and their command, or "" without scores."""
     if not given or not scores:
         return ""

@@ -71,7 +71,7 @@ class FilesTask(Task):
         if not self._has_share(split):
             return self._read(getattr(self.config, split))
         if self._examples_by_split is None:
-            self._examples_by_split = self._part(self._read(self.config.train))
+            self._examples_by_split = self._split_examples(self._read(self.config.train))
         return self._examples_by_split[split]
 
     def has(self, split: str) -> bool:
@@ -91,9 +91,9 @@ class FilesTask(Task):
         """
         if "source" in value and not any(field in value for field in self.fields):
             return text_of(value, "source", place)
-        return self._filled(value, place, learned=True)
+        return self._fill(value, place, learned=True)
 
-    def _filled(self, value: Object, place: str, template: Template | None = None, *, learned: bool = False) -> str:
+    def _fill(self, value: Object, place: str, template: Template | None = None, *, learned: bool = False) -> str:
         """Fills the template with the fields of a record.
 
         With `learned`, a model was trained with the template, so messages do not suggest another one.
@@ -170,7 +170,7 @@ class FilesTask(Task):
             try:
                 has_id = not is_blank(value.get("id"))
                 name = str(id_of(value, place)) if has_id or not several else place
-                source, rows = self._filled(value, place), tuple(self._rows(value, place))
+                source, rows = self._fill(value, place), tuple(self._rows(value, place))
                 if whole and name in numbered:
                     i = numbered.pop(name)
                     examples[i] = dataclasses.replace(examples[i], id=examples[i].place)
@@ -185,7 +185,7 @@ class FilesTask(Task):
             seen[name] = place
             if not has_id:
                 numbered[name] = len(examples)
-            document = self._filled(value, place, self._document) if self._document else ""
+            document = self._fill(value, place, self._document) if self._document else ""
             examples.append(Example(name, source, rows, place, document))
         if examples and whole:
             require_fields((*self.fields, *self._targets), [fields], where)
@@ -194,7 +194,7 @@ class FilesTask(Task):
             logger.info(f"{where}: data.delimiter {between!r} parts none of {len(examples)} targets: each is one row")
         return examples
 
-    def _part(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
+    def _split_examples(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
         """Splits the examples by a hash of the normalised source.
 
         Examples with the same source are in the same split, and adding lines moves no example to another split.

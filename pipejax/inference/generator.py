@@ -73,7 +73,7 @@ class Generator:
         self.origin: dict[str, Any] = {}  # the step of the weights and their params_fp
         self.learned = ""  # the fingerprint of the training examples; "": unknown
         self.trained: Config | None = None  # the config of the training; None: unknown
-        self._told: set[str] = set()  # lines that were logged, since each is logged once
+        self._logged: set[str] = set()  # lines that were logged, since each is logged once
         self._asked: frozenset[str] = frozenset()  # keys of the settings passed to a call
         self.answer_format: AnswerFormat | None = None  # the format that answers follow: see `under`
         self._formats: dict[str, AnswerFormats] = {}  # by their name in `registry.RULES`; shared by copies
@@ -413,8 +413,8 @@ class Generator:
             names = " and ".join(map(str, lost))
             lines.append(f"{method.label}: end token {names} of the model ends no row, as it is not in `other_ends`")
         for line in lines:
-            if line not in self._told:
-                self._told.add(line)
+            if line not in self._logged:
+                self._logged.add(line)
                 logger.warning(line)
         draft_model.check(self._opened.small, made, method)
         return made

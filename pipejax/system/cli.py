@@ -157,7 +157,7 @@ def line_of(record: logging.LogRecord) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     """A log handler that writes records as lines for the user, or as JSON objects."""
 
     as_json = False
@@ -172,7 +172,7 @@ class _Lines(logging.Handler):
             say(trace.rstrip())
 
 
-_lines = _Lines()
+_lines = _LineHandler()
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def make_safe() -> None:
             setattr(sys, f"__{name}__", os.fdopen(handle, mode, closefd=False))
             setattr(sys, name, getattr(sys, f"__{name}__"))
             if name == "stdout":
-                _closed.append(name)
+                _closed_at_start.append(name)
     for name, told in (("stdout", "standard output"), ("stderr", "")):
         own = getattr(sys, f"__{name}__")
         if getattr(sys, name) is own:
@@ -80,10 +80,10 @@ def make_safe() -> None:
             setattr(sys, name, text)
 
 
-_closed: list[str] = []  # contains "stdout" if it was closed at the start
+_closed_at_start: list[str] = []  # contains "stdout" if it was closed at the start
 
 
 def check_standard_output(flag: str) -> None:
     """Raises a UserError if standard output was closed at the start and `flag` sends the result to it."""
-    if _closed:
+    if _closed_at_start:
         raise UserError(f"{flag} -", found="standard output closed", expected="it open")

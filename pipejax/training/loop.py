@@ -191,7 +191,7 @@ class Run:
         drawn = TrainingBatches(examples.train, start.tokenizer, config, config.model, self.shapes, share)
         self.batches = prefetch(drawn, start.step)
         count = 0 if isinstance(examples.train, Stream) else len(examples.train)
-        self._say_what_is_trained(count)
+        self._log_model_and_batches(count)
         shown = distributed.first()
         self.progress = Progress("training", config.train.steps, unit="step", start=start.step, shown=shown)
         devices = list(self.trainer.mesh.devices.flat)
@@ -346,7 +346,7 @@ class Run:
         with self.clock("compile"), self.progress.aside("compiling", lengths, first):
             return self.trainer.program(shapes)
 
-    def _say_what_is_trained(self, examples: int) -> None:
+    def _log_model_and_batches(self, examples: int) -> None:
         """Logs the size of the model, the number of examples, the devices and the batch shapes."""
         train, trainer, params = self.config.train, self.trainer, self.state.params
         size, own = (sum(x.size for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, trainer.trained(params)))

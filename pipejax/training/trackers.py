@@ -23,7 +23,7 @@ class Trackers:
 
     def __init__(self, config: TrainConfig, directory: Path, step: int, run: str) -> None:
         self._writers, self._ends = dict[str, Write](), dict[str, Callable[[], None]]()
-        self._told = set[str]()  # names of values that a tracker has already refused
+        self._refused_values = set[str]()  # names of values that a tracker has already refused
         if not distributed.first():
             return
         if config.tensorboard:
@@ -52,8 +52,8 @@ class Trackers:
                 if is_down := len(lost) == place + 1 == 2:  # the first two values failed: the tracker is unavailable
                     del self._writers[board]
                     break
-            if lost and not self._told.issuperset(lost):
-                self._told |= {*lost}
+            if lost and not self._refused_values.issuperset(lost):
+                self._refused_values |= {*lost}
                 end = "goes on without it" if is_down else f"left out: {', '.join(lost)}"
                 logger.warning(f"{board}: {failure}; {end}")
 

@@ -106,7 +106,7 @@ class Shards:
             write_text(self.skipped / name, "".join(json.dumps(error, ensure_ascii=False) + "\n" for error in skipped))
         write_text(self.directory / name, text)
         (self.directory / f".{name}.attempts").unlink(missing_ok=True)
-        return _said(name, text.encode(), skipped)
+        return _describe_shard(name, text.encode(), skipped)
 
     def look(self, name: str) -> Shard | None:
         """Returns the facts about an existing shard, or None; reads its whole content."""
@@ -114,10 +114,10 @@ class Shards:
         if not path.exists():
             return None
         skipped = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else []
-        return _said(name, path.read_bytes(), [strict_json.loads(error) for error in skipped])
+        return _describe_shard(name, path.read_bytes(), [strict_json.loads(error) for error in skipped])
 
 
-def _said(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
+def _describe_shard(name: str, content: bytes, skipped: Sequence[str]) -> Shard:
     digest = hashlib.sha256(content).hexdigest()
     said = {"shard": f"shards/{name}", "records": content.count(b"\n"), "bytes": len(content), "sha256": digest}
     return said | ({"skipped": list(skipped)} if skipped else {})

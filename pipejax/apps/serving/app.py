@@ -199,12 +199,12 @@ class Service:
         """Answers GET /v1/models and /v1/models/NAME."""
         name = request.path_params.get("name")
         if name is None:
-            return _json({"object": "list", "data": [self._shown(each) for each in self.models]})
+            return _json({"object": "list", "data": [self._describe_model(each) for each in self.models]})
         if name not in self.models:
             raise requests.unknown_model(name, self.models)
-        return _json(self._shown(name))
+        return _json(self._describe_model(name))
 
-    def _shown(self, name: str) -> dict[str, object]:
+    def _describe_model(self, name: str) -> dict[str, object]:
         """Returns the description of a model for /v1/models."""
         generator = self.models[name]
         config, template = generator.config, template_of(generator.config)
