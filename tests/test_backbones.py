@@ -148,9 +148,7 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, briefly,
     forced = TeacherForced(t5.T5(FEW_WORDS), params, GRID.delay)
     with caplog.at_level(logging.INFO, "pipejax"):
         check_answers(generator, forced, sources(20), strategy, briefly=briefly)
-    assert (
-        caplog.text.count("which was changed, layer by layer: the fast decoders know the stock T5 and UMT5 alone") == 1
-    )
+    assert caplog.text.count("which is modified, layer by layer") == 1
     monkeypatch.undo()
     stock = Generator(config, params, None).decode(sources(20), strategy=strategy, batch_size=4)
     assert [record["row_ids"] for record in stock] != [forced.rows(source, strategy) for source in sources(20)]
@@ -224,7 +222,7 @@ def test_opening_a_run_imports_no_backbone(page, tmp_path, monkeypatch, capsys):
     checkpoint.save_params(run, config, jax.device_get(config.model.init_params(jax.random.key(0))))
     monkeypatch.delitem(sys.modules, "linear")
     for command in (["to-hf", str(run), str(tmp_path / "out")], ["quantize", str(run), str(tmp_path / "out")]):
-        with pytest.raises(UserError, match="model: found linear:LinearConfig, by which this model was trained"):
+        with pytest.raises(UserError, match="model: found linear:LinearConfig"):
             convert(command)
     assert convert(["quantize", str(run), str(tmp_path / "int8"), "--backbone", "linear:LinearConfig"]) == 0
     monkeypatch.delitem(sys.modules, "linear")
@@ -298,17 +296,19 @@ def test_additional_parameters_are_checked_before_the_first_step(tmp_path, monke
         tmp_path / "run", dataclasses.replace(RUN, model=model), model.init_params(jax.random.key(0))
     )
     assert checkpoint.open_run(tmp_path / "run").items["params"]["decoder"]["layers_0"]["gate"].shape == ()
-    with pytest.raises(UserError, match=r"model: decoder/layers_0/gate: found one too many; expected the .* `tensors`"):
+    with pytest.raises(UserError, match=r"model: decoder/layers_0/gate: .* `tensors`"):
         Trainer(dataclasses.replace(RUN, model=dataclasses.replace(model, named=False)))
     monkeypatch.setattr(GatedConfig, "sharding", T5Config.sharding)
-    with pytest.raises(UserError, match=r"decoder/layers_0/gate: found no rule; expected one in GatedConfig\.sharding"):
+    with pytest.raises(
+        UserError, match=r"decoder/layers_0/gate: found no rule; expected a rule in GatedConfig\.sharding"
+    ):
         Trainer(dataclasses.replace(RUN, model=model))
 
 
 def test_classes_of_the_main_script_are_refused(monkeypatch):
     """Nobody could open the run again."""
     monkeypatch.setattr(UMT5Config, "__module__", "<run_path>")
-    with pytest.raises(UserError, match="model: found UMT5Config, a class of the file that is run; expected one of a"):
+    with pytest.raises(UserError, match="model: found UMT5Config, a class of the script"):
         config_lib.to_json(Config(model=TINY))
 
 
@@ -337,10 +337,12 @@ def test_former_module_names_give_the_present_modules_with_a_warning():
 
 
 def test_unknown_backbone_class_is_one_line():
-    line = "model: found nowhere:Nothing, by which this model was trained; expected its module imported: by --set "
+    line = (
+        "model: found nowhere:Nothing, with which this model was trained; expected its module to be imported, by --set "
+    )
     with pytest.raises(UserError, match=line):
         config_lib.from_json('{"model": {"class": "nowhere:Nothing"}}', where="here")
-    with pytest.raises(UserError, match="which is none; expected MODULE:CLASS of a subclass of Backbone"):
+    with pytest.raises(UserError, match="which is not a subclass of Backbone; expected MODULE:CLASS"):
         config_lib.from_json('{"model": {"class": "json:JSONDecoder"}}', where="here")
 
 

@@ -159,7 +159,7 @@ def test_kernel_in_cache_of_root_is_loaded_without_compiling(
     library.unlink()
     assert cpu_kernel._first_compiled([*level]) is None and runs.read_text() == "x\n"
     assert said[-1] == (
-        f"decoding goes without its own kernel: {cache} has no kernel for this processor, and cannot get one"
+        f"decoding runs without pipejax's kernel: {cache} has no kernel for this processor, and cannot get one"
     )
 
 
@@ -170,7 +170,7 @@ def test_a_conversion_is_not_written_into_a_cache_of_root(
     (tmp_path / "model" / "config.json").write_text("{}")
     only_read(monkeypatch)
     monkeypatch.setattr(converted, "from_hf", lambda source, out: out.mkdir())
-    with pytest.raises(UserError, match=r"found no conversion of it in .*cache, to which this user may not write"):
+    with pytest.raises(UserError, match=r"found no conversion of this model in .*cache"):
         converted.find_checkpoint(tmp_path / "model")
     target = converted._place(cache, "model", str(tmp_path / "model"))
     (target / "checkpoint").mkdir(parents=True)

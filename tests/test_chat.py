@@ -231,7 +231,7 @@ def test_fields_that_change_nothing(client: TestClient, engine: ScriptedEngine) 
         (CHAT, {"messages": TURNS, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: fou"),
         (CHAT, {"messages": TURNS, "logprobs": True}, "logprobs", "logprobs: found True; expected false or nothing"),
         (CHAT, {"messages": TURNS, "tools": [{"type": "function"}]}, "tools", "tools: found [{'type': 'function'}]; "),
-        (CHAT, {"messages": TURNS, "audio": {}}, "audio", "audio: found {}; expected nothing, as it is not supported"),
+        (CHAT, {"messages": TURNS, "audio": {}}, "audio", "audio: found {}; expected nothing"),
         (CHAT, {"messages": TURNS, "response_format": {"type": "json_object"}}, "response_format", "response_format: "),
         (CHAT, {"messages": TURNS, "n": 2}, "n", "n: found 2; expected 1 at temperature 0"),
         (CHAT, {"messages": TURNS, "prompt": "a"}, "prompt", "prompt: found an unknown field; expected one of mess"),

@@ -92,7 +92,7 @@ def test_a_failed_save_costs_one_line_and_no_other_step(tmp_path, monkeypatch, s
         fail_with(errno.ENOSPC, patch)
         assert not store.save(2, tree(2.0), config=CONFIG, wait=True)
     assert said == [
-        f"warning: {tmp_path / '2'}: not saved (No space left on device); earlier checkpoints are as they were"
+        f"warning: {tmp_path / '2'}: not saved (No space left on device); earlier checkpoints are unchanged"
     ]
     assert store.save(3, tree(3.0), config=CONFIG, wait=True) and store.close()
     assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]

@@ -194,7 +194,7 @@ def test_separators_as_t5_encodes_them(separator, begun, whole, expected):
     [
         ({"row_prefixes": "ab"}, "row_prefixes"),
         ({"row_prefixes": [[3]] * 99}, "found 99 rows with prefixes; expected at most"),
-        ({"row_prefixes": [[3], []]}, "found an empty one at 1"),
+        ({"row_prefixes": [[3], []]}, "found an empty prefix at 1"),
         ({"row_prefixes": [[99]]}, "found id 99"),
         ({"row_prefixes": [[3], [4, 1, 5]]}, r'"row_prefixes": found .4, 1, 5., in which 1 ends the row'),
         ({"row_prefixes": ["date:"]}, "no tokenizer"),

@@ -144,7 +144,10 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         # no assignment
         ("grid.delay", "--set grid.delay: found no '='; expected key=value"),
         ("", "--set : found no '='; expected key=value"),
-        (r"data.delimiter=\n", r"--set data.delimiter=\n: found two characters; expected one: $'\t' is a tab in bash"),
+        (
+            r"data.delimiter=\n",
+            r"--set data.delimiter=\n: found two characters; expected one character; $'\t' is a tab in bash",
+        ),
         ("=2", "--set =2: found no key; expected key=value"),
         ("grid=2", "grid: found a section; expected one of its keys, such as grid.delay"),
         ("model=none", "model: found a section; expected one of its keys, such as model.vocab_size"),
@@ -165,7 +168,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("grid.delay=-1", "grid.delay: found -1; expected at least 0"),
         ("grid.row_names=date:", "grid.row_names: found 'date:'; expected a list of texts"),
         ('grid.row_names=["a", 1]', "grid.row_names: found ('a', 1); expected a list of texts"),
-        ('grid.row_names=["a", " "]', "grid.row_names: found an empty one; expected text in each"),
+        ('grid.row_names=["a", " "]', "grid.row_names: found an empty name"),
         ('grid.row_names=["a\\ud800"]', "grid.row_names: found ('a\\ud800',); expected valid Unicode"),
         (f"grid.row_names={json.dumps(['a'] * 99)}", "grid.row_names: found 99; expected at most grid.sub_max = "),
         ("grid.time_max=-1", "grid.time_max: found -1; expected at least 1"),

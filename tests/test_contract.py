@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "drafts without a grid": (
         broken(method={"can": frozenset({"draft"})}),
-        "Steps.cut: missing; expected it as Strategy describes it, for draft",
+        "Steps.cut: missing; expected the method that Strategy describes, for draft",
     ),
     "a list among its numbers": (
         broken(__hash__=None),
@@ -279,7 +279,7 @@ def test_missing_part_is_named(part: str) -> None:
             setattr(Old, name, lambda self, *given: np.zeros_like(given[0]))
     delattr(Old, part)
     method = type("Broken", (Uneven,), {"strategy": lambda self, ids: Old(), "can": frozenset({"stream"})})()
-    with pytest.raises(UserError, match=rf"^Old\.{part}: missing; expected it as Strategy describes it"):
+    with pytest.raises(UserError, match=rf"^Old\.{part}: missing; expected the method"):
         methods.strategy_of(method, IDS)
 
 
@@ -398,7 +398,9 @@ def test_a_layout_that_breaks_a_rule_is_one_line(parts: Any, line: str) -> None:
 def test_more_slots_than_declared_are_one_line(slots: int, line: str) -> None:
     example, tokenizer = Example("x", "the baker smiled .", ("red roses", "old lamps")), demo.DemoTask().tokenizer()
     config = dataclasses.replace(RUN, method=broken(method={"most_slots": lambda self, most: slots}))
-    with pytest.raises(UserError, match=rf"^example x: Broken\.target: {line}, as most_slots says of \d+ tokens$"):
+    with pytest.raises(
+        UserError, match=rf"^example x: Broken\.target: {line}, the result of most_slots for \d+ tokens$"
+    ):
         encode_example(example, tokenizer, config, MODEL)
     with pytest.raises(UserError, match=r"^example x: Broken\.target: found 0 slots; expected 1 to 18"):
         parts = {name: lambda x: x[:0] for name in grid.Flat._fields}

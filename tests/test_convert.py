@@ -324,9 +324,9 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert out.splitlines()[-1].startswith(f"{theirs}: ") and "no tokenizer" in err
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for argv, words in (
-        (("from-hf", source, ours), f"{ours}: found something there"),
-        (("to-hf", ours, theirs), f"{theirs}: found something there"),
-        (("from-hf", source, source / "config.json"), "found something there"),
+        (("from-hf", source, ours), f"{ours}: found an existing file"),
+        (("to-hf", ours, theirs), f"{theirs}: found an existing file"),
+        (("from-hf", source, source / "config.json"), "found an existing file"),
         (("from-hf", source, source / "config.json" / "new"), "cannot be written"),
         (("to-hf", ours, source / "config.json" / "new"), "cannot be written"),
         (("to-hf", ours, new, "--best"), "found no best/"),

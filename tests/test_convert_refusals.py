@@ -140,7 +140,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "missing tensor": (drop(WO), ("model.safetensors: ", f"{WO}: missing", "52", "51")),
     "no embedding": (drop("shared"), ("model.safetensors: ", "shared.weight: missing")),
     "extra tensor": (put("classifier.weight", ones(3)), ("model.safetensors: ", "classifier.weight: found")),
-    "bias in each block": (put(BIAS, ones(32, 3)), (f"{BIAS}: found a tensor without a place",)),
+    "bias in each block": (put(BIAS, ones(32, 3)), (f"{BIAS}: found",)),
     "shape": (put(WO, ones(16, 25)), ("model.safetensors", WO, "[16, 25]", "[16, 24]", "d_ff 24")),
     "transposed": (put(WO, ones(24, 16)), (WO, "found shape [24, 16]; expected [16, 24]")),
     "axes": (put(WO, ones(384)), (WO, "[384]", "[16, 24]")),
@@ -153,9 +153,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no tensors": (drop(""), ("model.safetensors", "0 tensors")),
     "factors of lora": (
         put("base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight", ones(2, 16)),
-        ("q.lora_A.weight: found 1 factors of LoRA; expected them merged",),
+        ("q.lora_A.weight: found 1 LoRA factors",),
     ),
-    "factors with their adapter's name": (put("decoder.q.lora_B.default.weight", ones(2, 16)), ("factors of LoRA",)),
+    "factors with their adapter's name": (put("decoder.q.lora_B.default.weight", ones(2, 16)), ("LoRA factors",)),
     "twice, once wrapped": (put(f"_orig_mod.{WO}", ones(16, 24)), (f"{WO}: found twice, as _orig_mod.{WO} and {WO}",)),
     "more than a T5, wrapped": (lambda d: prefixed(d, "model.", loss=ones(3)), (".safetensors: loss: found a tensor",)),
     "encoder alone, wrapped": (both(drop("decoder"), lambda d: prefixed(d, "module.")), ("T5EncoderModel",)),
@@ -178,11 +178,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "eos too large": (both(generation(None), setting(eos_token_id=50)), (f"source/{EOS} found 50", "vocab_size = 50")),
     "no eos in a list": (
         both(generation(None), setting(eos_token_id=[])),
-        (f"source/{EOS} found an empty list; expected one id or more",),
+        (f"source/{EOS} found an empty list",),
     ),
     "two eos in generation_config, one too large": (
         generation('{"eos_token_id": [1, 50]}'),
-        (f"generation_{EOS} found 50; expected ids from 0 on, below",),
+        (f"generation_{EOS} found 50; expected ids from 0 to below",),
     ),
     "two starts": (generation('{"decoder_start_token_id": [0, 3]}'), ("decoder_start_token_id: found [0, 3]",)),
     "eos of generation_config too large": (generation('{"eos_token_id": 50}'), (f"generation_{EOS} found 50", "= 50")),
@@ -279,7 +279,7 @@ def test_refused_in_one_line(
     "path, change, words",
     [
         ("encoder/norm/scale", None, "encoder/norm/scale: missing"),
-        ("decoder/extra", ones(3), "decoder/extra: found one too many"),
+        ("decoder/extra", ones(3), "decoder/extra: not in the config"),
         ("encoder/norm/scale", ones(3), "encoder/norm/scale: found shape [3]; expected [16]"),
         ("lm_head/kernel", ones(16, 50) * np.nan, "lm_head/kernel: found 800 values that are NaN"),
     ],

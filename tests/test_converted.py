@@ -53,7 +53,7 @@ def test_a_directory_is_converted_once(
     from_hf(there, tmp_path / "run")
     capsys.readouterr()
     records = pipejax.load(there).decode(SOURCES)
-    assert f"{there}: converting it once, into {tmp_path}/cache/models/some-t5-" in capsys.readouterr().err
+    assert f"{there}: converting once into {tmp_path}/cache/models/some-t5-" in capsys.readouterr().err
     assert records == pipejax.load(tmp_path / "run").decode(SOURCES) == pipejax.load(there).decode(SOURCES)
     assert made == [there]
     with kept_time(there / "model.safetensors"):

@@ -95,7 +95,7 @@ def test_picture_command_draws_runs_and_records(tmp_path: Path) -> None:
     record = tmp_path / "records.jsonl"
     record.write_text(json.dumps({"id": "x", "rows": ["a b"], "steps": 3}) + "\n")
     for arguments, words in (
-        ([run, str(record)], "records.jsonl: found a file beside run directories"),
+        ([run, str(record)], "records.jsonl: found a file"),
         ([str(record), str(record)], "found a second file; expected one file of records, or directories"),
         ([run, "--id", "x"], "--id: found with a run"),
         ([str(tmp_path)], "metrics.jsonl: cannot be read"),

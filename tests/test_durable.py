@@ -287,7 +287,7 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
         assert main(["verify", str(tmp_path)]) == 0
         assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["checkpoints/8", "good"]]
     replacing(monkeypatch, tmp_path / "checkpoints", times=1000)
-    with pytest.raises(UserError, match="found each step replaced while it was read"):
+    with pytest.raises(UserError, match="each step was replaced while it was read"):
         newest_of(tmp_path)
 
 
@@ -351,7 +351,7 @@ def test_a_step_whose_name_is_not_synced_is_saved_and_replaces_nothing(tmp_path,
         assert store.close()
     step, before = (4, ".replaced-4") if same else (5, "4")
     assert said == [
-        f"warning: {tmp_path / str(step)}: saved, but a loss of power may undo that ({EIO}); older steps stay"
+        f"warning: {tmp_path / str(step)}: saved, but possibly lost if the power fails ({EIO}); older steps are kept"
     ]
     assert Store(tmp_path).restore(step).items["params"]["a"][0, 0] == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([str(step), before])
@@ -366,7 +366,7 @@ def test_trouble_with_older_steps_is_no_trouble_of_a_save(tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         refuse(patch, (Path, "iterdir"), errno.EIO, lambda path: path == tmp_path)
         assert store.save(2, tree(2.0), config=CONFIG, wait=True)
-    assert said == [f"warning: {tmp_path}: cannot be listed (Input/output error); older steps stay"]
+    assert said == [f"warning: {tmp_path}: cannot be listed (Input/output error); older steps are kept"]
     with monkeypatch.context() as patch:
         refuse(patch, (Path, "glob"), errno.EIO, lambda path, *_: path == tmp_path)
         fail_with(errno.ENOSPC, patch)

@@ -210,5 +210,5 @@ def test_an_arm_compiles_with_neon_and_nothing_else(
     (command,) = commands
     assert command[0] == "native" and ("-march=native" in command) == flag
     assert not any(part.startswith(("-mavx", "-mamx", "-march=x86")) for part in command)
-    line = f"compiling a kernel for this processor: once, 20 to 60 s; it is kept in {tmp_path / 'cache'}"
+    line = f"compiling a kernel for this processor, once, in 20 to 60 s; it is stored in {tmp_path / 'cache'}"
     assert said == [line]

@@ -119,7 +119,7 @@ def test_settings_beside_plain_weights_are_reported(
         set_facts(directory, **text)
     model, params = read_hf(directory)
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"{directory}: {expected}: not followed, as the weights there are not quantised"]
+    assert said == [f"{directory}: {expected}: ignored, because the weights are not quantised"]
     same, others = read_hf(original)
     assert model == same
     flat = flatten_dict(others)

@@ -323,7 +323,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pointer": (lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"), "a git-LFS pointer"),
     "newer": (
         changed(lambda v: v.update(format=2)),
-        "format: found 2; expected 1: another version of pipejax wrote it",
+        "format: found 2; expected 1",
     ),
     "no format": (changed(lambda v: v.pop("format")), "format: found None; expected 1"),
     "no config": (changed(lambda v: v.pop("config")), "config: top level: found NoneType; expected an object"),

@@ -545,7 +545,7 @@ HERE = __name__
         ({"method": 3}, "--set: method: found 3; expected an object"),
         ([f"method={HERE}:Strict"], f"{HERE}:Strict: method.words: missing"),
         ([f"method={HERE}:Broken"], f"{HERE}:Broken: method: cannot be made (OSError: no such dictionary)"),
-        ({"method": Strict(words="x"), "method.rows": 4}, "method.rows: found 4; Strict refuses it: many rows"),
+        ({"method": Strict(words="x"), "method.rows": 4}, "method.rows: found 4; Strict rejects it: many rows"),
         ({"method.rows": 4}, "method.rows: found no method in this config"),
         ({"method": change}, "--set: method: found <function change"),
     ],
@@ -563,7 +563,7 @@ def test_class_instead_of_an_object_is_one_line(run: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(UserError, match=r"method: found <class '.*'>; expected an object"):
             call()
-    with pytest.raises(UserError, match=r"^method: found .*; expected settings of JSON"):
+    with pytest.raises(UserError, match=r"^method: found .*; expected settings"):
         config_lib.to_json(Config(method=Strict(words=b"x")))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^x: method\.name: unknown key"):
         config_lib.files._build(Strict, {"name": "x"}, "method.", "x")

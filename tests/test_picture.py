@@ -667,10 +667,10 @@ def traced(call: int, entry: Any) -> dict[str, Any]:
         (traced(0, [10**9, 2, 1, [5, 9]]), "expected a row from 0 to 0, in order"),
         (traced(1, [1, 1, 0, []]), "expected a row from 2 to 2, in order"),
         (traced(1, [2, 0, 0, [4]]), "expected a row from 0 to 1, in order"),
-        (traced(0, [0, 2, 3, [5, 6]]), "of the 4 tokens that row_ids leave"),
-        (traced(0, [0, 3, 1, [5, 9]]), "of the 4 tokens that row_ids leave"),
-        (traced(0, [0, 1, 1, [5, 9]]), "of the 4 tokens that row_ids leave"),  # no token of the model's
-        (traced(1, [0, 3, 2, [7, 1]]), "of the 2 tokens that row_ids leave"),
+        (traced(0, [0, 2, 3, [5, 6]]), "of the 4 remaining tokens of row_ids"),
+        (traced(0, [0, 3, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),
+        (traced(0, [0, 1, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),  # no token of the model's
+        (traced(1, [0, 3, 2, [7, 1]]), "of the 2 remaining tokens of row_ids"),
         (traced(0, [0, 2, 1, [9, 9]]), "expected accepted drafts that are in row_ids"),
         (traced(2, [1, 1, 0, [9]]), "trace: found 2 tokens of row 1; expected 3, as in row_ids"),
     ],

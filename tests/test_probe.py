@@ -291,7 +291,9 @@ def test_sources_that_read_alike_are_measured_and_learned(run: Path, tmp_path: P
         file.writelines(json.dumps({"source": text, "targets": "a | b"}) + "\n" for text in twins)
     work = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=100, overrides=rows)
     assert [example.source for example in work.examples] == measured
-    assert any(line.endswith("more.jsonl: 4 of 5 sources are measured, too: costs may be too low") for line in said)
+    assert any(
+        line.endswith("more.jsonl: 4 of 5 sources are measured as well, so costs may be too low") for line in said
+    )
     few = measuring.prepare(str(run / "run"), *paths, best=False, limit=None, most=4, overrides=rows)
     drawn = [lesson.encoded.source.tolist() for lesson in few.lessons]
     every = [lesson.encoded.source.tolist() for lesson in work.lessons]
@@ -451,7 +453,7 @@ def test_weights_learn_to_do_without_first(
 @pytest.mark.slow
 def test_as_many_examples_as_are_learned_from(run: Path, tmp_path: Path, said: list[str]) -> None:
     probe(run, tmp_path / "out", "--limit", "3", "--adapt", str(run / "labelled.jsonl"), "--updates", "2")
-    assert any("labelled.jsonl: 32 of 40 examples are drawn at random, to learn from" in line for line in said)
+    assert any("labelled.jsonl: 32 of 40 examples are drawn at random" in line for line in said)
 
 
 @pytest.mark.slow
@@ -479,7 +481,7 @@ def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeyp
     [
         (["--adapt", "absent.jsonl"], "--adapt absent.jsonl: no such file"),
         (["--output", "{run}/labelled.jsonl"], "--output .*: found a file; expected a directory"),
-        (["--output", "{run}"], "--output .*: found a directory with other things in it; expected a new or an empty"),
+        (["--output", "{run}"], "--output .*: found a directory"),
         (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
         (["--input", "-"], "--input -: found standard input; expected a file"),
         (["--checkpoint", "absent"], "absent: no such checkpoint directory"),
@@ -487,7 +489,7 @@ def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeyp
         (["--set", "data.targets=answers"], '.*labelled.jsonl:1: found no "answers"; expected a list of texts'),
         (["--set", "data.separator= zebra "], "data.separator: found ' zebra ', which this tokenizer does not give"),
         (["--batch-size", "0"], "argument --batch-size: found 0; expected at least 1"),
-        (["--limit", "1"], ".*labelled.jsonl: found one row in each of 1 answers; expected several in some"),
+        (["--limit", "1"], ".*labelled.jsonl: found only one row in each of 1 answers"),
     ],
 )
 def test_refusals(run: Path, tmp_path: Path, more: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def decode_flags(**changes):
         (decode_flags(checkpoint="{checkpoints}/file"), ["{checkpoints}/file: found a file; expected the directory"]),
         (decode_flags(checkpoint="{checkpoints}/empty"), ["{checkpoints}/empty: found no checkpoints/"]),
         (decode_flags(checkpoint="{checkpoints}/other"), ["{checkpoints}/other: found no checkpoints/"]),
-        (decode_flags(checkpoint="{checkpoints}/hollow"), ["hollow/checkpoints: found no good step", "--best"]),
+        (decode_flags(checkpoint="{checkpoints}/hollow"), ["hollow/checkpoints: found no intact step", "--best"]),
         (decode_flags(checkpoint="{checkpoints}/hf"), ["{checkpoints}/hf", "pipejax convert from-hf"]),
         (["--best", *decode_flags()], ["{checkpoints}/good: found no best/"]),
         (["--ouput", "x", *decode_flags()[:4]], ["--ouput: no such option (did you mean --output?)"]),
@@ -207,7 +207,7 @@ SOURCES = {
     "a list of texts": (b'{"source": ["x"]}', ['"source": found a list; expected text']),
     "empty": (b'{"source": ""}', ['"source": found an empty text']),
     "blank": (b'{"source": " \\n\\t"}', ['"source": found an empty text']),
-    "lone surrogate": (b'{"source": "ab\\ud800"}', ['"source": found half a surrogate pair at character 3']),
+    "lone surrogate": (b'{"source": "ab\\ud800"}', ['"source": found a lone surrogate at character 3']),
     "both": (b'{"source": "x", "source_ids": [3]}', ['found "source" and "source_ids"; expected one']),
     "ids a text": (b'{"source_ids": "3 4"}', ['"source_ids": found text; expected a list of whole numbers']),
     "ids null": (b'{"source_ids": null}', ['"source_ids": found null']),
@@ -315,7 +315,7 @@ def test_examples(refused, places, case, split):
 
 def test_bad_examples_alone(refused, places):
     (places["tmp"] / "in.jsonl").write_bytes(b"{\n[]\n")
-    words = ["in.jsonl: found 2 bad lines and no good one; first", "in.jsonl:1: not JSON"]
+    words = ["in.jsonl: found 2 bad lines", "in.jsonl:1: not JSON"]
     refused(train.main, *TRAIN, "w", "--skip-bad", words=words)
 
 
@@ -338,7 +338,7 @@ def test_no_examples(refused, places):
         (["from-hf", "{checkpoints}/hf", "new", "--best"], ["--best"]),
         (["to-hf", "{checkpoints}/good", "new", "more"], ["more"]),
         (["to-hf", "{checkpoints}/no", "new"], ["{checkpoints}/no: no such checkpoint directory"]),
-        (["to-hf", "{checkpoints}/good", "{tmp}/out.jsonl"], ["{tmp}/out.jsonl: found something there"]),
+        (["to-hf", "{checkpoints}/good", "{tmp}/out.jsonl"], ["{tmp}/out.jsonl: found an existing file"]),
     ],
 )
 def test_convert(refused, flags, words):

@@ -98,5 +98,7 @@ def test_a_cache_grows_to_its_largest_size_and_is_full_only_there(
     batch._encoded, batch._carry, batch._slots, batch._in_use[0] = of(64), of(0), sizes[0], True
     assert batch._run_steps(5)[2] == 5 and seen == [*sizes]
     needed = sizes[-1] + 1
-    with pytest.raises(UserError, match=f"^slots: found a cache of {sizes[-1]}, full before all examples are done"):
+    with pytest.raises(
+        UserError, match=f"^slots: found a cache of {sizes[-1]}, which is full before all examples are finished"
+    ):
         batch._run_steps(5)

@@ -314,7 +314,7 @@ def test_log_has_a_line_for_each_cause_of_compilation(
             scheduler.records(new)
         own.removeHandler(caplog.handler)
     lines = [*dict.fromkeys(record.getMessage() for record in caplog.records)]
-    assert lines == [f"compiling because of {cause}: a request waits for it, others go on" for cause in causes]
+    assert lines == [f"compiling because of {cause}; one request waits, others continue" for cause in causes]
 
 
 def test_new_combination_is_named_by_its_parts(scheduler: Served) -> None:

@@ -69,7 +69,7 @@ def test_sentinels_beyond_the_vocabulary_are_left_out(
     params = oracle.random_params(model, np.random.default_rng(0))
     huggingface.write_hf(model, params, tmp_path / "hf", files)
     huggingface.from_hf(tmp_path / "hf", tmp_path / "out")
-    assert "sentinels beyond the vocabulary of 46: left out" in capsys.readouterr().err
+    assert "sentinels beyond the vocabulary of 46, which are left out" in capsys.readouterr().err
     found = Tokenizer.load(tmp_path / "out" / "tokenizer")
     theirs = transformers.AutoTokenizer.from_pretrained(files) if case != "a vocabulary alone" else None
     theirs = theirs or transformers.T5Tokenizer.from_pretrained(files)

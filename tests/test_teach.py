@@ -22,6 +22,7 @@ from pipejax.offline import resume
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle
+from support.refusals import refuses
 from support.tiny import MODEL, change, metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -332,9 +333,9 @@ def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
         (["decode.beams=2", "decode.draft=source"], r"^decode\.draft: found source with decode\.beams = 2"),
         (
             ["data.separator= deliver deliver "],
-            r"^data\.separator: found ' deliver deliver ', at which no answer parts",
+            r"^data\.separator: found ' deliver deliver '",
         ),
-        (["decode.max_length=1"], r"^decode\.max_length: found 1, which cuts off all answers"),
+        (["decode.max_length=1"], r"^decode\.max_length: found 1"),
     ],
 )
 def test_refused_settings(given, tmp_path, overrides, message):
@@ -363,18 +364,18 @@ def test_refused_sources(given, tmp_path, content, message):
 def test_refused_places(given, taught, tmp_path, tokenizer_files):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(UserError, match="found a directory with other things in it"):
+    with refuses(tmp_path / "other"):
         run(given, tmp_path / "other")
     (tmp_path / "trained").mkdir()
     for name in (".lock", "config.json"):
         (tmp_path / "trained" / name).touch()
-    with pytest.raises(UserError, match="found a run without labels/"):
+    with refuses(tmp_path / "trained"):
         run(given, tmp_path / "trained")
-    with pytest.raises(UserError, match="taught: found a checkpoint that writes rows already"):
+    with refuses("taught"):
         lessons.teach(str(taught), str(given / "sources.jsonl"), tmp_path / "run")
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(tmp_path / "bare", TEACHER, params)
-    with pytest.raises(UserError, match="bare: found no tokenizer in it"):
+    with refuses("bare", found="no tokenizer"):
         lessons.teach(str(tmp_path / "bare"), str(given / "sources.jsonl"), tmp_path / "run")
     with pytest.raises(UserError, match=r"^--input -: found standard input"):
         teach_command.main(["--checkpoint", "x", "--input", "-", "--workdir", "y"])

@@ -192,7 +192,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "nested tuples for a storage's kind": ((one().replace(TYPE, deep()),), "a persistent id"),
     "a text for a storage's kind": ((one().replace(TYPE, b"X\x0c\0\0\0FloatStorage"),), "a persistent id"),
     "nested tuples for a storage's key": ((one(key=deep()),), "a persistent id"),
-    "metadata of nested tuples": ((one(metadata=b"}X\1\0\0\0x" + deep() + b"s"),), "'x' beside its numbers"),
+    "metadata of nested tuples": ((one(metadata=b"}X\1\0\0\0x" + deep() + b"s"),), "a tensor with 'x'"),
     "a set": ((b"\x80\4\x8f(" + deep() + b"\x90.",), "the operation EMPTY_SET"),
     "a memo of 2^32": ((b"\x80\2Nr\xff\xff\xff\xff.",), "no dict of tensors"),
     "marks in a long stack": ((b"\x80\2" + b"N" * 100_000 + b"(t" * 100_000 + b".",), "damaged file"),

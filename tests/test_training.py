@@ -39,6 +39,7 @@ from pipejax.training.dry_run import dry_run
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
 from support import tiny_run as runs
+from support.refusals import refuses
 from support.tiny import MODEL, RUN, change, metrics, untimed
 from support.tiny import RUN_ON_ONE as ON_ONE
 
@@ -415,7 +416,7 @@ def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_
 def test_a_separator_that_the_tokenizer_loses(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"data\.separator: found '\\n', which this tokenizer does not give back; expected text that it does, or",
+        match=r"data\.separator: found '\\n'",
     ):
         fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run")
 
@@ -576,7 +577,7 @@ def test_dry_run_raises_errors_of_the_run(finished, tmp_path, said):
         dry_run(change(CONFIG, train={"learning_rate": 0.5}), finished)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("x")
-    with pytest.raises(UserError, match="found a directory with other things in it"):
+    with refuses(tmp_path / "other"):
         dry_run(CONFIG, tmp_path / "other")
     with pytest.raises(UserError, match=r"data\.task"):
         dry_run(change(CONFIG, data={"task": "none"}), tmp_path / "new")

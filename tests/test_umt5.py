@@ -97,7 +97,7 @@ def test_other_module_is_named_in_one_line(caplog, monkeypatch):
         assert "Other layer by layer" in caplog.text.replace(",", "") and "changed" not in caplog.text
         monkeypatch.setattr(umt5.UMT5Encoder, "bias", lambda *given: None)
         portable(TINY.module())
-    assert "UMT5, which was changed, layer by layer" in caplog.text
+    assert "UMT5, which is modified, layer by layer" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ FALSE_SHAPES: list[Any] = [
 KINDS = (
     *_each("format", ["1", True, 1.0, 2, None, [1], ...], "format", "the number 1"),
     *_each("step", ["4", 4.0, True, None, {}, ...]),
-    *_each("step", [99, -4, 10**30], "no good step"),  # of another step: damage
+    *_each("step", [99, -4, 10**30], "no intact step"),  # of another step: damage
     *_each("arrays", [[], "params", None, 3, {}, {"../x": {}}, {"state": {}}, ...]),
     *_each("arrays.params", [[], "params", None, 3]),
     _put("arrays.params", {}, "params"),

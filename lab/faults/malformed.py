@@ -190,7 +190,7 @@ KINDS: tuple[Kind, ...] = (
     _run("other model", lambda d: None, "model.d_ff: 24 -> 25", more=("--set=model.d_ff=25",)),
     _run("a file in the way", lambda d: _replace(d, "file"), "found a file"),
     _run("other things in it", lambda d: _replace(d, "directory"), "other things"),
-    Kind("run: no good step to decode", ("found no good step",), "decode", DECODE, lambda h: _damage_all(h / "run")),
+    Kind("run: no good step to decode", ("found no intact step",), "decode", DECODE, lambda h: _damage_all(h / "run")),
     Kind("run: no checkpoint to decode", ("found no checkpoints/",), "decode", ("--checkpoint={here}", *DECODE[1:])),
     Kind(
         "source: empty file", ("in.jsonl: found no lines",), "decode", DECODE, lambda h: (h / "in.jsonl").write_text("")
@@ -400,7 +400,7 @@ KINDS: tuple[Kind, ...] = (
         "a place that is taken",
         "pipejax.convert.__main__",
         ("to-hf", "{here}/run", "{here}/hf"),
-        "found something there",
+        "found an existing file",
     ),
     _flags("nothing to verify", "pipejax.checkpoint.__main__", ("verify", "{here}/hf"), "found no checkpoints/"),
     _flags("nowhere to verify", "pipejax.checkpoint.__main__", ("verify", "{here}/no"), "no such directory"),
@@ -442,7 +442,7 @@ KINDS: tuple[Kind, ...] = (
     _source("a prefix that ends its row", b'{"source": "x", "row_prefixes": ["</s> a"]}', "ends the row"),
     _source("ids of a prefix that end its row", b'{"source": "x", "row_prefixes": [[5, 1]]}', "1 ends the row"),
     _source("a blank prefix", b'{"source": "x", "row_prefixes": [" "]}', "has no token"),
-    _source("an empty prefix", b'{"source": "x", "row_prefixes": [""]}', "found an empty one at 0"),
+    _source("an empty prefix", b'{"source": "x", "row_prefixes": [""]}', "found an empty prefix at 0"),
     _source("an id of 4,000 digits", b'{"source_ids": [' + b"9" * 4000 + b"]}", "found id 9999"),
     # Hugging Face directories.
     _fact("text for a size", "d_ff", d_ff="24"),

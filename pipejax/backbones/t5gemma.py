@@ -632,7 +632,7 @@ class T5GemmaConfig(Backbone):
             raise UserError(
                 f"{side}.layer_types",
                 found=f"{types!r:.80}",
-                expected=f"{depth}, of which each n-th is {LAYER_TYPES[1]}",
+                expected=f"{depth}, every n-th of them {LAYER_TYPES[1]}",
             )
         return stack
 
@@ -647,7 +647,7 @@ class T5GemmaConfig(Backbone):
         place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
         kind, theta, _ = read_rope(found, given["rope_theta"], place)
         if kind != "default" or found.keys() & set(LAYER_TYPES):
-            raise UserError(place, found=f"{found!r:.80}", expected="one object, of rope_type default")
+            raise UserError(place, found=f"{found!r:.80}", expected="one object with rope_type default")
         return {"rope_theta": theta, "full_rope_theta": theta}
 
     def earlier_doubts(self) -> str:
@@ -713,7 +713,7 @@ def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tupl
     if kind == "default":
         return kind, theta, 1.0
     if factor is None or found["partial_rotary_factor"] not in (None, 1):
-        raise UserError(where, found=f"{given!r:.80}", expected="a factor, and no partial_rotary_factor")
+        raise UserError(where, found=f"{given!r:.80}", expected="a factor and no partial_rotary_factor")
     return kind, theta, factor
 
 

@@ -244,7 +244,7 @@ class T5Gemma2Config(T5GemmaConfig):
         for name in [name for name in tensors if name.startswith(f"{self.prefixes['encoder']}.{TEXT}")]:
             tensors[name.replace(TEXT, "", 1)] = tensors.pop(name)
         if vision := [name for name in tensors if name.startswith(self.image_tensors)]:
-            note(f"{weights}: left out {len(vision)} tensors of the vision tower: sources are text only")
+            note(f"{weights}: left out {len(vision)} tensors of the vision tower, because sources are text only")
         for name in vision:
             del tensors[name]
         copies = [f"{self.prefixes[side]}.embed_tokens" for side in ("encoder", "decoder")]
@@ -252,7 +252,9 @@ class T5Gemma2Config(T5GemmaConfig):
             table, copy = (tensors.get(f"{name}{end}") for name in copies)
             if table and copy:
                 if not np.array_equal(table.read(), copy.read()):
-                    raise UserError(f"{copy.file}: {copy.name}", f"differs from {table.name}", expected="one table")
+                    raise UserError(
+                        f"{copy.file}: {copy.name}", f"differs from {table.name}", expected="the same table"
+                    )
                 del tensors[copy.name]
         return super().fitted(tensors, weights)
 

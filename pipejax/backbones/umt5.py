@@ -22,7 +22,9 @@ from pipejax.system.cli import note
 
 Array = jax.Array
 KEYS: Keys = t5_config.MT5_KEYS | {"tie_word_embeddings": Key(bool, True, null=True)}  # the keys of config.json
-IN_TRANSFORMERS_5 = "transformers 5 multiplies by d_model**-0.5 before it: the same tokens, other log-probabilities"
+IN_TRANSFORMERS_5 = (
+    "transformers 5 multiplies by d_model**-0.5 before it; the tokens are the same, log-probabilities differ"
+)
 
 
 class UMT5EncoderLayer(t5.EncoderLayer):

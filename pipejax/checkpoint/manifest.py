@@ -141,7 +141,7 @@ def _check_arrays(where: str, arrays: object) -> None:
     for path, entry in arrays.items():
         above = {path[:i] for i, letter in enumerate(path) if letter == "/"}
         if not _PATH.fullmatch(path) or above & arrays.keys():
-            raise UserError(where, found=f"the path {path!r}", expected="names with / between them, each once")
+            raise UserError(where, found=f"the path {path!r}", expected="different names, separated by /")
         good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
         if not (good and isinstance(entry[1], list) and all(map(_is_whole_number, [*entry[1], *entry[2:]]))):
             raise UserError(
@@ -208,7 +208,7 @@ def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -
         raise UserError(
             f"{place}: {name}",
             problem,
-            expected="what this program would save",
+            expected="what this version would save",
             hint=f"it was saved with {', '.join((f'{k} {v}' for k, v in manifest['versions'].items()))}",
         )
 

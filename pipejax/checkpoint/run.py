@@ -46,7 +46,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
     if (found := look(directory)) == "file":
         raise UserError(directory, found="a file", expected="the directory of a checkpoint or a run")
     if found != "directory":
-        hint = "" if directory.parent.is_dir() else "pipejax convert from-hf fetches a model of the hub"
+        hint = "" if directory.parent.is_dir() else ("pipejax convert from-hf downloads a model from the hub")
         raise UserError(directory, "no such checkpoint directory", hint=hint)
     if look(directory / kind) != "directory":
         if best and (directory / "checkpoints").is_dir():
@@ -58,14 +58,14 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
         )
         for above in absolute(directory).parents[:2]:
             if (above / "checkpoints").is_dir() and (above / "config.json").is_file():
-                hint = f"it is a part of {above}: give that directory, and --best for its best step"
+                hint = f"it is part of {above}: pass that directory, and --best for its best step"
         raise UserError(directory, found=f"no {kind}/", expected="a checkpoint or run directory", hint=hint)
     restored = Store(directory / kind).newest(None)
     if restored is None:
-        hint = "--best takes the best one" if not best and (directory / "best").is_dir() else ""
-        raise UserError(directory / kind, found="no good step", expected="at least one", hint=hint)
+        hint = "--best selects the best step" if not best and (directory / "best").is_dir() else ""
+        raise UserError(directory / kind, found="no intact step", expected="at least one", hint=hint)
     if restored.config.model is None:
-        raise UserError(restored.path, found="no model in its config", expected="the architecture")
+        raise UserError(restored.path, found="a config without a model", expected="the architecture of the model")
     report_conversion(restored)
     params = restored.items["params"] if packed else quantization.dequantize(restored.items["params"])
     return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params)})
@@ -158,4 +158,6 @@ def save_params(
 def require_free(directory: Path) -> None:
     """Raises a UserError unless the path is absent or an empty directory, so that nothing is overwritten."""
     if look(directory) and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(directory, found="something there", expected="a new or an empty directory")
+        raise UserError(
+            directory, found="an existing file or a directory with files", expected="a new or empty directory"
+        )

@@ -71,7 +71,9 @@ class Steps:
         try:
             sync(self.directory)
         except OSError as error:
-            logger.warning(f"{named}: saved, but a loss of power may undo that ({error.strerror}); older steps stay")
+            logger.warning(
+                f"{named}: saved, but possibly lost if the power fails ({error.strerror}); older steps are kept"
+            )
         else:
             self.retire(step)
 
@@ -83,7 +85,7 @@ class Steps:
         try:
             others = [step for step in self.all() if step != newest] if self.keep else []
         except OSError as error:
-            logger.warning(f"{self.directory}: cannot be listed ({error.strerror}); older steps stay")
+            logger.warning(f"{self.directory}: cannot be listed ({error.strerror}); older steps are kept")
             return
         for step in others[(self.keep or 1) - 1 :]:
             if self.keep_every and step % self.keep_every == 0:

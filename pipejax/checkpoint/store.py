@@ -303,7 +303,9 @@ class Store:
                 return self._first_good(read, set_aside=set_aside)
             except Replaced:  # a training run has committed a newer step meanwhile
                 continue
-        raise UserError(self.directory, found="each step replaced while it was read", expected="fewer saves a minute")
+        raise UserError(
+            self.directory, found="that each step was replaced while it was read", expected="less frequent saves"
+        )
 
     def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
         """Returns the newest step for which `read` does not raise Damaged; logs each damaged step."""
@@ -318,7 +320,7 @@ class Store:
                 logger.warning(f"{path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'passed over'}")
                 continue
             if damaged and not set_aside:
-                logger.info(f"{path}: the newest good step, used instead")
+                logger.info(f"{path}: used instead, as the newest intact step")
             return found
         return None
 
@@ -371,15 +373,13 @@ class Store:
                     raise UserError(
                         self.directory / str(step),
                         f"was saved, but cannot be read back ({damage})",
-                        expected="a file system that returns what was written",
+                        expected="a file system that returns the written data",
                     ) from damage
 
     def _log_failure(self, step: int, error: Exception) -> None:
         """Logs the reason of a failed save and removes its files."""
         self.why_not = reason_of(error)
-        logger.warning(
-            f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are as they were"
-        )
+        logger.warning(f"{self.directory / str(step)}: not saved ({self.why_not}); earlier checkpoints are unchanged")
         if distributed.first():
             self._steps.sweep()
 

@@ -148,7 +148,9 @@ def assignments(overrides: Overrides, where: str) -> list[Assignment]:
         if not SETTINGS.get(key, {}).get("keeps_spaces"):
             text = text.strip()
         elif key.endswith("delimiter") and text in (r"\n", r"\t"):
-            raise UserError(f"{where} {assignment}", found="two characters", expected="one: $'\\t' is a tab in bash")
+            raise UserError(
+                f"{where} {assignment}", found="two characters", expected="one character; $'\\t' is a tab in bash"
+            )
         if not (key and equals):
             raise UserError(
                 f"{where} {assignment}", found=f"no {('key' if equals else repr('='))}", expected="key=value"
@@ -195,13 +197,15 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
     if kind.__module__ in ("__main__", "<run_path>"):
         raise UserError(
             key,
-            found=f"{kind.__qualname__}, a class of the file that is run",
-            expected="one of a module, from which the run can be opened again",
+            found=f"{kind.__qualname__}, a class of the script itself",
+            expected="a class of an importable module, so that the run can be opened again",
         )
     try:
         found: dict[str, Any] = strict_json.loads(json.dumps(dataclasses.asdict(value)))
     except (TypeError, ValueError) as error:
-        raise UserError(key, found=shown_value(value), expected="settings of JSON", hint=first_line(error)) from error
+        raise UserError(
+            key, found=shown_value(value), expected="settings that JSON can represent", hint=first_line(error)
+        ) from error
     return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
 
 
@@ -219,8 +223,8 @@ def made(section: dict[str, Any], key: str = "method") -> Any:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
         raise UserError(
             key,
-            found=f"{name}, by which this model was trained",
-            expected=f"its module imported: by --set {key}={name}, or in Python by {python}",
+            found=f"{name}, with which this model was trained",
+            expected=f"its module to be imported, by --set {key}={name}, or in Python by {python}",
         )
     return _of_class(name, section, key)
 
@@ -257,7 +261,7 @@ def find_class(name: str, key: str = "method") -> Any:
             expected="MODULE:CLASS",
         ) from error
     if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, OWN[key][0])):
-        raise UserError(key, found=f"{name!r}, which is none", expected=f"MODULE:CLASS of a subclass of {OWN[key][1]}")
+        raise UserError(key, found=f"{name!r}, which is not a subclass of {OWN[key][1]}", expected="MODULE:CLASS")
     return found
 
 
@@ -309,7 +313,7 @@ def backbone(overrides: Overrides) -> type[Backbone] | None:
     found: type[Backbone] | None = None
     for key, value, _ in assignments(overrides, "--set"):
         if not _names_backbone(key, value):
-            raise UserError(f"--set {key}", "cannot change here", expected="model=MODULE:CLASS, a backbone of your own")
+            raise UserError(f"--set {key}", "cannot change here", expected="model=MODULE:CLASS, a custom backbone")
         found = find_class(str(value), key)
     return found
 
@@ -406,7 +410,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
     if len(keys) > 1:
         old = made(old) if isinstance(old, dict) else old
         if old is None:
-            raise UserError(full, found=f"no {keys[0]} in this config", expected="it there to set one of its keys")
+            raise UserError(full, found=f"no {keys[0]} in this config", expected="a config with that section")
         if not dataclasses.is_dataclass(old) or isinstance(old, type):
             parent = full.removesuffix("." + ".".join(keys[1:]))
             raise UserError(full, f"{keys[0]} is no section", hint=f"did you mean {parent}?")
@@ -419,7 +423,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
         return dataclasses.replace(node, **{keys[0]: value})
     except Exception as error:  # a method's class may raise any exception
         raise UserError(
-            full, found=f"{shown_value(value)}; {type(node).__name__} refuses it: {first_line(error)}"
+            full, found=f"{shown_value(value)}; {type(node).__name__} rejects it: {first_line(error)}"
         ) from error
 
 

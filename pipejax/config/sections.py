@@ -306,9 +306,9 @@ def check(config: Config, *, where: str) -> None:
                 refuse(f"model.{key}", getattr(model, key), f"an id below model.vocab_size = {model.vocab_size}")
         for i, end in enumerate(model.other_eos_token_ids):
             if not 0 <= end < model.vocab_size:
-                refuse("model.other_eos_token_ids", end, f"ids from 0 on, below model.vocab_size = {model.vocab_size}")
+                refuse("model.other_eos_token_ids", end, f"ids from 0 to below model.vocab_size = {model.vocab_size}")
             if end in model.end_token_ids[: i + 1]:
-                refuse("model.other_eos_token_ids", f"{end} twice", "each id once, and not that of model.eos_token_id")
+                refuse("model.other_eos_token_ids", f"{end} twice", "different ids, other than model.eos_token_id")
         model.check(where)
         candidates = 1 + len(model.end_token_ids)  # per beam
         if candidates * config.decode.beams > model.vocab_size:
@@ -318,29 +318,31 @@ def check(config: Config, *, where: str) -> None:
         found = f"{places} places, time_max {grid.time_max} x sub_max {grid.sub_max}"
         refuse("grid", found, f"at most {PLACES}")
     if any(not name.strip() for name in grid.row_names):
-        refuse("grid.row_names", "an empty one", "text in each")
+        refuse("grid.row_names", "an empty one", "a text for each")
     if (names := len(grid.row_names)) > grid.sub_max:
         refuse("grid.row_names", names, f"at most grid.sub_max = {grid.sub_max}")
     if columns := data.columns:
         if not all(column.strip() for column in columns):
-            refuse("data.targets", f"an empty name in {list(columns)}", "text in each")
+            refuse("data.targets", f"an empty name in {list(columns)}", "a text for each")
         if "id" in columns or len({*columns}) < len(columns):
-            refuse("data.targets", list(columns), "each column once, and no id, by which records are known")
+            refuse("data.targets", list(columns), "different columns, and not the column id")
         if data.rows != "list":
-            refuse("data.rows", f"{data.rows} with several columns as data.targets", "list, as each column is a row")
+            refuse("data.rows", f"{data.rows} with several columns as data.targets", "list, since each column is a row")
         if names and names != len(columns):
-            refuse("grid.row_names", f"{names} with {len(columns)} columns as data.targets", "one for each, or none")
+            refuse(
+                "grid.row_names", f"{names} with {len(columns)} columns as data.targets", "one name per column, or none"
+            )
         bare = [bare_name(name) for name in grid.row_names]
         if names and bare != [*columns] and {*bare} == {*columns}:
             refuse("grid.row_names", f"another order than data.targets = {list(columns)}", "the same, or no names")
     if grid.delay == 0 and len({*grid.row_names}) < names:
-        refuse("grid.row_names", "a name twice", "others, since grid.delay = 0")
+        refuse("grid.row_names", "a name twice", "different names, since grid.delay = 0")
     if config.decode.weights == "float32" and config.decode.dtype == "bfloat16":
         refuse("decode.weights", "float32 with decode.dtype = bfloat16", "auto, bfloat16 or int8")
     if config.decode.draft == "model" and not config.decode.draft_checkpoint:
         refuse("decode.draft_checkpoint", "nothing with decode.draft = model", "the checkpoint of a small T5")
     if config.train.init_best and not config.train.init_from:
-        refuse("train.init_best", "true without train.init_from", "a run to start from")
+        refuse("train.init_best", "true without train.init_from", "train.init_from with a run")
     if config.mesh.data == 0:
         refuse("mesh.data", 0, "-1 or at least 1")
     if data.rows == "delimiter" and not data.delimiter:

@@ -11,26 +11,34 @@ from pipejax.system.cli import Parser, run
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="pipejax convert", description="T5 checkpoints, from and to Hugging Face and to fewer bytes")
+    parser = Parser(prog="pipejax convert", description="T5 checkpoints, from and to Hugging Face, and to fewer bytes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{from-hf,to-hf,quantize}")
     incoming = commands.add_parser("from-hf", help="Hugging Face directory or hub id -> checkpoint")
     incoming.add_argument("source", metavar="SRC", help="directory with config.json and weights, or a hub id")
     incoming.add_argument(
-        "--base-model", default="", metavar="NAME", help="of an adapter, or its directory; default: as the adapter says"
+        "--base-model",
+        default="",
+        metavar="NAME",
+        help="name or directory of the adapted model (default: the name in the adapter)",
     )
-    incoming.add_argument("--revision", default="", metavar="R", help="of the hub: a branch, tag or commit; or SRC@R")
+    incoming.add_argument("--revision", default="", metavar="R", help="branch, tag or commit on the hub; or SRC@R")
     outgoing = commands.add_parser("to-hf", help="checkpoint -> Hugging Face directory")
-    smaller = commands.add_parser("quantize", help="checkpoint -> checkpoint in fewer bytes, to decode with")
+    smaller = commands.add_parser("quantize", help="checkpoint -> smaller checkpoint for decoding")
     for command in (outgoing, smaller):
         command.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
-        command.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
+        command.add_argument(
+            "--best", action="store_true", help="use the step of the best evaluation instead of the newest"
+        )
     for command in (incoming, outgoing, smaller):
         command.add_overrides()
-        command.add_argument("out", metavar="OUT", help="a new or an empty directory")
-    outgoing.add_argument("--adapter", action="store_true", help="the factors of LoRA alone, as PEFT loads them")
+        command.add_argument("out", metavar="OUT", help="a new or empty directory")
+    outgoing.add_argument("--adapter", action="store_true", help="write only the LoRA factors, in PEFT's format")
     add_origin(outgoing)
     smaller.add_argument(
-        "--weights", choices=["int8", "bfloat16"], default="int8", help="what weights are rounded to (default: int8)"
+        "--weights",
+        choices=["int8", "bfloat16"],
+        default="int8",
+        help="type that weights are rounded to (default: int8)",
     )
     args = parser.parse_args(argv)
     backbone = config.backbone(args.overrides)

@@ -92,13 +92,14 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     weights, tensors = open_tensors(directory, ADAPTER)
     images = tuple(f"{PREFIX}{name}" for name in model.image_tensors)
     if left := [name for name in tensors if name.startswith(images)]:
-        note(f"{weights}: left out {len(left)} factors of the vision tower: sources are text only")
+        note(f"{weights}: left out {len(left)} factors of the vision tower, because sources are text only")
     tensors = {name: stored for name, stored in tensors.items() if not name.startswith(images)}
     if any(f"{PREFIX}{name}.lora_A.weight" in tensors for name in formerly.keys() - modules.keys()):
         modules = formerly
         note(
-            f"{weights}: its modules have names of an earlier release of transformers, which PEFT may leave out "
-            "without a warning; pipejax convert to-hf --adapter writes those of today"
+            f"{weights}: its modules have names of an earlier release of transformers, which PEFT "
+            "may leave out without a warning; pipejax convert to-hf --adapter writes the current "
+            "names"
         )
     targets = {name: target for name, target in targets.items() if name in modules}
     table, sizes, factors = model.tensors(), model.sizes(), dict[str, np.ndarray]()
@@ -116,8 +117,8 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
     if tensors or not targets:
         raise UserError(
             f"{weights}: {min(tensors)}" if tensors else weights,
-            found="a tensor without a place" if tensors else "no factors",
-            expected=f"factors of attention and feed-forward alone, {implied}",
+            found="a tensor that the config does not name" if tensors else "no factors",
+            expected=f"only factors of attention and feed-forward layers, {implied}",
         )
     return factors
 
@@ -183,11 +184,13 @@ def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
         is_plain = value in (None, "", [], {}) or value is False
         if not is_plain and key not in (*EXPECTED, *FOLLOWED, *NEUTRAL):
             raise UserError(
-                f"{file}: {key}", found=f"{value!r:.60}", expected="none: of PEFT's methods plain LoRA is known"
+                f"{file}: {key}",
+                found=f"{value!r:.60}",
+                expected="no value, since only plain LoRA of PEFT's methods is supported",
             )
     targets, excluded = facts.get("target_modules"), facts.get("exclude_modules") or []
     if not targets:
-        raise UserError(f"{file}: target_modules", found="none", expected="names of modules, or an expression")
+        raise UserError(f"{file}: target_modules", found="none", expected="module names or an expression")
     everything = isinstance(targets, str) and targets.lower() == "all-linear"
     ranks, alphas = _numbers(facts, "rank_pattern", "r", file), _numbers(facts, "alpha_pattern", "lora_alpha", file)
     given = {"target_modules": names if everything else targets, "exclude_modules": excluded}
@@ -217,7 +220,7 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
         elif isinstance(value, list) and all(isinstance(end, str) for end in value):
             found[key] = {name for name in names if any(f".{name}".endswith(f".{end}") for end in value)}
         else:
-            raise UserError(f"{file}: {key}", found=f"{value!r:.60}", expected="a list of names, or an expression")
+            raise UserError(f"{file}: {key}", found=f"{value!r:.60}", expected="a list of names or an expression")
     if not expressions:
         return found
     if (size := sum(map(len, expressions.values()))) > LONGEST:
@@ -229,8 +232,8 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
         key = max(expressions, key=lambda key: len(expressions[key]))
         raise UserError(
             f"{file}: {key}",
-            found=f"{expressions[key]!r:.60}, or another expression there, which is not matched within {SECONDS} s",
-            expected="a simpler one",
+            found=f"{expressions[key]!r:.60}, and this or another expression did not match within {SECONDS} s",
+            expected="a simpler expression",
         ) from error
     for (key, value), line in zip(expressions.items(), done.stdout.splitlines(), strict=True):
         if isinstance(own := strict_json.loads(line), str):

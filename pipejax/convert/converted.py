@@ -45,8 +45,8 @@ def find_checkpoint(source: str | Path) -> Path:
     if cache is None:
         raise UserError(
             source,
-            found="a Hugging Face model and no cache to keep its conversion in",
-            expected=f"one ({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf",
+            found="a Hugging Face model, and no cache for its conversion",
+            expected=f"a cache ({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf",
         )
     target, name = None, absolute(path).name
     if of_hub or adapters.is_adapter(path):
@@ -58,10 +58,10 @@ def find_checkpoint(source: str | Path) -> Path:
         if not compile_cache.is_writable(cache):
             raise UserError(
                 source,
-                found=f"no conversion of it in {cache}, to which this user may not write",
+                found=f"no conversion of this model in {cache}, which this user may not write to",
                 expected=f"another cache ({compile_cache.VARIABLE}=DIR), or a checkpoint: pipejax convert from-hf",
             )
-        note(f"{source}: converting it once, into {target}")
+        note(f"{source}: converting once into {target}")
         with new_directory(target) as staging:
             note(f"{source}: {from_hf(source, staging / 'checkpoint')}")
     return target / "checkpoint"

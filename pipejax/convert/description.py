@@ -114,9 +114,13 @@ UNKNOWN = ModelOrigin()
 
 def add_origin(parser: argparse.ArgumentParser) -> None:
     """Adds flags for the facts in README.md that a run does not record."""
-    parser.add_argument("--base-model", default="", metavar="NAME", help="of the hub: what the training started from")
-    parser.add_argument("--license", default="", metavar="NAME", help="for its README.md, such as apache-2.0")
-    parser.add_argument("--scores", default="", metavar="FILE", help="of `pipejax evaluate --json`, for its README.md")
+    parser.add_argument(
+        "--base-model", default="", metavar="NAME", help="hub id of the model that the training started from"
+    )
+    parser.add_argument("--license", default="", metavar="NAME", help="license for the README.md, such as apache-2.0")
+    parser.add_argument(
+        "--scores", default="", metavar="FILE", help="output of `pipejax evaluate --json`, for the README.md"
+    )
 
 
 def write_files(
@@ -207,8 +211,8 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
         raise UserError(
             f"{file}: format",
             found=f"{values.get('format')!r:.40}",
-            expected=f"{FORMAT}: another version of pipejax wrote it",
-            hint="without this file the weights alone are converted",
+            expected=f"{FORMAT}, because another version of pipejax wrote the file",
+            hint="without this file only the weights are converted",
         )
     saved = config_lib.from_saved(values.get("config"), where=f"{file}: config")
     config = dataclasses.replace(kept(saved), model=model)

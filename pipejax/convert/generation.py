@@ -196,6 +196,6 @@ def several(value: object, where: str) -> list[object]:
       UserError: the value is neither.
     """
     if isinstance(value, list) and not value:
-        raise UserError(where, found="an empty list", expected="one id or more")
+        raise UserError(where, found="an empty list", expected="at least one id")
     found = value if isinstance(value, list) else [value]
     return [x for i, x in enumerate(found) if (type(x), x) not in ((type(y), y) for y in found[:i])]

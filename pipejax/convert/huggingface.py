@@ -76,7 +76,7 @@ def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
             raise UserError(problem=f"{error}; {quantization}: quantised weights are not read", hint=advice) from error
         raise
     if quantization:
-        note(f"{directory}: {quantization}: not followed, as the weights there are not quantised")
+        note(f"{directory}: {quantization}: ignored, because the weights are not quantised")
     return found
 
 
@@ -135,7 +135,7 @@ def _config_facts(model: Backbone) -> dict[str, object]:
         raise UserError(
             f"model: {kind.__name__}.model_types",
             found=f"{kind.model_types}, and {name!r} for config.json",
-            expected="a name of its own, first of them: of another's, transformers would compute that one",
+            expected="a new name first in the list, since transformers computes a known name as that model",
         )
     return facts
 
@@ -176,7 +176,10 @@ def _write_directory(
                 for line in description.write_files(staging, out.name, run, tokenizer=tokenizer, origin=origin):
                     note(f"{out.name}: {line}")
         if "use_cache" in files.get(generation.FILE, {}):
-            note(f"{out.name}/{generation.FILE}: without a cache: transformers' would be too small for this decoder")
+            note(
+                f"{out.name}/{generation.FILE}: without a cache, because the cache of "
+                "transformers is too small for this decoder"
+            )
     except (OSError, SafetensorError) as error:
         raise UserError(out, f"cannot be written ({first_line(error)})") from error
 
@@ -203,10 +206,10 @@ def from_hf(
     given = directory = locate(str(source))
     if is_adapter := adapters.is_adapter(given):
         base_model = base_model or adapters.base_of(given)
-        note(f"{given}: a LoRA adapter, put beside the weights of {base_model}")
+        note(f"{given}: a LoRA adapter, added to the weights of {base_model}")
         directory = locate(base_model)
     elif base_model:
-        raise UserError(given, found=f"no {adapters.CONFIG}", expected="an adapter beside --base-model")
+        raise UserError(given, found=f"no {adapters.CONFIG}", expected="an adapter with --base-model")
     model, files = _read_architecture(directory, backbone)
     with tempfile.TemporaryDirectory() as scratch:
         own = given if _copy_tokenizer(given, Path(scratch) / "tokenizer") else directory
@@ -264,9 +267,7 @@ def to_hf(
         )
     else:
         if narrow := {dtype for dtype, *_ in restored.arrays["params"].values()} - {"float32"}:
-            note(
-                f"{checkpoint}: its weights are {' and '.join(sorted(narrow))}; the same numbers are written in float32"
-            )
+            note(f"{checkpoint}: its weights are {' and '.join(sorted(narrow))}; they are written in float32")
         write_hf(model, params, out, files, run=restored.config, origin=origin)
     return _size_in_words(params)
 
@@ -277,12 +278,12 @@ def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: typ
     A base that is not a local directory is not compared, which is logged.
     """
     if look(base_model) != "directory":
-        note(f"{base_model}: not compared with the weights of the run, as it is no directory")
+        note(f"{base_model}: not compared with the weights of the run, because it is not a directory")
         return
     for path, array in flatten_dict(read_hf(base_model, backbone)[1], sep="/").items():
         if not np.array_equal(array, params.get(path, ())):
             raise UserError(
-                f"{base_model}: {path}", found="other numbers than in the run", expected="the adapted model"
+                f"{base_model}: {path}", found="weights that differ from the run", expected="the adapted model"
             )
 
 
@@ -340,7 +341,7 @@ def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
             facts = _without_sentinels(read_json(copied / name) if look(copied / name) else {})
             facts |= {"extra_ids": 0} if name == "tokenizer_config.json" else {}
             (copied / name).write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
-    note(f"{own}: its tokenizer has {len(beyond)} sentinels beyond the vocabulary of {most}: left out")
+    note(f"{own}: its tokenizer has {len(beyond)} sentinels beyond the vocabulary of {most}, which are left out")
     return Tokenizer.load(copied, copy_of=own)
 
 
@@ -374,9 +375,12 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
     check_special_ids(tokenizer, model, f"{files['eos_token_id']}: eos_token_id", name)
     warn_of_start(tokenizer, model, f"{files['decoder_start_token_id']}: decoder_start_token_id", name)
     if tokenizer.keeps_ends:
-        note(f"{directory}: truncation_side: found left; not followed: sources are cut at their end (data.max_source)")
+        note(
+            f"{directory}: truncation_side: found left; ignored, because sources are truncated at "
+            "the end (data.max_source)"
+        )
     if size < most * 0.9:
-        note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}: what else is written is no text")
+        note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}; the other ids are not text")
 
 
 def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Any, dict[str, Path]]:
@@ -388,7 +392,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
         below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
         found = "a LoRA adapter, which has no weights of its own" if adapters.is_adapter(directory) else found
-        raise UserError(directory, found=found, expected="a directory as transformers saves a T5")
+        raise UserError(directory, found=found, expected="a directory that transformers saved with a T5")
     facts = read_json(file)
     kind = facts.get("model_type")
     if kind is not None and kind not in (known := backbone.model_types if backbone else (*BACKBONES,)):
@@ -419,7 +423,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
         values |= {"eos_token_id": eos} | ({"other_eos_token_ids": (*others,)} if others else {})
     if "decoder_start_token_id" not in values:
         values["decoder_start_token_id"] = values.get("pad_token_id", 0)
-        note(f"{file}: lacks decoder_start_token_id; rows begin with pad_token_id, as those of every T5 of Google's")
+        note(f"{file}: lacks decoder_start_token_id; rows begin with pad_token_id, as in every T5 by Google")
     model = backbone(**values)
     try:
         check(Config(model=model), where="")
@@ -436,8 +440,8 @@ def _to_tensors(model: Backbone, flat: Mapping[str, np.ndarray]) -> dict[str, np
     names_of_decoder(model)
     table = model.tensors()
     for path in sorted(flat.keys() ^ table.keys()):
-        problem = "missing" if path in table else "found one too many"
-        raise UserError(f"parameters: {path}", problem, expected=f"the {len(table)} that the config implies")
+        problem = "missing" if path in table else "not in the config"
+        raise UserError(f"parameters: {path}", problem, expected=f"the {len(table)} parameters that the config implies")
     tensors = {}
     for path, (name, axes) in table.items():
         array = np.asarray(flat[path], dtype=np.float32)
@@ -473,7 +477,11 @@ def locate(source: str, *, at_once: bool = False) -> Path:
             return directory
         except Exception as error:  # the hub client and its HTTP libraries raise many kinds of exceptions
             reason = hub.reason(error)
-    raise UserError(source, found=f"neither a directory nor a reachable hub id ({reason})", expected="either")
+    raise UserError(
+        source,
+        found=f"neither a directory nor a reachable hub id ({reason})",
+        expected="a directory or a hub id",
+    )
 
 
 def _copy_tokenizer(source: Path, target: Path) -> Path | None:

@@ -87,7 +87,7 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
             tensors = opener(file)
             for name, stored in tensors.items():
                 if not name.isprintable() or len(name) > LONGEST:
-                    raise UserError(stored.file, found=f"the name {name!r:.60}", expected="printable ones")
+                    raise UserError(stored.file, found=f"the name {name!r:.60}", expected="printable characters")
                 if stored.dtype not in DTYPES:
                     raise UserError(
                         f"{stored.file}: {name}", found=f"dtype {stored.dtype}", expected=f"one of {', '.join(DTYPES)}"
@@ -190,7 +190,7 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
         require_own(file)
         stored = opener(file)
         for name in sorted(stored.keys() ^ listed):
-            problem = "found, but not" if name in stored else "missing; expected it, as it is"
+            problem = "found, but not" if name in stored else "missing; expected it, since it is"
             raise UserError(f"{file}: {name}", f"{problem} listed for this file in {index.name}")
         tensors |= stored
     return tensors
@@ -204,7 +204,9 @@ def _shards_of(index: Path) -> dict[str, str]:
         )
     for shard in dict.fromkeys(places.values()):
         if shard in ("", ".", "..") or os.path.basename(shard) != shard or not shard.isprintable():
-            raise UserError(f"{index}: weight_map", found=f"{shard!r:.60}", expected="a file name, beside the index")
+            raise UserError(
+                f"{index}: weight_map", found=f"{shard!r:.60}", expected="a file name in the directory of the index"
+            )
     return places
 
 

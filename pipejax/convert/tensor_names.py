@@ -24,9 +24,9 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
     if factors:
         raise UserError(
             f"{weights}: {min(factors)}",
-            found=f"{len(factors)} factors of LoRA",
-            expected="them merged into the matrices",
-            hint="merge_and_unload of peft does that",
+            found=f"{len(factors)} LoRA factors",
+            expected="factors merged into the matrices",
+            hint="use merge_and_unload of peft",
         )
     names = {name: WRAPPERS.sub("", name) for name in tensors}
     last = names_of_decoder(model)[-1:]
@@ -56,7 +56,7 @@ def names_of_decoder(model: Backbone) -> list[str]:
             raise UserError(
                 f"model: {type(model).__name__}.tensors",
                 found=f"{name} for {paths[name]} and {path}",
-                expected="two names",
+                expected="different names",
             )
     return [name for name, path in paths.items() if path.startswith("decoder/")]
 
@@ -77,6 +77,6 @@ def check_names(file: Path, model: Backbone, weights: Path, tensors: dict[str, S
     for name in sorted(tensors.keys() - names):
         raise UserError(
             f"{tensors[name].file}: {name}",
-            found="a tensor without a place",
-            expected=f"the {len(names)} that follow from config.json",
+            found="an unknown tensor",
+            expected=f"the {len(names)} that config.json implies",
         )

@@ -91,13 +91,15 @@ def open_torch_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.nd
         if content.read(4).startswith(OLD):
             raise UserError(
                 file,
-                found="a file as torch before 1.6 wrote it",
-                expected="a newer one: torch.load it and torch.save it again",
+                found="a file written by torch before 1.6",
+                expected="a newer format: load it with torch.load and save it again",
             )
     archive = zipfile.ZipFile(file)  # stays open, because tensors are read later
     members = {member.filename: member for member in archive.infolist()}
     if packed := [name for name, x in members.items() if x.compress_type != zipfile.ZIP_STORED]:
-        raise UserError(file, found=f"{packed[0]!r:.60} compressed", expected="bytes as they are, as torch.save writes")
+        raise UserError(
+            file, found=f"{packed[0]!r:.60} compressed", expected="uncompressed members, as torch.save writes"
+        )
     if sum(member.file_size for member in members.values()) > file.stat().st_size:
         raise ValueError("members that overlap")
     [index] = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -189,8 +191,8 @@ def _named(file: Path, module: object, name: object) -> Name:
     if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):
         raise UserError(
             file,
-            found=f"{f'{module}.{name}'!r:.80} in its pickle, which is no plain tensor and could run code",
-            expected="plain tensors and nothing else",
+            found=f"{f'{module}.{name}'!r:.80} in the pickle, which is not a plain tensor and could run code",
+            expected="only plain tensors",
         )
     return Name(name)
 
@@ -205,8 +207,8 @@ def _called(file: Path, name: object, given: Any) -> object:
                 keys = [key for part in (hooks, *more) if isinstance(part, dict) for key in part]
                 raise UserError(
                     file,
-                    found=f"a tensor with {', '.join(keys)!r:.60} beside its numbers",
-                    expected="plain ones, as resolve_neg() and resolve_conj() of torch make them",
+                    found=f"a tensor with {', '.join(keys)!r:.60} in addition to its numbers",
+                    expected="plain tensors, as returned by torch's resolve_neg() and resolve_conj()",
                 )
             return _rebuild_tensor(storage, offset, shape, strides)
         case "_rebuild_parameter", (Tensor() as tensor, bool(), _):

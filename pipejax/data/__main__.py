@@ -33,12 +33,14 @@ def main(argv: Sequence[str]) -> int:
     prepare.add_argument("task", metavar="TASK", help=", ".join(PAPERS))
     prepare.add_argument("--manual-dir", default="", metavar="DIR", help="directory of the publisher's files")
     prepare.add_argument("--data-dir", default="", metavar="DIR", help="directory to write to")
-    stats = commands.add_parser("stats", help="sizes, words and tokens of a task's splits, and what the bounds cut")
+    stats = commands.add_parser(
+        "stats", help="sizes, words and tokens of a task's splits, and the share that bounds truncate"
+    )
     stats.add_argument("task", metavar="TASK", help=", ".join(TASKS))
     stats.add_argument("--data-dir", default="", metavar="DIR", help="directory of prepared data sets")
-    stats.add_argument("--tokenizer", default="", metavar="DIR", help="directory or hub id; without it words only")
-    stats.add_argument("--split", choices=SPLITS, help="measure this split only")
-    stats.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
+    stats.add_argument("--tokenizer", default="", metavar="DIR", help="directory or hub id (default: count words only)")
+    stats.add_argument("--split", choices=SPLITS, help="measure only this split")
+    stats.add_argument("--skip-bad", action="store_true", help="skip bad lines, like --set data.skip_bad=true")
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.add_overrides("override a setting, such as grid.time_max=50 or data.train=train.jsonl (repeatable)")
     flags = parser.parse_args(argv)
@@ -67,10 +69,10 @@ def _stats(flags: argparse.Namespace) -> int:
         wanted = f"split {flags.split!r}" if flags.split else "split"
         files = flags.task in OWN_FILES
         expected = f"a file, as in --set data.{flags.split or 'train'}=FILE" if files else "one"
-        raise UserError("data.task", found=f"no {wanted} of {flags.task} with an example in it", expected=expected)
+        raise UserError("data.task", found=f"no {wanted} of {flags.task} with examples", expected=expected)
     tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else task.tokenizer()
     if tokenizer is None:
-        cli.note("no --tokenizer: words only")
+        cli.note("no --tokenizer: only words are counted")
     result = {}
     for split, found in examples.items():
         if split == "train" and config.data.empty_targets != "keep":  # with "keep", the table shows their number

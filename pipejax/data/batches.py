@@ -191,7 +191,7 @@ class TrainingBatches(Sequence[Batch]):
                 raise UserError(
                     "data.stream",
                     found=f"{examples.size}",
-                    expected=f"at least {self.group * self.size}, the examples that are drawn together",
+                    expected=f"at least {self.group * self.size}, the number of examples drawn together",
                     hint="train.batch_size x train.length_group",
                 )
             shuffled = grain.MapDataset.source(Shuffled(examples, self.seed))

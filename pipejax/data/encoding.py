@@ -77,9 +77,9 @@ def answered(
     found = f"{len(lost)} of {len(examples)} training examples have no answer"
     first = place_of_example(lost[0])
     if empty == "refuse":
-        raise UserError(first, found=f"no answer ({found})", expected="one, as data.empty_targets = refuse")
+        raise UserError(first, found=f"no answer ({found})", expected="an answer, because data.empty_targets = refuse")
     if empty == "skip" and not kept:
-        raise UserError("data.empty_targets", found=f"skip, but {found}", expected="some that have one")
+        raise UserError("data.empty_targets", found=f"skip, but {found}", expected="examples with an answer")
     becomes = "are left out" if empty == "skip" else "teach the model to write nothing"
     logger.info(f"{found}, such as {first}; they {becomes} (data.empty_targets = {empty})")
     return kept if empty == "skip" else examples

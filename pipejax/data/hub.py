@@ -24,7 +24,7 @@ def at(source: str | Path, revision: str) -> str:
     """
     if revision and look(source):
         raise UserError(
-            source, found=f"a path with the revision {revision}", expected="a name of the hub, which has some"
+            source, found=f"a path with the revision {revision}", expected="a hub id, since only these have revisions"
         )
     return f"{source}@{revision}" if revision else str(source)
 

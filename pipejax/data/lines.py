@@ -64,7 +64,9 @@ class BadLines:
           UserError: no line was kept.
         """
         if self.count and not kept:
-            raise UserError(self.where, found=f"{self.count} bad lines and no good one; first {self.messages[0]}")
+            raise UserError(
+                self.where, found=f"{self.count} bad lines and no good one; the first is {self.messages[0]}"
+            )
         if self.count:
             lines = "bad line" if self.count == 1 else "bad lines"
             logger.warning(f"{self.where}: {self.count} {lines} skipped, {kept} good ones kept")
@@ -105,7 +107,7 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
 
 def seems(encoding: str) -> str:
     """Returns a hint, for a message, that the file is in another encoding."""
-    return f"it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts a file that is so throughout"
+    return f"it seems to be {encoding}: `iconv -f {encoding} -t UTF-8` converts the file if all of it has this encoding"
 
 
 def _single_bytes(line: bytes) -> str:
@@ -160,7 +162,7 @@ def read_array(data: bytes, where: str) -> Iterator[Placed]:
         yield place, value
         following = re.compile(r"\s*(,\s*|(?=\]))").match(text, at)
         if following is None:
-            raise UserError(place, found="no comma or ] after it", expected="the array to go on or to end")
+            raise UserError(place, found="no comma or ] after the record", expected="the array to continue or end")
         at = following.end()
     if head[1] is None and (rest := text[at + 1 :].strip()):
         raise UserError(where, found=f"{rest[:20]!r} after the array", expected="nothing")
@@ -250,7 +252,7 @@ def _check_unicode(text: str, key: str, place: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f'{place}: "{key}"', found=f"half a surrogate pair at character {error.start + 1}", expected="valid Unicode"
+            f'{place}: "{key}"', found=f"a lone surrogate at character {error.start + 1}", expected="valid Unicode"
         ) from error
     return text
 

@@ -129,10 +129,12 @@ class FilesTask(Task):
         """
         config, path = self.config, self.config.train
         if config.split:
-            raise UserError("data.split", found=f"{config.split!r} and data.stream", expected="files that are parted")
+            raise UserError(
+                "data.split", found=f"{config.split!r} and data.stream", expected="separate files for the splits"
+            )
         if config.empty_targets != "keep":
             raise UserError(
-                "data.empty_targets", found=f"{config.empty_targets!r}", expected="keep, as data.stream is set"
+                "data.empty_targets", found=f"{config.empty_targets!r}", expected="keep, because data.stream is set"
             )
         bad, files, size = BadLines(path, skip=config.skip_bad), files_of(path), config.stream
         require_fields((*self.fields, *self._targets), (value for _, value in self._records(files, bad)), path)
@@ -191,7 +193,7 @@ class FilesTask(Task):
             require_fields((*self.fields, *self._targets), [fields], where)
         between = self.config.delimiter
         if self.config.rows == "delimiter" and len(examples) >= MANY and not any(len(e.targets) > 1 for e in examples):
-            logger.info(f"{where}: data.delimiter {between!r} parts none of {len(examples)} targets: each is one row")
+            logger.info(f"{where}: data.delimiter {between!r} splits none of {len(examples)} targets: each is one row")
         return examples
 
     def _split_examples(self, examples: Sequence[Example]) -> dict[str, list[Example]]:
@@ -209,8 +211,8 @@ class FilesTask(Task):
             f"{len(parts[name])} {name}" for name, share in zip(SPLITS, self._shares, strict=True) if share
         )
         twice = sum(count for count in Counter(normalized(e.source) for e in examples).values() if count > 1)
-        shared = f"; {twice} have the source of another, in the same part" if twice else ""
-        logger.info(f"{self.config.train}: {len(examples)} examples, parted by data.split: {counts}{shared}")
+        shared = f"; {twice} have the same source as another example, and are in the same part" if twice else ""
+        logger.info(f"{self.config.train}: {len(examples)} examples, divided by data.split: {counts}{shared}")
         return parts
 
 
@@ -232,7 +234,7 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
         raise UserError(
             where,
             found=f'no "{lacking[0]}" in any record',
-            expected="it in some",
+            expected="the field in some records",
             hint=f"{there}; {hint}" if hint else there,
         )
 
@@ -273,7 +275,7 @@ def _rows_reader(config: DataConfig, row_names: Sequence[str]) -> Callable[[Obje
     if config.rows == "list":
         if config.task == "csv":
             raise UserError(
-                "data.rows", found="'list'", expected="delimiter or sentences, as a column of CSV holds text"
+                "data.rows", found="'list'", expected="delimiter or sentences, because a CSV column contains text"
             )
         return lambda value, place: texts_of(value, key, place, hint=_other_key(key, map(str, value)))
     part = sentences if config.rows == "sentences" else lambda text: split_rows(text, config.delimiter)
@@ -304,7 +306,7 @@ def _text_of_cell(value: object, key: str, place: str) -> str:
         items = [_text_of_cell(item, f"{key}[{i}]", place) for i, item in enumerate(value)]
         if any(not item or "," in item for item in items):
             found = shown_value(list(value))
-            raise UserError(f'{place}: "{key}"', found=found, expected="items that are not blank and hold no comma")
+            raise UserError(f'{place}: "{key}"', found=found, expected="items that are not blank and have no comma")
         return ", ".join(items)
     if isinstance(value, bool):
         return str(value).lower()
@@ -334,7 +336,7 @@ def _shares(config: DataConfig) -> tuple[float, ...]:
         raise UserError(
             "data.split",
             found=f"{config.split!r}",
-            expected="the shares of train, dev and test, which make 1: 0.8,0.1,0.1",
+            expected="the shares of train, dev and test, which sum to 1, such as 0.8,0.1,0.1",
         )
     for name, share in zip(SPLITS, shares, strict=True):
         if name != "train" and share and getattr(config, name):
@@ -342,6 +344,6 @@ def _shares(config: DataConfig) -> tuple[float, ...]:
                 "data.split",
                 found=f"{config.split!r} and a file as data.{name}",
                 expected="one of them",
-                hint="--set data.split= takes the parts away",
+                hint="--set data.split= turns the splitting off",
             )
     return shares

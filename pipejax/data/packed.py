@@ -68,7 +68,7 @@ def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
         # An error of the disk, not of the data.
         if not name or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise UserError(where, f"damaged {name} data ({error})", expected="a whole file") from error
+        raise UserError(where, f"damaged {name} data ({error})", expected="a complete file") from error
 
 
 def _zstd() -> types.ModuleType | None:

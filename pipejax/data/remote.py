@@ -38,7 +38,7 @@ def files_of(path: str) -> list[str]:
         return [path]
     found = _list(pattern, path) if "://" in pattern else sorted(glob.glob(pattern))
     if not found:
-        raise UserError(path, found="no files", expected="some of that name")
+        raise UserError(path, found="no files", expected="matching files")
     return found
 
 
@@ -51,7 +51,7 @@ def open_remote(url: str, expected: str) -> BinaryIO:
     system, name = _system_of(url)
 
     def broken(error: Exception) -> UserError:
-        return UserError(url, f"cannot be read on ({described_error(error)})")
+        return UserError(url, f"cannot be read further ({described_error(error)})")
 
     try:
         return cast(BinaryIO, io.BufferedReader(Guarded(system.open(name, "rb"), broken, system)))
@@ -102,7 +102,7 @@ def _pattern_of(path: str) -> str:
     """Returns the URL pattern of the Parquet files that the hub makes of every public data set, for one split."""
     named = _DATA_SET.fullmatch(path)
     if named is None:
-        raise UserError(path, found="no data set of the hub", expected="hub:OWNER/NAME[SPLIT]")
+        raise UserError(path, found="no name of a data set on the hub", expected="hub:OWNER/NAME[SPLIT]")
     owner, split = named[1], named[3] or ""
     root = f"hf://datasets/{owner}@refs/convert/parquet"
     parts = [found.rpartition("/")[2] for found in _list(f"{root}/*", path)]

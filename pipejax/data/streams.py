@@ -22,7 +22,7 @@ class Stream(PreparedExamples):
     def __init__(self, files: Sequence[str], read: Read, size: int) -> None:
         self.files, self.read, self.size = list(files), read, size
         super().__init__(next(filter(None, read(self.files)), []), lambda i, example: example)
-        logger.info(f"data.train: {len(self.files)} files are read as they are needed, {size} examples at a time")
+        logger.info(f"data.train: {len(self.files)} files are read as needed, {size} examples at a time")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Shuffled:
         if self._kept and number < self._kept[0][0]:
             self._go_to(number)
         if number >= self._end + 2 * self.stream.size:
-            logger.info(f"data.train: reading on to example {number}")
+            logger.info(f"data.train: skipping to example {number}")
         while number >= self._end:
             if self._count and number // self._count > self._pass and number >= self._end + self.stream.size:
                 self._go_to(number)
@@ -85,7 +85,7 @@ class Shuffled:
         except UserError:
             raise
         except Exception as error:  # a broken connection may raise any exception
-            raise UserError("data.train", f"cannot be read on ({described_error(error)})") from error
+            raise UserError("data.train", f"cannot be read further ({described_error(error)})") from error
         if examples is None:
             found = self._end - self._pass * (self._count or 0)
             if self._count not in (None, found):

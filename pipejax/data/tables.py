@@ -228,8 +228,8 @@ class TextTable:
             if lost:
                 cells = LostRows(
                     f"{self.where}:{lost[0]}",
-                    found=f"a quote that encloses what look like rows{_span(*lost)}",
-                    expected="one that ends in its row",
+                    found=f"a quoted cell that seems to contain rows{_span(*lost)}",
+                    expected="a cell that ends in its row",
                     hint="data.csv_quotes: letters reads quotes as text, quote accepts the cell",
                 )
             elif broken and not isinstance(cells, _Lost):
@@ -271,7 +271,7 @@ class TextTable:
             elif cells:
                 found = f"{len(cells)} columns{_span(number, number + count)}"
                 is_quoted = self.letters and any(cell.startswith('"') for cell in cells)
-                more = "; quotes are text here, unless data.csv_quotes = quote" if is_quoted else ""
+                more = "; quotes are read as text, unless data.csv_quotes = quote" if is_quoted else ""
                 bad(UserError(place, found=found, expected=f"{len(self.names)} ({listed(self.names)}){more}"))
 
 

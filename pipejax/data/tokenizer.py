@@ -362,29 +362,28 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
     if tokenizer.eos is not None and tokenizer.eos not in ends and not trained:
         own = f"{tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text"
         if len(ends) == 1:
-            raise UserError(place, found=f"{found(ends[0])}, where {own}", expected="one eos in both")
+            raise UserError(place, found=f"{found(ends[0])}, where {own}", expected="the same end token in both")
         raise UserError(
             place, found=", ".join(map(str, ends)), expected=f"{tokenizer.eos} among them, since {own} in {name}"
         )
     for end in ends:
         if tokenizer.is_word(end):
-            raise UserError(
-                place, found=found(end), expected="an id that stands for no text, as it ends sources and rows"
-            )
+            raise UserError(place, found=found(end), expected="an id without text, since it ends sources and rows")
         if not tokenizer.unknown_is(end):
             continue
         if tokenizer.unknown == end:
             raise UserError(
                 place,
-                found=f"{found(end)}, and stands for all that it lacks",
-                expected="an id that ends a text and means no more",
+                found=f"{found(end)}, which is also its unknown token",
+                expected="an end token that is not the unknown token",
             )
         unknown = (
             "none" if tokenizer.unknown is None else f"{tokenizer.piece(tokenizer.unknown)!r} = {tokenizer.unknown}"
         )
         logger.warning(
-            f"{place}: found {found(end)}, and by its vocabulary also stands for unknown characters, although "
-            f"unk_token is {unknown}; followed: an unknown character ends a source, and is left out of rows"
+            f"{place}: found {found(end)}, and by its vocabulary also stands for unknown "
+            f"characters, although unk_token is {unknown}; it is used: an unknown character ends a "
+            "source, and is left out of rows"
         )
 
 
@@ -414,8 +413,8 @@ def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) 
     start = model.decoder_start_token_id
     if start != tokenizer.eos and (tokenizer.is_word(start) or start == tokenizer.unknown):
         logger.warning(
-            f"{place}: found {start}, which is {tokenizer.piece(start)!r} in {name}; followed: rows begin with it, and "
-            "that is right only if the weights were trained so"
+            f"{place}: found {start}, which is {tokenizer.piece(start)!r} in {name}; it is used: "
+            "rows begin with it, which is correct only if the weights were trained with it"
         )
 
 
@@ -443,8 +442,8 @@ def check_digests(directory: Path, expected: dict[str, str]) -> None:
             raise UserError(
                 directory / name,
                 found=problem,
-                expected=f"{wanted}: ids depend on it",
-                hint="put back what was there, or begin another run with "
+                expected=f"{wanted}: token ids depend on this file",
+                hint="restore the file, or start another run with "
                 f"train.init_from={directory.parent} and data.tokenizer",
             )
 
@@ -487,7 +486,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     except tokenizer_file.Unsuited as unsuited:
         if "transformers" not in sys.modules:  # else it is already imported and takes no time
             logger.info(
-                f"{named}: transformers is imported to read the tokenizer, which takes seconds, since {unsuited}"
+                f"{named}: transformers is imported to read the tokenizer, which takes seconds, because {unsuited}"
             )
     except strict_json.DuplicateKey as error:
         raise UserError(named / "tokenizer.json", found=error.found, expected=error.expected) from error
@@ -506,7 +505,9 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
     except Exception as error:  # the libraries raise exceptions of many kinds for a bad file
         reason = _damage(directory) or described_error(error).replace(str(directory), str(named))
         raise UserError(
-            named, found=f"tokenizer files that cannot be read ({reason})", expected="those of a transformers tokenizer"
+            named,
+            found=f"tokenizer files that cannot be read ({reason})",
+            expected="the files of a transformers tokenizer",
         ) from error
     # Without the vocabulary file, transformers makes a tokenizer with a few pieces and reports no error.
     needed = list(type(inner).vocab_files_names.values())

@@ -100,7 +100,7 @@ def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
         raise UserError(
             f"{type(inner).__name__}.{own[0]}",
             f"drafts follow {kinds[followed].__name__}.{own[0]} instead",
-            expected="no drafts, or an `on_grid` of its own with the same answers",
+            expected="no drafts, or an `on_grid` method with the same answers",
         )
     grid = cast(GridStrategy, inner.on_grid)
     return grid.replace(drafts=dataclasses.replace(drafts, names=None if grid is inner else inner))

@@ -73,7 +73,9 @@ class Sizes:
     def full(self) -> UserError:
         """The error for a strategy that fills more slots than its `slots`."""
         return UserError(
-            "slots", found=f"a cache of {self.slots[-1]}, full before all examples are done", expected="more"
+            "slots",
+            found=f"a cache of {self.slots[-1]}, which is full before all examples are finished",
+            expected="more",
         )
 
 

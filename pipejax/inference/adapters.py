@@ -47,12 +47,14 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
         return _of_peft(place, base, tokenizer)
     restored = checkpoint.open_run(place, packed=True, apart=True)
     if restored.config.model != base.config.model:
-        raise UserError(f"{place}: model", found="another architecture", expected=f"that of {base.path.parents[1]}")
+        raise UserError(
+            f"{place}: model", found="a different architecture", expected=f"the architecture of {base.path.parents[1]}"
+        )
     _check_tokenizer(place, checkpoint.tokenizer_of(restored), tokenizer)
     flat = flatten_dict(restored.items["params"], sep="/")
     factors = {path: flat.pop(path) for path in [*flat] if lora.is_factor(path)}
     if not factors:
-        raise UserError(place, found="no factors of LoRA", expected="a run with train.lora_rank, or PEFT's directory")
+        raise UserError(place, found="no LoRA factors", expected="a run with train.lora_rank, or a PEFT directory")
     _compare(place, flat, base)
     return Adapter(factors, restored.config, {"step": restored.step, "params_fp": digest(restored.arrays["params"])})
 
@@ -76,7 +78,7 @@ def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapte
 
 def _check_tokenizer(place: Path, found: Tokenizer | None, expected: Tokenizer | None) -> None:
     if found and expected and (found.other_pieces(expected) or found.size != expected.size):
-        raise UserError(place, found="another tokenizer", expected="that of the base")
+        raise UserError(place, found="a different tokenizer", expected="the tokenizer of the base model")
 
 
 def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
@@ -87,5 +89,7 @@ def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
             return
         if not np.allclose(array, found[path], rtol=CLOSE, atol=CLOSE):
             raise UserError(
-                f"{place}: {path}", found=f"other weights than in {base.path.parents[1]}", expected="its base"
+                f"{place}: {path}",
+                found=f"weights that differ from {base.path.parents[1]}",
+                expected="the base model of the adapter",
             )

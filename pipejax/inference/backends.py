@@ -264,9 +264,10 @@ def portable(model: Module, weights: str = "auto") -> Backend:
     if is_packed(model):
         return Xla(weights)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    changed = "which was changed, " if is_packed(model, changed=True) else ""
+    changed = "which is modified, " if is_packed(model, changed=True) else ""
     logger.info(
-        f"decoding computes {kind}, {changed}layer by layer: the fast decoders know the stock T5 and UMT5 alone"
+        f"decoding computes {kind}, {changed}layer by layer, because the fast decoders support "
+        "only unmodified T5 and UMT5"
     )
     return Backend(weights)
 

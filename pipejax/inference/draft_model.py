@@ -36,7 +36,7 @@ def load(config: Config) -> DraftModel | None:
     directory = config.decode.draft_checkpoint
     if config.decode.draft != "model":
         if directory:
-            logger.warning(f"decode.draft_checkpoint: found {directory}, which only decode.draft = model reads")
+            logger.warning(f"decode.draft_checkpoint: found {directory}, which is used only with decode.draft = model")
         return None
     try:
         restored = checkpoint.open_run(directory, packed=True)
@@ -50,7 +50,7 @@ def load(config: Config) -> DraftModel | None:
             raise UserError(
                 f"decode.draft_checkpoint: {directory}",
                 found=f"a T5 with {key} = {found}",
-                expected=f"{expected}, that of the T5 for which it drafts",
+                expected=f"{expected}, as in the model that it drafts for",
             )
     return DraftModel(directory, restored.config, restored.items["params"])
 
@@ -74,7 +74,11 @@ def check(small: DraftModel | None, made: Strategy, method: Method) -> None:
     if not made.needs_draft_model:
         return
     if small is None:
-        raise UserError("decode.draft", found="a drafter that is a T5", expected="model and its checkpoint there")
+        raise UserError(
+            "decode.draft",
+            found="a drafter that is a T5",
+            expected="model, with the checkpoint in decode.draft_checkpoint",
+        )
     trained, where = methods.trained(small.config), f"decode.draft_checkpoint: {small.directory}"
     if small.config.method is None and small.config.train.objective == "none":
         return

@@ -188,9 +188,11 @@ class Generator:
         config, method = self.config.decode, self.method(strategy)
         method.require("stream")
         if config.limit != "none":
-            raise UserError("decode.limit", found=f"{config.limit}; a stream of rows expects none")
+            raise UserError("decode.limit", found=f"{config.limit}, which a stream of rows does not support")
         if source.prefixes or source.max_rows is not None:
-            raise UserError(f"source {source.id}", found="row_prefixes or max_rows; a stream of rows expects neither")
+            raise UserError(
+                f"source {source.id}", found="row_prefixes or max_rows, which a stream of rows does not support"
+            )
         return self._stream(source, method, self.make_strategy(strategy))
 
     def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:

@@ -53,7 +53,10 @@ class LazyPrograms:
         config, dtype = self._config, dtype_of(self._config)
         assert config.model is not None
         if lora.is_stacked(self._params):
-            logger.info("adapters: decoding computes layer by layer: the fast decoders know the base's weights alone")
+            logger.info(
+                "adapters: decoding computes layer by layer, because the fast decoders "
+                "support only the weights of the base model"
+            )
             backend = Backend(config.decode.weights)
         else:
             backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)

@@ -75,5 +75,7 @@ def override(saved: Config, overrides: Overrides, *, where: str) -> Config:
     config = config_lib.override(saved, overrides, where=where)
     if config.model != saved.model:
         found, expected = (config_lib.described(x.model, "model")["class"] for x in (config, saved))
-        raise UserError(f"{where}: model", found=found, expected=f"{expected}, of which the checkpoint is")
+        raise UserError(
+            f"{where}: model", found=found, expected=f"{expected}, the class that the checkpoint was trained with"
+        )
     return config

@@ -43,7 +43,7 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
     """
     value = dict(value)
     if "source" in value and "source_ids" in value:
-        raise UserError(place, found='"source" and "source_ids"', expected="one of them")
+        raise UserError(place, found='"source" and "source_ids"', expected="only one of them")
     own = value.get("id")
     name = name if own != "" and is_blank(own) else id_of(value, place)
     prefixes, max_rows = value.get("row_prefixes") or (), value.get("max_rows")
@@ -52,7 +52,7 @@ def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Con
             f'{place}: "row_prefixes"', found=f"{kind(prefixes)}", expected="a list of texts, or of lists of ids"
         )
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
-        raise UserError(f'{place}: "max_rows"', found=f"{max_rows!r}", expected="a whole number from 1 on")
+        raise UserError(f'{place}: "max_rows"', found=f"{max_rows!r}", expected="a whole number of at least 1")
     if max_rows is not None and len(prefixes) > max_rows:
         raise UserError(
             f'{place}: "row_prefixes"', found=f"{len(prefixes)}", expected=f'at most "max_rows" = {max_rows}'
@@ -109,7 +109,7 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
         if isinstance(prefix, str) and tokenizer is None:
             raise UserError(where, found="text, but the checkpoint has no tokenizer", expected="ids")
         if not prefix:
-            raise UserError(where, found=f"an empty one at {i}", expected="at least one token")
+            raise UserError(where, found=f"an empty prefix at {i}", expected="at least one token")
         if isinstance(prefix, str):
             assert tokenizer is not None
             prefix_ids(tokenizer, prefix, where, ends)
@@ -117,7 +117,7 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
         _check_ids(prefix, where, vocabulary)
         if early := [i for i in prefix if i in ends]:
             found = f"{list(prefix)}, in which {early[0]} ends the row"
-            raise UserError(where, found=found, expected="ids that begin one")
+            raise UserError(where, found=found, expected="ids that do not end a row")
     content = source.content
     if isinstance(content, str):
         if tokenizer is None:

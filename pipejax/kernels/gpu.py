@@ -107,10 +107,10 @@ def use() -> bool:
         apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
     # The compiler raises errors of many types; with any of them, decoding continues without the kernels.
     except Exception as error:
-        logger.warning(f"decoding goes without its own kernels: {str(error).partition(chr(10))[0][:200]}")
+        logger.warning(f"decoding runs without pipejax's kernels: {str(error).partition(chr(10))[0][:200]}")
         return False
     if not apart < TOLERANCE:
-        logger.warning(f"decoding goes without its own kernels: on this GPU their results are wrong by {apart:.2g}")
+        logger.warning(f"decoding runs without pipejax's kernels: on this GPU their results are wrong by {apart:.2g}")
         return False
     return True
 

@@ -143,7 +143,7 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         raise UserError(
             "decode.samples",
             found=f"{decode.samples} with decode.temperature = 0",
-            expected="a temperature above 0, since all of them would be the same",
+            expected="a temperature above 0, since all samples would be the same",
         )
     for field in dataclasses.fields(decode):
         if field.metadata.get("asks") and (found := getattr(decode, field.name)) != field.default:
@@ -221,5 +221,5 @@ def _own(config: Config) -> Method | None:
     if not isinstance(own, Method):
         raise UserError("method", found=f"{own!r}", expected="an object of a subclass of pipejax.Method")
     if own.name in ("", *STRATEGIES):
-        raise UserError("method", found=f"{type(own).__name__} with the name {own.name!r}", expected="one that is free")
+        raise UserError("method", found=f"{type(own).__name__} with the name {own.name!r}", expected="an unused name")
     return own

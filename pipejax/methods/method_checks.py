@@ -55,7 +55,7 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
     for part in sorted(parts):
         if not hasattr(made, part):
             raise UserError(
-                f"{type(made).__name__}.{part}", "missing", expected=f"it as Strategy describes it{parts[part]}"
+                f"{type(made).__name__}.{part}", "missing", expected=f"the method that Strategy describes{parts[part]}"
             )
     ordered = " and ".join(name for name, ability in able.items() if ability.by_place)
     grows = " and ".join(name for name, ability in able.items() if ability.grows)
@@ -92,7 +92,7 @@ def check_target(target: Target, method: Method, *, vocabulary: int, most: int, 
     """
     size, owner = len(target.flat.inputs), f"{where}: {type(method).__name__}.target"
     if not 0 < size <= method.most_slots(most):
-        expected = f"1 to {method.most_slots(most)}, as most_slots says of {most} tokens"
+        expected = f"1 to {method.most_slots(most)}, the result of most_slots for {most} tokens"
         raise UserError(owner, found=f"{size} slots", expected=expected)
     for part, x in zip(target.flat._fields, target.flat, strict=True):
         shape = (size, method.choices) if method.choices and part in ("targets", "weights") else (size,)

@@ -117,8 +117,9 @@ class PipelinedMethod(Method):
             raise UserError(
                 given.where,
                 found=f"{len(given.prefixes)} rows with prefixes",
-                expected=f"at most {fit}, the rows that begin under grid.sub_max={self.grid.sub_max}, "
-                f"grid.time_max={self.grid.time_max}, grid.delay={self.grid.delay}",
+                expected=f"at most {fit}, the number of rows that can start under "
+                f"grid.sub_max={self.grid.sub_max}, grid.time_max={self.grid.time_max}, "
+                f"grid.delay={self.grid.delay}",
             )
         return given
 
@@ -137,15 +138,16 @@ class NamedRows(PipelinedMethod):
             raise UserError(
                 "grid.delay",
                 found="0 without grid.row_names",
-                expected="the names of the rows, since nothing else tells rows apart that start at once",
+                expected="the names of the rows, since without them rows that start together cannot be distinguished",
             )
         fit = grid.count_rows(delay, self.grid.time_max, self.grid.sub_max)
         if names > fit:
             raise UserError(
                 "grid.row_names",
                 found=f"{names}",
-                expected=f"at most {fit}, the rows that begin under grid.sub_max = {self.grid.sub_max}, "
-                f"grid.time_max = {self.grid.time_max} and grid.delay = {delay}",
+                expected=f"at most {fit}, the number of rows that can start under grid.sub_max = "
+                f"{self.grid.sub_max}, grid.time_max = {self.grid.time_max} and "
+                f"grid.delay = {delay}",
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
@@ -157,13 +159,13 @@ class NamedRows(PipelinedMethod):
         found = [row for row in spell(rows, spells, ids.ends) if row]
         names = [prefix_ids(spells, name, "grid.row_names", ids.ends) for name in self.grid.row_names]
         if names and len(found) != len(names):
-            raise UserError(where, found=f"{len(found)} rows", expected=f"{len(names)}, as grid.row_names has")
+            raise UserError(where, found=f"{len(found)} rows", expected=f"{len(names)}, as in grid.row_names")
         for i, (row, name) in enumerate(zip(found, names, strict=False)):
             if (*row[: len(name)],) != name:  # decoding forces these tokens
                 raise UserError(
                     where,
                     found=f"row {i + 1} of {tuple(rows)}",
-                    expected=f"it to begin with the tokens of name {i + 1} in grid.row_names",
+                    expected=f"a row that begins with the tokens of name {i + 1} in grid.row_names",
                 )
         return self._laid_out(found, ids, most=most, names=[*map(len, names)])
 
@@ -178,8 +180,8 @@ class NamedRows(PipelinedMethod):
             raise UserError(
                 "grid.delay",
                 found="0 without grid.row_names",
-                expected="the names of the rows, or row_prefixes in each source, since nothing else "
-                "tells rows apart that start at once",
+                expected="the names of the rows, or row_prefixes in each source, since without "
+                "them rows that start together cannot be distinguished",
             )
         if says_nothing and names:
             self.check()
@@ -188,19 +190,19 @@ class NamedRows(PipelinedMethod):
             return super().given(given)
         # T5 has no absolute positions, so rows that see only bos would all generate the same first token.
         if not given.prefixes or (given.most or 0) > len(given.prefixes):
-            otherwise = "no max_rows, for those of grid.row_names" if names else "grid.row_names"
+            otherwise = "no max_rows, for the prefixes in grid.row_names" if names else "grid.row_names"
             raise UserError(
                 given.where,
                 found=f"grid.delay = 0, {len(given.prefixes)} row_prefixes and "
                 f"{'no' if given.most is None else given.most} max_rows",
-                expected=f"a prefix for each row, or {otherwise}, since nothing else tells rows apart "
-                "that start at once",
+                expected=f"a prefix for each row, or {otherwise}, since without them rows that "
+                "start together cannot be distinguished",
             )
         if (count := len(given.prefixes)) > self.grid.sub_max:
             raise UserError(
                 given.where,
                 found=f"{count} row_prefixes with grid.delay = 0",
-                expected=f"at most grid.sub_max = {self.grid.sub_max}, since all rows start at once",
+                expected=f"at most grid.sub_max = {self.grid.sub_max}, since all rows start together",
             )
         return given._replace(most=count)
 

@@ -67,8 +67,8 @@ class SequentialMethod(Method):
         ):
             raise UserError(
                 "data.separator",
-                found=f"{between!r}, which this tokenizer does not give back",
-                expected="text that it does, or spaces where rows need not be told apart",
+                found=f"{between!r}, which this tokenizer does not decode unchanged",
+                expected="a text that it decodes unchanged, or spaces if rows need not be distinguished",
             )
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:

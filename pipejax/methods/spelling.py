@@ -73,7 +73,9 @@ def prefix_ids(tokenizer: Spells, text: str, where: str, ends: Ends = None) -> t
     ids = _prefix_ids(tokenizer, text)
     if not ids or tokenizer.eos in ids or not ids_of_ends(ends).isdisjoint(ids):
         found = "ends the row" if ids else "has no token"
-        raise UserError(where, found=f"{text!r}, which {found} for this tokenizer", expected="text that begins one")
+        raise UserError(
+            where, found=f"{text!r}, which {found} for this tokenizer", expected="a text that can begin a row"
+        )
     return ids
 
 

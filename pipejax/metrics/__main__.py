@@ -37,8 +37,8 @@ class Documents(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax metrics", description=__doc__)
-    parser.add_argument("metric", choices=list(HEADLINES), help="the family of scores")
-    parser.add_argument("file", metavar="FILE.jsonl", help="documents with their gold and predicted rows")
+    parser.add_argument("metric", choices=list(HEADLINES), help="scores to compute")
+    parser.add_argument("file", metavar="FILE.jsonl", help="documents with gold and predicted rows")
     flags = parser.parse_args(argv)
     documents = read_documents(flags.file, flags.metric)
     progress = Progress("scoring", len(documents.gold), unit="document")

@@ -120,7 +120,7 @@ class Backbone:
 
     def like_t5(self) -> "Backbone":
         """A T5 with activations of about the same size, for memory estimates. Raises a UserError if there is none."""
-        raise UserError("model", found=type(self).__name__, expected="a T5, whose arithmetic this is")
+        raise UserError("model", found=type(self).__name__, expected="a T5, since the estimate is for a T5")
 
     def check(self, where: str) -> None:
         """Raises a UserError if fields contradict each other. The message begins with `where` and the key."""
@@ -135,11 +135,13 @@ class Backbone:
         Raises:
           UserError: a key is missing or has a wrong value; the message begins with the key.
         """
-        raise UserError("model_type", found=f"{facts.get('model_type')!r}; {cls.__name__} reads no config.json")
+        raise UserError(
+            "model_type", found=f"{facts.get('model_type')!r}, but {cls.__name__} does not read a config.json"
+        )
 
     def facts(self) -> dict[str, object]:
         """The content of a config.json for the backbone. Raises a UserError if it has no such form."""
-        raise UserError("model", found=type(self).__name__, expected="a backbone that writes a config.json")
+        raise UserError("model", found=type(self).__name__, expected="a backbone that can write a config.json")
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:
         """The backbone with those fields corrected that the tensors of a file determine better than config.json.

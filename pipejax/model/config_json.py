@@ -48,7 +48,7 @@ def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> dict[
         path = where + (given or name)
         value: Any = key.default if given is None else facts[given]
         if value is REQUIRED:
-            raise UserError(path, "missing", expected="it, as in every config.json")
+            raise UserError(path, "missing", expected="the key, as in every config.json")
         if given is not None and value is None:
             if key.null is REFUSED:
                 raise UserError(path, found="null", expected=noun(key.kind))

@@ -42,14 +42,14 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
             expected = [inputs, rank] if path.endswith(lora.A) else [rank, outputs]
             other = path[:-1] + ("b" if path.endswith(lora.A) else "a")
             if list(shape) != expected or rank not in shapes.get(other, ()):
-                raise UserError(f"{where}: {path}", found=f"shape {list(shape)}", expected="one of a pair of factors")
+                raise UserError(f"{where}: {path}", found=f"shape {list(shape)}", expected="a factor of a pair")
         elif path in scales:
             check_shape(f"{where}: {path}", tuple(shape), scales[path], model)
         elif path not in table:
             raise UserError(
                 f"{where}: {path}",
-                found="one too many",
-                expected=f"the {len(table)} that the config implies, by `tensors`",
+                "not in the config",
+                expected=f"the {len(table)} parameters of `tensors`",
             )
         else:
             check_shape(f"{where}: {path}", tuple(shape), table[path][1], model)
@@ -68,7 +68,7 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
     expected = list(sizes.values())
     if list(shape) != expected:
         named = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        raise UserError(where, found=f"shape {list(shape)}", expected=f"{expected}, as the config has {named}")
+        raise UserError(where, found=f"shape {list(shape)}", expected=f"{expected}, since the config has {named}")
 
 
 def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:

@@ -49,7 +49,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
         raise UserError(
             "mesh",
             found=f"data x fsdp x tensor = {data * rest}",
-            expected=f"devices of each of the {jax.process_count()} processes, {len(devices)} in all",
+            expected=f"devices of all {jax.process_count()} processes, {len(devices)} in all",
         )
     return jax.make_mesh(
         (data, fsdp, tensor),
@@ -77,7 +77,7 @@ def spec_of(backbone: Backbone, path: str, shape: tuple[int, ...], mesh: Mesh) -
                     for size, axis in zip(shape, spec + (None,) * len(shape), strict=False)
                 )
             )
-    raise UserError(path, found="no rule", expected=f"one in {type(backbone).__name__}.sharding")
+    raise UserError(path, found="no rule", expected=f"a rule in {type(backbone).__name__}.sharding")
 
 
 def param_shardings(backbone: Backbone, params: Tree, mesh: Mesh) -> Tree:

@@ -233,13 +233,13 @@ class T5Config(Backbone):
         for name in present[1:]:
             alias = tensors.pop(name)
             if not np.array_equal(alias.read(), tensors[present[0]].read()):
-                raise UserError(f"{alias.file}: {name}", f"differs from {present[0]}", expected="one table")
+                raise UserError(f"{alias.file}: {name}", f"differs from {present[0]}", expected="the same table")
         if present:
             tensors[SHARED[0]] = tensors.pop(present[0])
         head, _ = dataclasses.replace(self, tied_head=False).tensors().get("lm_head/kernel", (HEAD, ""))
         model = self.with_head(tied=head not in tensors)
         if model.tied_head and not model.scale_head:
-            note(f"{weights}: no {head}; the head is the shared table, unscaled, as in transformers")
+            note(f"{weights}: no {head}; the head is the shared table, without scaling, as in transformers")
         return model
 
     def with_head(self, *, tied: bool) -> Self:
@@ -263,7 +263,7 @@ class T5Config(Backbone):
             raise UserError(
                 f"{where}: feed_forward_proj",
                 found=f"{self.feed_forward}",
-                expected=f"{expected}, as {weights.name} holds {dense}",
+                expected=f"{expected}, since {weights.name} has {dense}",
             )
         own = [name for name, _ in self.tensors().values()]  # a subclass may have other names
         for stack, key in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
@@ -287,7 +287,7 @@ def _feed_forward(given: Mapping[str, Any]) -> str:
         return described
     for key, expected in named.items():
         if name in FEED_FORWARDS and found[key] != expected:
-            raise UserError(key, found=f"{found[key]!r}", expected=f"{expected!r}, as feed_forward_proj is {name}")
+            raise UserError(key, found=f"{found[key]!r}", expected=f"{expected!r}, since feed_forward_proj is {name}")
     return name
 
 

@@ -149,4 +149,8 @@ class Reader:
 
     def _check(self, block: Block, lines: Iterable[bytes]) -> None:
         if _digest_of_lines(lines) != block.digest:
-            raise UserError(f"{block.path}:{block.first}", found="other lines than at first", expected="them unchanged")
+            raise UserError(
+                f"{block.path}:{block.first}",
+                found="lines that changed after the first reading",
+                expected="an unchanged file",
+            )

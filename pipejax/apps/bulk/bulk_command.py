@@ -24,14 +24,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines, CSV (packed, too) or Parquet"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one to go on with")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_number(
-        "--workers", "processes that decode; default: one for each GPU or TPU, else one for each machine", most=2**16
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="a new directory, or the directory of an interrupted run to continue",
     )
-    parser.add_number("--block", "lines of a shard; default: 1000", most=2**31, default=1000)
-    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
-    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster; default: $RAY_ADDRESS, else none")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="decoding strategy (default: that of the training)")
+    parser.add_number(
+        "--workers", "number of decoding processes (default: one per GPU or TPU, else one per machine)", most=2**16
+    )
+    parser.add_number("--block", "lines per shard; default: 1000", most=2**31, default=1000)
+    parser.add_argument("--skip-bad", action="store_true", help="skip invalid lines, and report their number")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="address of a Ray cluster (default: $RAY_ADDRESS, else no cluster)"
+    )
     parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
     flags = parser.parse_args(argv)
 

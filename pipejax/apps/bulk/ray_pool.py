@@ -55,7 +55,7 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
         except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
             said = first_line(error)
             raise UserError(
-                problem=f"Ray gave up ({said}); what is written stays, and the same command goes on"
+                problem=f"Ray failed ({said}); the written shards are kept, and the same command resumes the work"
             ) from error
         finally:
             ray.shutdown()
@@ -88,7 +88,7 @@ class RayPool:
         self.workers = workers or (most if device else machines)
         if self.workers > most:
             raise UserError(
-                "--workers", found=f"{self.workers}", expected=f"at most {most}, the {device or 'CPU'}s there are"
+                "--workers", found=f"{self.workers}", expected=f"at most {most}, the {device or 'CPU'}s of the cluster"
             )
         self.needs: dict[str, Any] = {"num_cpus": 1}
         if device:

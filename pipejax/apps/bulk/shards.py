@@ -94,9 +94,9 @@ class Shards:
             if file.tell() > ATTEMPTS:
                 raise UserError(
                     name,
-                    found=f"{ATTEMPTS} processes that died while they decoded these lines",
+                    found=f"{ATTEMPTS} processes that died while decoding these lines",
                     expected="records",
-                    hint="too little memory? a smaller decode.batch_size or --block may do",
+                    hint="if memory is short, try a smaller decode.batch_size or --block",
                 )
 
     def write(self, name: str, text: str, skipped: Sequence[str] = ()) -> Shard:
@@ -136,8 +136,8 @@ class Output:
         if strange and not self.manifest.is_file():
             raise UserError(
                 f"--output {path}",
-                found="a directory with other things in it",
-                expected="a new or an empty one, or one that pipejax bulk has begun",
+                found="a directory with other files",
+                expected="a new or empty directory, or one of an unfinished pipejax bulk",
             )
 
     def __enter__(self) -> Self:
@@ -151,7 +151,7 @@ class Output:
         if not lock(self._lock.fileno()):
             self._lock.close()
             raise UserError(
-                f"--output {self.path}", "another pipejax bulk is at work here", expected="a directory of one's own"
+                f"--output {self.path}", "in use by another pipejax bulk process", expected="another directory"
             )
         sweep(self.shards.directory, ".*")
         sweep(self.shards.skipped, ".*")
@@ -179,7 +179,7 @@ class Output:
             shards = list[Shard](found["shards"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
-                self.manifest, found=f"no manifest of format {FORMAT}", expected="what pipejax bulk wrote"
+                self.manifest, found=f"no manifest of format {FORMAT}", expected="the manifest of a pipejax bulk"
             ) from error
         if other := first_difference(_fixed_values(work), then):
             raise UserError(f"--output {self.path}: holds other work", found=f"{other} (another --output begins anew)")
@@ -204,17 +204,17 @@ class Output:
             if path.name not in wanted:
                 raise UserError(
                     path,
-                    found="a shard of lines that the input does not have at this place",
-                    expected="the input as it was",
-                    hint="lines without a shard may change",
+                    found="a shard of lines that the input no longer has at this place",
+                    expected="the unchanged input",
+                    hint="only lines without a shard may change",
                 )
             shard = self.shards.look(path.name)
             if shard and noted.get(shard["shard"], shard) != shard:
                 raise UserError(
                     path,
                     found=f"another content than {MANIFEST} says",
-                    expected="it unchanged",
-                    hint="a shard that is removed is decoded again",
+                    expected="an unchanged shard",
+                    hint="a deleted shard is decoded again",
                 )
             if shard:
                 found[path.name] = shard

@@ -149,7 +149,9 @@ class Worker:
             generator = _open(self.work)
             if (settings := _settings(self.work, generator)) != self.work.settings:
                 raise UserError(
-                    "a worker", found=f"the settings {settings}", expected=f"{self.work.settings}, as at first"
+                    "a worker",
+                    found=f"the settings {settings}",
+                    expected=f"{self.work.settings}, as in the first process",
                 )
             self.generator = generator
         strategy, size = self.work.strategy or self.generator.default_strategy, self.generator.config.decode.batch_size
@@ -203,7 +205,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
         known = output.take_up(plan)
         done = output.written(wanted, known)
         if done:
-            logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written already")
+            logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards were already written")
         begun, before = time.monotonic(), sum(shard["records"] for shard in done.values())
         try:
             problem = _decode_missing(work, wanted, done, pool)
@@ -213,10 +215,14 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
                     done[name] = shard
             output.note(plan, [done[name] for name in wanted if name in done], complete=len(done) == len(wanted))
             if len(done) < len(wanted):
-                logger.info(f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command goes on")
+                logger.info(
+                    f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command resumes the work"
+                )
         checked(problem)
         if len(done) < len(wanted):
-            raise UserError(output.path, "stopped by a worker that died before it said why; the same command goes on")
+            raise UserError(
+                output.path, "a worker process died without reporting an error; the same command resumes the work"
+            )
         total = sum(shard["records"] for shard in done.values())
         _log_skipped(output, {name: done[name] for name in wanted}, wanted)
         rate = f"; {(total - before) / (time.monotonic() - begun):.2f} records/s" if total > before else ""
@@ -238,7 +244,7 @@ def _log_skipped(output: Output, done: Mapping[str, Shard], wanted: Mapping[str,
     bad.end(kept.total())
     for path, error in left.items():
         if not kept[path]:
-            raise UserError(path, found=f"bad lines and no good one; first {error}")
+            raise UserError(path, found=f"only bad lines, the first is {error}")
 
 
 def _cut_inputs(files: Sequence[str], block: int, described: Said) -> tuple[list[Input], list[list[Block]]]:
@@ -271,7 +277,7 @@ def _decode_missing(work: BulkWork, wanted: Mapping[str, Block], done: dict[str,
         for said in pool.map(work, lacking) if lacking else ():
             if "error" in said:
                 if not problem:
-                    progress.line("stopping: the blocks in work are decoded first")
+                    progress.line("stopping after the blocks in progress are decoded")
                 problem = problem or said
             elif said:
                 name = Path(said["shard"]).name

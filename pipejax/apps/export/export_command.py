@@ -30,18 +30,22 @@ def main(argv: Sequence[str]) -> int:
 
     parser = cli.Parser(prog="pipejax export", description=__doc__)
     parser.add_checkpoint()
-    parser.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    parser.add_argument("out", metavar="OUT", help="a new or empty directory")
     parser.add_argument(
         "--strategy",
         action="append",
         choices=STRATEGIES,
         default=[],
-        help="repeatable; default: as the checkpoint was trained",
+        help="decoding strategy (repeatable; default: that of the training)",
     )
-    parser.add_number("--batch", "sources; default: decode.batch_size", most=2**16)
-    parser.add_number("--source", "tokens of a source; default: data.max_source", least=2, most=2**20)
+    parser.add_number("--batch", "sources per call; default: decode.batch_size", most=2**16)
+    parser.add_number("--source", "maximum tokens per source; default: data.max_source", least=2, most=2**20)
     parser.add_argument(
-        "--platforms", type=platforms, default=("cpu",), metavar="LIST", help="of cpu,cuda,tpu; default: cpu"
+        "--platforms",
+        type=platforms,
+        default=("cpu",),
+        metavar="LIST",
+        help="comma-separated, of cpu,cuda,tpu; default: cpu",
     )
     parser.add_overrides("override a setting of grid or decode (repeatable)")
     flags = parser.parse_args(argv)

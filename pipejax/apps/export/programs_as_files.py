@@ -87,11 +87,13 @@ def export(
     restored = checkpoint.open_run(directory, best=best)
     config = override(restored.config, overrides, where="--set")
     if config.decode.draft == "model":
-        raise UserError("decode.draft", found="model", expected="another drafter: an export holds one T5")
+        raise UserError("decode.draft", found="model", expected="another drafter, because an export contains one model")
     for field in dataclasses.fields(config.decode):
         found = getattr(config.decode, field.name)
         if not field.metadata.get("exported") and found != field.default:
-            raise UserError(f"decode.{field.name}", found=found, expected=f"{field.default}, all that an export knows")
+            raise UserError(
+                f"decode.{field.name}", found=found, expected=f"{field.default}, the only value that an export supports"
+            )
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
     for name, method in used.items():

@@ -18,10 +18,10 @@ def main(argv: Sequence[str]) -> int:
         description="converts a run as `pipejax convert to-hf` does, and uploads it to the Hugging Face hub with --yes",
     )
     parser.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run directory")
-    parser.add_argument("name", metavar="OWNER/NAME", help="of the model on the hub; a new one is created")
-    parser.add_argument("--yes", action="store_true", help="upload; without it, the files are listed and nothing else")
-    parser.add_argument("--private", action="store_true", help="a new model is seen by its owner alone")
-    parser.add_argument("--best", action="store_true", help="the step of the best evaluation, not the newest")
+    parser.add_argument("name", metavar="OWNER/NAME", help="OWNER/NAME of the model on the hub; created if absent")
+    parser.add_argument("--yes", action="store_true", help="upload the files; without this flag they are only listed")
+    parser.add_argument("--private", action="store_true", help="create a new model as private")
+    parser.add_argument("--best", action="store_true", help="use the step of the best evaluation instead of the newest")
     parser.add_overrides()
     add_origin(parser)
     args = parser.parse_args(argv)
@@ -51,9 +51,9 @@ def check_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(name, found=f"no name for the hub ({first_line(error)})", expected="OWNER/NAME") from error
+        raise UserError(name, found=f"an invalid name ({first_line(error)})", expected="OWNER/NAME") from error
     if "/" not in name:
-        raise UserError(name, found="no owner", expected="OWNER/NAME")
+        raise UserError(name, found="a name without an owner", expected="OWNER/NAME")
 
 
 def upload(directory: Path, name: str, *, private: bool) -> str:

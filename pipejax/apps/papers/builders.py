@@ -81,7 +81,7 @@ def prepare_data_set(published: Published, *, manual_dir: str, data_dir: str) ->
     root = data_root(data_dir)
     directory = root / published.directory
     if look(directory / "dataset_info.json", "--data-dir:") == "file":
-        logger.info(f"{directory}: prepared before; nothing to do (remove it to prepare it again)")
+        logger.info(f"{directory}: already prepared (remove it to prepare it again)")
         return directory
     name, *config, _ = published.directory.split("/")
     options = {"config": config[0]} if config else {}

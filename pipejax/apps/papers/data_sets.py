@@ -40,7 +40,7 @@ def _msqa(manual: Manual) -> Mapping[str, Records]:
         return {split: _questions(file) for split, file in files.items()}
     if official != set(files):
         mixed = " and ".join(str(files[split]) for split in names if split in files)
-        raise UserError(mixed, found="the official layout and another", expected="one of them")
+        raise UserError(mixed, found="files of the official layout and of another layout", expected="one layout")
     splits: dict[str, Records] = {}
     if "train" in files:
         ids = [record[1] for record in _questions(files["train"])]
@@ -131,7 +131,11 @@ def _abstracts_in_pairs(name: str, source_file: File, target_file: File) -> Reco
     for number, (above, below) in enumerate(itertools.zip_longest(source_file.lines(), target_file.lines())):
         if above is None or below is None:
             there, lacks = (below, source_file) if above is None else (above, target_file)
-            raise UserError(there[0], found=f"no such line in {lacks}", expected="as many lines in both files")
+            raise UserError(
+                there[0],
+                found=f"no line with this number in {lacks}",
+                expected="the same number of lines in both files",
+            )
         (place, source), (_, target) = above, below
         if not (source.strip() or target.strip()):
             continue  # the train split has a few blank lines

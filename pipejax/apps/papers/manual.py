@@ -135,7 +135,7 @@ class Manual:
         if not found:
             self.missing(" or ".join(name for options in names.values() for name in options))
         for split in [split for split in names if split not in found]:
-            logger.info(f"no {' or '.join(names[split])} in {self.directory}: there will be no split {split!r}")
+            logger.info(f"no {' or '.join(names[split])} in {self.directory}, so there is no split {split!r}")
         return found
 
     def inside(self, folder: str) -> dict[str, File]:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         return record_picture.draw(flags)
     if not all(are_runs):
         file = flags.inputs[are_runs.index(False)]
-        raise UserError(file, found="a file beside run directories", expected="RUN [RUN ...], or one file alone")
+        raise UserError(file, found="a file among run directories", expected="RUN [RUN ...], or a single file")
     output = Path(flags.output)
     if output.suffix != ".html":
         raise UserError("--output", found=f"{flags.output}", expected="a name that ends in .html, for curves")

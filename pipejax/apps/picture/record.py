@@ -62,7 +62,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
             for row, numbers in zip(words, ids, strict=True)
         ]
     elif not _is_table(found) or list(map(len, found)) != list(map(len, ids)):
-        raise UserError(f"{place}: row_tokens", found="another shape than row_ids", expected="a token an id")
+        raise UserError(f"{place}: row_tokens", found="a shape that differs from row_ids", expected="one token per id")
     return [[str(token) for token in row] for row in found], texts
 
 
@@ -121,8 +121,8 @@ def end_of(record: Object, place: str) -> tuple[int, str | None]:
     if truncated == "max_tokens":
         raise UserError(
             f"{place}: truncated",
-            found="max_tokens: which rows had ended when a server cut them off is not in the record",
-            expected="one of a whole answer",
+            found="max_tokens, and the record does not say which rows had ended when the server stopped",
+            expected="the record of a complete answer",
         )
     if not (truncated is None or truncated in ("sub_max", "time_max")):
         raise UserError(
@@ -134,7 +134,7 @@ def end_of(record: Object, place: str) -> tuple[int, str | None]:
         raise UserError(
             f"{place}: repeated",
             found=f"{reprlib.repr(left_out)}, rows that decode.unique_rows left out",
-            expected="none, as a picture shows where each row stood: decode without it",
+            expected="no such rows, because a picture needs the place of each row (decode without decode.unique_rows)",
         )
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise UserError(f"{place}: steps", found=f"{found!r}", expected="a whole number")
@@ -194,8 +194,8 @@ def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
                 and accepted <= len(drafted)
                 and (written == accepted + 1 or (written == accepted and (ends if written else not before)))
             ):
-                left = f"the {wanted_of[row] - before} tokens that row_ids leave"
-                raise UserError(at, found=found_entry, expected=f"the accepted drafts and one more of {left}")
+                left = f"the {wanted_of[row] - before} remaining tokens of row_ids"
+                raise UserError(at, found=found_entry, expected=f"the accepted drafts and one more token, of {left}")
             right = [here in (i, None) for i, here in zip(drafted, line[before:], strict=False)]
             if not all(right[:accepted]):
                 raise UserError(at, found=found_entry, expected="accepted drafts that are in row_ids")

@@ -25,13 +25,14 @@ def make_parser() -> Parser:
         "inputs",
         nargs="+",
         metavar="RECORDS.jsonl | RUN",
-        help="what `pipejax decode --output` wrote; or directories of runs, one or several",
+        help="the output of `pipejax decode`, or one or more run directories",
     )
-    parser.add_argument("--id", help="of the record to draw; default: the first")
+    parser.add_argument("--id", help="id of the record to draw (default: the first record)")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .html or .svg")
     parser.add_number(
         "--delay",
-        "grid.delay of the decode (default: the checkpoint's; without one the least that the record's steps fit)",
+        "grid.delay of the decode (default: the checkpoint's; without a checkpoint the smallest "
+        "one that fits the record's steps)",
         least=0,
         most=GRID,
     )
@@ -39,9 +40,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="that decoded it: knows the grid, the template of sources, and the tokens of words made of several",
+        help="the checkpoint that decoded the file, for the grid, the source template and the pieces of words",
     )
-    parser.add_argument("--input", metavar="FILE", help="the decoded file, to show the source (html)")
+    parser.add_argument("--input", metavar="FILE", help="the input of the decode, to show the source (html)")
     parser.add_overrides()
     return parser
 

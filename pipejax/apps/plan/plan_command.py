@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory is not None and not 0 <= flags.memory < math.inf:
         raise UserError("--memory", found=f"{flags.memory:g}", expected="at least 0")
     if flags.target is not None and (flags.compile or flags.measure):
-        raise UserError("--target", found="--compile or --measure beside it", expected="one of them")
+        raise UserError("--target", found="--compile or --measure together with --target", expected="one of them")
     config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
     from pipejax.system import targets
 

@@ -86,7 +86,7 @@ def adapt(
                 store.save(number + 1, items, config=config)
     except KeyboardInterrupt:
         store.settle()
-        logger.info(f"--resume goes on after update {max(store.steps(), default=0)}")
+        logger.info(f"--resume continues after update {max(store.steps(), default=0)}")
         raise
     finally:
         progress.close()

@@ -92,25 +92,29 @@ def prepare(
     method.require("probe", f"--checkpoint {checkpoint}", "one", "another")
     if method.choices:
         raise UserError(
-            checkpoint, found=f"{method.choices} right tokens a slot", expected="one, whose likelihood it is"
+            checkpoint,
+            found=f"{method.choices} correct tokens per slot",
+            expected="one correct token, whose likelihood is measured",
         )
     tokenizer = checkpoints.tokenizer_of(restored)
     if tokenizer is None:
-        raise UserError(checkpoint, found="no tokenizer in it", expected="one, to read text")
+        raise UserError(checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read text")
     method.check_text(tokenizer)
     examples = _examples(source, config)[:limit]
     targets = _encode(source, examples, config, method, tokenizer)
     if not any(target.row.any() for target in targets):
-        raise UserError(source, found=f"one row in each of {len(targets)} answers", expected="several in some")
+        raise UserError(
+            source, found=f"only one row in each of {len(targets)} answers", expected="answers with several rows"
+        )
     lessons = list[Parted]()
     if learned:
         found = _examples(learned, config)
         if len(found) > most:
-            logger.info(f"{learned}: {most} of {len(found)} examples are drawn at random, to learn from")
+            logger.info(f"{learned}: {most} of {len(found)} examples are drawn at random for --adapt")
             found = [found[i] for i in sorted(random.Random(config.train.seed).sample(range(len(found)), most))]
         measured = {normalized(example.source) for example in examples}
         if both := sum(normalized(example.source) in measured for example in found):
-            logger.warning(f"{learned}: {both} of {len(found)} sources are measured, too: costs may be too low")
+            logger.warning(f"{learned}: {both} of {len(found)} sources are measured as well, so costs may be too low")
         lessons = _encode(learned, found, config, method, tokenizer)
     params_fp = digest(restored.arrays["params"])
     return ProbeWork(config, restored.items["params"], restored.step, params_fp, examples, targets, lessons)
@@ -138,7 +142,7 @@ def _encode(
     ):
         if cut:
             logger.warning(
-                f"{source}: {cut} of {len(targets)} {what} are cut at data.{key} = {getattr(config.data, key)}"
+                f"{source}: {cut} of {len(targets)} {what} are truncated to data.{key} = {getattr(config.data, key)}"
             )
     return targets
 
@@ -172,7 +176,7 @@ def measure(work: ProbeWork, unfinished: Unfinished, *, batch_size: int) -> Summ
             for i in part:
                 unfinished.write(_line(work.examples[i], work.targets[i], found[i]))
     except KeyboardInterrupt:
-        logger.info(f"{output}: --resume goes on after the examples that are measured")
+        logger.info(f"{output}: --resume continues after the measured examples")
         raise
     finally:
         progress.close()

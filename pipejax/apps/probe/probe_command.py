@@ -31,15 +31,19 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax probe", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("--input", required=True, metavar="FILE", help="labelled examples to measure")
-    parser.add_argument("--output", required=True, metavar="DIR", help="a new directory, or one of pipejax probe")
     parser.add_argument(
-        "--adapt", metavar="FILE", help="labelled examples to learn from first, none of them in --input"
+        "--output", required=True, metavar="DIR", help="a new directory, or one of an unfinished pipejax probe"
     )
-    parser.add_number("--updates", f"of that learning ({UPDATES})", default=UPDATES)
-    parser.add_number("--batch-size", "of measuring (8)", most=2**16, default=8)
-    parser.add_number("--limit", "only the first so many examples of --input")
-    parser.add_argument("--resume", action="store_true", help="keep what an interrupted run measured, and go on")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")
+    parser.add_argument(
+        "--adapt", metavar="FILE", help="labelled examples to adapt the model to first, none of them in --input"
+    )
+    parser.add_number("--updates", f"updates of the adaptation (default: {UPDATES})", default=UPDATES)
+    parser.add_number("--batch-size", "examples measured together (default: 8)", most=2**16, default=8)
+    parser.add_number("--limit", "use only the first N examples of --input")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the measurements of an interrupted run, and continue"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="skip invalid lines, and report their number")
     parser.add_overrides("override a setting of data, train.learning_rate, a dtype, or method (repeatable)")
     flags = parser.parse_args(argv)
     output = Path(flags.output)
@@ -81,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         learned = adapt(work.config, work.params, work.lessons, asked, flags.updates, place)
         work = dataclasses.replace(work, params=learned)
     else:
-        logger.warning("without --adapt a cost is more than dependence: what is hidden was never missing in training")
+        logger.warning("without --adapt, costs measure more than dependence, because no row was hidden in training")
     found: measuring.Found = {
         "checkpoint": flags.checkpoint,
         "input": flags.input,
@@ -109,6 +113,6 @@ def check_directory(output: Path) -> None:
     if kind and not ours and any(output.iterdir()):
         raise UserError(
             f"--output {output}",
-            found="a directory with other things in it",
-            expected="a new or an empty one, or one that pipejax probe has begun",
+            found="a directory with other files",
+            expected="a new or empty directory, or one of an unfinished pipejax probe",
         )

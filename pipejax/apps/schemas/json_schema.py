@@ -82,20 +82,24 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
     if properties is None:
         raise UserError(where, found="no properties", expected=f"{OF_OBJECTS['properties'][1]}")
     if not properties:
-        raise _schema_refusal(f"{where}: properties", properties, "at least one, since each is a row")
+        raise _schema_refusal(f"{where}: properties", properties, "at least one property; each is a row")
     if len(properties) > most:
         raise UserError(
-            f"{where}: properties", found=f"{len(properties)}", expected=f"at most {most}, the rows of an answer"
+            f"{where}: properties",
+            found=f"{len(properties)}",
+            expected=f"at most {most}, the most rows that an answer can have",
         )
     if others := [name for name in required if not isinstance(name, str)]:
         raise _schema_refusal(f"{where}: required", others[0], "texts, the names of properties")
     if absent := [name for name in required if name not in properties]:
         raise _schema_refusal(f"{where}: required", absent[0], "names that are in properties")
     if any(not name.strip() for name in properties):
-        raise _schema_refusal(f"{where}: properties", "an empty name", "names with which rows can begin")
+        raise _schema_refusal(
+            f"{where}: properties", "an empty name", "names that are not blank, since rows begin with them"
+        )
     if long := [name for name in properties if len(name) > longest]:
         raise _schema_refusal(
-            f"{where}: properties", long[0], f"names of at most {longest} characters, with which rows begin"
+            f"{where}: properties", long[0], f"names of at most {longest} characters, since rows begin with them"
         )
     rows = dict[str, Texts]()
     for name, one in properties.items():
@@ -148,17 +152,15 @@ class _SchemaReader:
                 if not isinstance(target, list):
                     raise _schema_refusal(f"{where}: allOf", target, "a list of one schema")
                 if len(target) != 1:
-                    raise UserError(
-                        f"{where}: allOf", found=f"{len(target)} schemas", expected="one, which a row follows"
-                    )
+                    raise UserError(f"{where}: allOf", found=f"{len(target)} schemas", expected="one schema")
                 other = target[0]
             else:
                 other = self._target(target, where)
                 if target in followed:
-                    raise _schema_refusal(f"{where}: $ref", target, "one that does not lead back to itself")
+                    raise _schema_refusal(f"{where}: $ref", target, "a reference that does not lead back to itself")
                 followed.add(target)
             if not isinstance(other, Mapping):
-                raise _schema_refusal(f"{where}: {key}", other, "a schema there, which is an object")
+                raise _schema_refusal(f"{where}: {key}", other, "a reference to a schema, which is an object")
             both = {*rest} & {*other} - {*SAY_NOTHING}
             if twice := [name for name in other if name in both and not equal(other[name], rest[name])]:
                 raise _schema_refusal(
@@ -176,11 +178,11 @@ class _SchemaReader:
         first, *names = unquote(pointer).split("/")
         if place:
             raise _schema_refusal(
-                f"{where}: $ref", reference, f"a place in this schema, such as {example}: no other document is read"
+                f"{where}: $ref", reference, f"a place in this schema, such as {example}; other documents are not read"
             )
         if first:
             raise _schema_refusal(
-                f"{where}: $ref", reference, f"a JSON pointer such as {example}: anchors are not read"
+                f"{where}: $ref", reference, f"a JSON pointer such as {example}; anchors are not supported"
             )
         found = self._root
         for depth, name in enumerate(name.replace("~1", "/").replace("~0", "~") for name in names):
@@ -213,7 +215,7 @@ class _SchemaReader:
         if "anyOf" in schema:
             if depth == REFERENCES:
                 raise UserError(
-                    f"{where}: anyOf", found=f"{depth} nested unions", expected="one that does not refer to itself"
+                    f"{where}: anyOf", found=f"{depth} nested unions", expected="a union that does not refer to itself"
                 )
             return self._or_null(self._single(self._beside_null(schema, where), where, within, depth + 1))
         kind, nullable = _part_from_null(schema, where)
@@ -242,17 +244,17 @@ class _SchemaReader:
         """Returns the schema that forms a union with null, in the way that pydantic writes it."""
         several = schema["anyOf"]
         if others := [key for key in schema if key not in ("anyOf", *SAY_NOTHING)]:
-            raise _schema_refusal(where, others[0], "nothing beside anyOf")
+            raise _schema_refusal(where, others[0], "no other key beside anyOf")
         if not isinstance(several, list):
             raise _schema_refusal(f"{where}: anyOf", several, "a list of a schema and null")
         if len(several) != 2:
-            raise UserError(f"{where}: anyOf", found=f"{len(several)} schemas", expected="two, of which one is null")
+            raise UserError(f"{where}: anyOf", found=f"{len(several)} schemas", expected="a schema and null")
         members = [self.follow(one, where) for one in several]
         null, other = sorted(members, key=lambda one: one.get("type") != "null")
         if null.get("type") != "null":
-            raise _schema_refusal(f"{where}: anyOf", several, "null as one of both, since a row follows one schema")
+            raise _schema_refusal(f"{where}: anyOf", several, "a schema and null, since a row follows one schema")
         if other.get("type") == "null":
-            raise _schema_refusal(f"{where}: anyOf", several, "another schema beside null")
+            raise _schema_refusal(f"{where}: anyOf", several, "a schema and null")
         _known(null, f"{where}: anyOf")
         return other
 
@@ -271,15 +273,15 @@ class _SchemaReader:
         if not values:
             raise _schema_refusal(f"{where}: enum", values, "at least one value")
         if "const" in schema and "enum" in schema:
-            raise _schema_refusal(f"{where}: const", schema["const"], "none beside enum")
+            raise _schema_refusal(f"{where}: const", schema["const"], "no const beside an enum")
         for value in values:
             if isinstance(value, list | Mapping):
-                raise _schema_refusal(f"{where}: {key}", value, "texts, numbers, true, false or null, as rows can be")
+                raise _schema_refusal(f"{where}: {key}", value, "texts, numbers, true, false or null")
             is_null = value is None and (nullable or kind is None)
             if not is_null and not _is_of(value, kind):
                 raise _schema_refusal(f"{where}: {key}", value, f"values of type {kind}")
             if _text_of(value).startswith(" "):
-                raise _schema_refusal(f"{where}: {key}", value, "no space at its beginning, where rows have one anyway")
+                raise _schema_refusal(f"{where}: {key}", value, "a text without a leading space")
         return self._spelled(values)
 
     def _integer(self, schema: Object, where: str) -> int:
@@ -294,14 +296,14 @@ class _SchemaReader:
             raise UserError(where, found=f"{bounds}, which exclude all numbers", expected="bounds that allow one")
         low, high = max(low, -LARGEST), min(high, LARGEST)
         if low > high:
-            raise UserError(where, found=f"{bounds}", expected=f"some of at most {DIGITS} digits")
+            raise UserError(where, found=f"{bounds}", expected=f"bounds of at most {DIGITS} digits")
         return self._made.whole_numbers(low, high)
 
     def _number(self, schema: Object, where: str) -> int:
         _known(schema, where, "minimum")
         if _number_of(schema, "minimum", 0, where) != 0:
             raise _schema_refusal(
-                f"{where}: minimum", schema["minimum"], "0 or none, since others bound integers alone"
+                f"{where}: minimum", schema["minimum"], "0 or none, since only integers support other bounds"
             )
         found = patterns.read_pattern(NUMBER, self._made, where)
         return self._made.not_first(found, "-") if "minimum" in schema else found
@@ -324,12 +326,12 @@ class _SchemaReader:
         schema = _known(given, where, "items", "minItems", "maxItems")
         least, most = self._bounds(schema, "Items", where)
         if "items" not in schema:
-            raise UserError(where, found="no items", expected="their schema")
+            raise UserError(where, found="no items", expected="a schema of the items")
         item = self._single(schema["items"], f"{where}: items", "in a list")
         if "" in item.literals:
-            raise _schema_refusal(f"{where}: items", "", "no empty text, since an item has at least one character")
+            raise _schema_refusal(f"{where}: items", "", "no empty text")
         if commas := [text for text in item.literals if "," in text]:
-            raise _schema_refusal(f"{where}: items", commas[0], "texts without a comma, which parts them")
+            raise _schema_refusal(f"{where}: items", commas[0], "texts without a comma, which separates items")
         made = self._made
         one = made.not_empty(made.not_first(made.without(item.expression, ","), " "))
         more = made.join(made.text(","), made.either(made.empty, made.text(" ")), one)
@@ -349,14 +351,14 @@ class _SchemaReader:
         for name in (f"min{of}", f"max{of}"):
             value = schema.get(name, 0)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1:
-                raise _schema_refusal(f"{where}: {name}", value, "a whole number from 0 on")
+                raise _schema_refusal(f"{where}: {name}", value, "a whole number of at least 0")
             bounds.append(int(value) if name in schema else None)
         least, most = bounds[0] or 0, bounds[1]
         if most is not None and most < least:
             raise _schema_refusal(f"{where}: max{of}", most, f"at least min{of} = {least}")
         if least > self._longest:
             raise _schema_refusal(
-                f"{where}: min{of}", least, f"at most {self._longest}, as a row has no more under grid.time_max"
+                f"{where}: min{of}", least, f"at most {self._longest}, the most that grid.time_max allows in a row"
             )
         return least, None if most is None or most > self._longest else most
 
@@ -385,7 +387,7 @@ def _part_from_null(schema: Object, where: str) -> tuple[object, bool]:
         raise _schema_refusal(f"{where}: type", kinds, "at least one type")
     others = [kind for kind in kinds if kind != "null"]
     if len(others) > 1:
-        raise _schema_refusal(f"{where}: type", kinds, "one type, with null or without")
+        raise _schema_refusal(f"{where}: type", kinds, "one type, alone or with null")
     return (others[0], len(kinds) > 1) if others else ("null", False)
 
 
@@ -394,7 +396,7 @@ def _check_type(kind: object, given: object, where: str, within: str) -> None:
     if kind == "array":
         raise _schema_refusal(f"{where}: type", given, f"no list {within}")
     if kind == "object":
-        raise _schema_refusal(f"{where}: type", given, "no object within another, since a row is one value or a list")
+        raise _schema_refusal(f"{where}: type", given, "a value or a list, since a row cannot hold an object")
     if kind not in TYPES:
         raise _schema_refusal(
             f"{where}: type", given, f"one of {', '.join(TYPES)}{in_parentheses(did_you_mean(kind, TYPES))}"

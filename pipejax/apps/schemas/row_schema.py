@@ -82,7 +82,7 @@ class Schema(AnswerFormat):
                 needed = int(first[b, i]) + nearest + 1 if bounds[b] is None else len(row.beginning) + nearest
                 where = f"{self.where}: properties.{named(row.name)}"
                 if nearest >= FAR:
-                    raise UserError(where, found="no text that this tokenizer can write", expected="some")
+                    raise UserError(where, found="no text that this tokenizer can encode", expected="some")
                 raise UserError(where, found=f"{bound}", expected=f"at least {needed}, so that the row can end")
         return Grammar(self.table, starts, first, last, ends_of(strategy))
 
@@ -238,7 +238,7 @@ def make(
         raise UserError(
             f"{where}: properties",
             found=f"rows of {' and '.join(same)} that begin with the same tokens",
-            expected="names that this tokenizer tells apart",
+            expected="names with different tokens",
         )
     try:
         automaton = made.compile([found[name].expression for name in known], STATES)
@@ -249,8 +249,8 @@ def make(
         raise UserError(where, found="groups nested too deeply", expected="fewer levels") from error
     if strange:
         logger.warning(
-            f"{where}: properties.{named(strange[0])}: found no such name in grid.row_names = "
-            f"{list(row_names.values())}; the model has not learned to write that row"
+            f"{where}: properties.{named(strange[0])}: found a name that is not in grid.row_names "
+            f"= {list(row_names.values())}; the model was not trained to write this row"
         )
     _warn_of_unspelled(found, spelled, where)
     rows_of_grid = tuple(FormatRow(name, ids, found[name].read) for name, ids in zip(known, begun, strict=True))
@@ -290,4 +290,4 @@ def _warn_of_unspelled(found: Mapping[str, json_schema.Texts], spelled: Sequence
         if lost:
             more = f" and {len(lost) - 1} others" if lost[1:] else ""
             found_text = f"found {shown_value(lost[0])}{more}"
-            logger.warning(f"{where}: properties.{named(name)}: {found_text}, which this tokenizer cannot write")
+            logger.warning(f"{where}: properties.{named(name)}: {found_text}, which this tokenizer cannot encode")

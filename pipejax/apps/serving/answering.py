@@ -183,9 +183,9 @@ def told(error: BaseException) -> Refused:
     if isinstance(error, Full):
         return Refused(429, "the queue is full; try again", code="queue_full", headers={"Retry-After": str(RETRY)})
     if isinstance(error, Closed):
-        return Refused(503, "the server is about to end", code="draining", headers={"Retry-After": "5"})
+        return Refused(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
     if isinstance(error, UserError):
         return Refused(400, error)
     if out_of_memory(error):
         return Refused(503, "too little memory for this request", code="out_of_memory")
-    return Refused(500, "the server made a mistake, which its log describes", code="internal_error")
+    return Refused(500, "internal error of the server; its log has the details", code="internal_error")

@@ -435,7 +435,9 @@ async def _body(request: Request, limits: Limits) -> bytes:
                     )
                     raise Refused(400, small, code="chunks_too_small", headers={"Connection": "close"})
     except TimeoutError as error:
-        late = UserError("body", found=f"no end after {limits.seconds:g} s", expected="it sooner")
+        late = UserError(
+            "body", found=f"no end after {limits.seconds:g} s", expected="the complete body within this time"
+        )
         raise Refused(408, late, headers={"Connection": "close"}) from error
     return bytes(body)
 
@@ -494,7 +496,9 @@ async def _until_disconnect(work: Awaitable[Any], receive: Receive, ends: float)
         await asyncio.gather(*tasks, return_exceptions=True)
     if tasks[1].done() and not tasks[1].cancelled():
         raise ClientDisconnect
-    raise Refused(504, "the time for a request is over", code="timeout", headers={"x-should-retry": "false"})
+    raise Refused(
+        504, "the request took longer than the server allows", code="timeout", headers={"x-should-retry": "false"}
+    )
 
 
 def _refuse_and_log(error: Exception) -> Refused:
@@ -513,7 +517,7 @@ def refusal(error: Exception) -> Response:
     return _json(refused.body(), refused.status, refused.headers)
 
 
-MALFORMED = "request: found none that can be read; expected HTTP/1.1 without TLS, and at most 64 KiB before the body"
+MALFORMED = "request: found no valid request; expected HTTP/1.1 without TLS, with at most 64 KiB before the body"
 # The responses on connections without a readable request, by reason.
 WITHOUT_REQUEST = {
     "malformed": Refused(400, MALFORMED, code="malformed_request"),

@@ -29,7 +29,7 @@ class CompileLog:
             return
         causes = causes_of(answer, needs, {*self._logged, *compiled})
         self._logged |= needs.keys()
-        logger.info(f"compiling because of {' and '.join(causes)}: a request waits for it, others go on")
+        logger.info(f"compiling because of {' and '.join(causes)}; one request waits, others continue")
 
 
 def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[str]:

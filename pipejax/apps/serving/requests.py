@@ -145,10 +145,10 @@ def read_request(
     temperature = _setting(given, "temperature", defaults)
     n = _whole(given, "n", 1, least=1, most=most)
     if n > 1 and temperature == 0:
-        raise unsuitable("n", n, "1 at temperature 0, where all answers are the same")
+        raise unsuitable("n", n, "1 at temperature 0, since all answers would be the same")
     logprobs = _whole(given, "logprobs", -1, least=0, most=1) if "logprobs" in given else None
     if logprobs and temperature > 0:
-        raise unsuitable("logprobs", logprobs, "0 above temperature 0: alternatives to the chosen token are not kept")
+        raise unsuitable("logprobs", logprobs, "0 above temperature 0; only the chosen token is reported")
     strategy = given.get("strategy", generator.default_strategy)
     served = methods.methods_with(generator.config, "serve")
     if not isinstance(strategy, str) or strategy not in served:
@@ -159,7 +159,7 @@ def read_request(
         if asks and "stream" not in (method := served[strategy]).can:
             raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream'].does}")
     if stop and rows:
-        raise unsuitable("stop", given["stop"], "none with rows: a record is of a whole answer")
+        raise unsuitable("stop", given["stop"], "none with rows, since a record has the whole answer")
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
@@ -212,7 +212,7 @@ def _supported(body: Object, form: RequestFields) -> Object:
             del given[name]
             if not any(type(value) in (type(other), float) and value == other for other in neutral):
                 known = f"{json.dumps(neutral[0])} or " if neutral else ""
-                raise unsuitable(name, value, f"{known}nothing, as it is not supported")
+                raise unsuitable(name, value, f"{known}nothing, since other values are not supported")
         elif name not in (*form.fields, *form.unused):
             guess = difflib.get_close_matches(name, form.fields, n=1)
             hint = f' (did you mean "{guess[0]}"?)' if guess else ""
@@ -248,13 +248,15 @@ def _sources(
             place = f"{field} {i}" if len(prompts) > 1 else field
             for name in ("row_prefixes", "max_rows"):
                 if isinstance(prompt, dict) and prompt.get(name):
-                    raise UserError(place, found=f'"{name}"', expected="none, as it is for `pipejax decode` and Python")
+                    raise UserError(
+                        place, found=f'"{name}"', expected="none; only `pipejax decode` and Python support it"
+                    )
             source = generator.source(prompt, place, i)
             ids, left_out = encode_source(
                 source.content, generator.config.data, generator.tokenizer, generator.architecture
             )
             if left_out and not truncate:
-                expected = f"at most {longest}, or truncate: true to have the rest cut off"
+                expected = f"at most {longest}, or truncate: true"
                 raise unsuitable(
                     place, Shown(f"{len(ids) + left_out} tokens"), expected, code="context_length_exceeded"
                 )
@@ -271,7 +273,7 @@ KINDS = {str: "texts", dict: "objects", list: "lists", int: "numbers", float: "n
 def _prompts(given: Object, field: str, config: Config) -> tuple[list[object], bool]:
     """Returns the prompts, one for each source: a text, an object, or a list of token ids."""
     prompt = given.get(field)
-    expected = "a text, an object with the template's fields, a list of token ids, or a list of such prompts of a kind"
+    expected = "a text, an object with the template's fields, a list of token ids, or a list of prompts of one kind"
     if prompt is None:
         raise unsuitable("prompt", Shown("nothing"), expected)
     if isinstance(prompt, str | dict):
@@ -296,7 +298,7 @@ def _last_message(given: Object, field: str, config: Config) -> tuple[list[objec
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         found = Shown("nothing") if messages is None else messages
-        raise unsuitable(field, found, "a list of messages, of which at least one is a user's")
+        raise unsuitable(field, found, "a list of messages, at least one of them by the user")
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise unsuitable(f"{field} {i}", Shown(kind(message)), "an object with role and content")
@@ -304,7 +306,7 @@ def _last_message(given: Object, field: str, config: Config) -> tuple[list[objec
             raise unsuitable(f"{field} {i}", message.get("role"), f"a role: one of {', '.join(ROLES)}")
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     if not users:
-        raise unsuitable(field, Shown("no message of a user"), "at least one: the last of them is the source")
+        raise unsuitable(field, Shown("no message of a user"), "at least one; the last one is the source")
     text = _text_of_parts(messages[users[-1]].get("content"), f"{field} {users[-1]}")
     # With a template of one field, the text fills that field. With several fields, the text is the whole source.
     fields = {*template_of(config).fields}
@@ -321,7 +323,9 @@ def _text_of_parts(content: object, place: str) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
             found = part.get("type") if isinstance(part, dict) else part
-            raise unsuitable(place, found, f"parts with a text, of the type {' or '.join(TEXTS)}: only text is read")
+            raise unsuitable(
+                place, found, f"parts with a text, of the type {' or '.join(TEXTS)}; only text is supported"
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -349,11 +353,13 @@ def apply_format(
     if kind == "text":
         return generator
     if apply is None:
-        raise unsuitable(field, kind, 'none or {"type": "text"}, as this server follows no schemas')
+        raise unsuitable(field, kind, 'none or {"type": "text"}, since this server does not support schemas')
     if kind == "json_object":
         config = generator.config
         if not (names := columns_of(config.data.columns, config.grid.row_names)):
-            expected = '{"type": "json_schema", ...} with the properties of the object, as this model names no rows'
+            expected = (
+                '{"type": "json_schema", ...} with the properties of the object, since this model has no row names'
+            )
             raise unsuitable(field, kind, expected)
         schema: object = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     else:
@@ -363,9 +369,9 @@ def apply_format(
         raise unsuitable(f"{field} json_schema", named, 'an object such as {"schema": {"type": "object", ...}}')
     for name in ("stop", "logprobs"):
         if given.get(name) not in (None, []):
-            raise unsuitable(name, given[name], "none with a schema: the answer is JSON made of rows")
+            raise unsuitable(name, given[name], "none with a schema, since the answer is JSON made of rows")
     if given.get("stream") and given.get("rows"):
-        raise unsuitable("rows", True, "none with a schema and stream: the chunks are JSON made of rows")
+        raise unsuitable("rows", True, "none with a schema and stream, since the chunks are JSON made of rows")
     try:
         return apply(schema, generator, strategy)
     except UserError as error:

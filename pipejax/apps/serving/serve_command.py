@@ -52,33 +52,47 @@ MARK = "\ufeff"  # the byte order mark at the beginning of a file
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax serve", description=__doc__)
     parser.add_checkpoint()
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
-    parser.add_number("--port", "0: a free one (default: %(default)s)", least=0, most=65535, default=8000)
-    parser.add_argument("--name", help="of the model, for clients (default: the name of DIR)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all (default: %(default)s)"
+    )
+    parser.add_number(
+        "--port", "port to listen on; 0 picks a free port (default: %(default)s)", least=0, most=65535, default=8000
+    )
+    parser.add_argument("--name", help="name of the model for clients (default: the name of DIR)")
     parser.add_argument(
         "--adapter",
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="a LoRA run from this checkpoint, or PEFT's directory, that answers where NAME is the model (repeatable)",
+        help="a LoRA run of this checkpoint, or a PEFT directory; answers requests for the model NAME (repeatable)",
     )
-    parser.add_number("--places", "answers of a strategy written at once (default: %(default)s)", most=2**12, default=8)
-    parser.add_number("--queue", "answers that wait (default: %(default)s)", least=0, most=2**16, default=64)
+    parser.add_number(
+        "--places",
+        "number of answers per strategy that are decoded at once (default: %(default)s)",
+        most=2**12,
+        default=8,
+    )
+    parser.add_number(
+        "--queue", "maximum number of waiting answers (default: %(default)s)", least=0, most=2**16, default=64
+    )
     parser.add_number(
         "--encoding-cache",
-        "latest sources whose encoding is kept, for requests that repeat one; 0: none (default: %(default)s)",
+        "number of recent sources whose encoding is cached; 0 disables the cache (default: %(default)s)",
         least=0,
         most=2**16,
         default=16,
     )
-    parser.add_argument("--api-key-file", metavar="FILE", help=f"a key a line (default: ${KEY}, if it is set)")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help=f"file with one API key per line (default: ${KEY}, if it is set)"
+    )
     parser.add_argument(
         "--allow-origin",
         action="append",
         type=origin,
         default=[],
         metavar="ORIGIN",
-        help="whose pages may ask, such as https://app.example; * for all (repeatable; default: none but its own)",
+        help="origin whose pages may send requests, such as https://app.example; * allows all "
+        "(repeatable; default: only the server's own)",
     )
     parser.add_argument(
         "--allow-host",
@@ -86,25 +100,30 @@ def main(argv: Sequence[str]) -> int:
         type=host_name,
         default=[],
         metavar="NAME",
-        help="a host name, other than this machine's, that requests may have in their Host header; * for all "
-        "(repeatable; default: all with a key, or if other machines can reach the port; else --host)",
+        help="an additional host name that is allowed in the Host header of requests; * allows all "
+        "(repeatable; default: all with a key, or if other machines can reach the port; else "
+        "--host)",
     )
 
     def seconds(flag: str, text: str, default: int | None, least: int = 1) -> None:
         parser.add_argument(flag, type=cli.whole_number(least, 86400), default=default, metavar="S", help=text)
 
-    number = "connections open at the same time (default: what `ulimit -n` leaves, at most 4096)"
+    number = "maximum number of open connections (default: as many as `ulimit -n` allows, at most 4096)"
     parser.add_number("--connections", number, least=1, most=2**20, default=None)
-    parser.add_number("--max-body", "bytes of a request (default: %(default)s)", most=2**30, default=2**20)
+    parser.add_number("--max-body", "maximum bytes of a request (default: %(default)s)", most=2**30, default=2**20)
     seconds("--timeout", "seconds for a request (default: %(default)s)", 300)
     seconds("--keep-alive", "seconds that an idle connection stays open (default: %(default)s)", 75)
     seconds("--drain", "seconds to finish what is under way at the end (default: --timeout)", None, least=0)
-    ahead = "compile at the start for prompts of up to N tokens; 0: none (default: data.max_source)"
+    ahead = "compile at startup for prompts of up to N tokens; 0 disables it (default: data.max_source)"
     parser.add_number("--warm-up", ahead, least=0, most=2**16)
-    parser.add_argument("--access-log", action="store_true", help="a line for each request: no prompts, no answers")
-    parser.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is logged (default: info)")
+    parser.add_argument(
+        "--access-log", action="store_true", help="log one line per request, without prompts and answers"
+    )
+    parser.add_argument(
+        "--log-level", choices=LEVELS, default="info", help="minimum level of logged lines (default: info)"
+    )
     parser.add_argument("--log-json", action="store_true", help="write each line to standard error as a JSON object")
-    parser.add_argument("--no-schemas", action="store_true", help="refuse every response_format but text")
+    parser.add_argument("--no-schemas", action="store_true", help="refuse every response_format except text")
     parser.add_overrides("override a setting of grid or decode, data.max_source or data.separator (repeatable)")
     flags = parser.parse_args(argv)
     logging.getLogger("pipejax").setLevel(flags.log_level.upper())
@@ -253,7 +272,7 @@ def read_keys(path: str | None) -> list[str]:
     if strange := next((i for i, line in enumerate(lines, 1) if not line.isprintable()), None):
         raise UserError(f"{place}: line {strange}", found="an invisible character", expected="a key")
     if not any(lines):
-        raise UserError(place, found="no key", expected="one a line")
+        raise UserError(place, found="no key", expected="one key per line")
     return [line for line in lines if line]
 
 
@@ -269,7 +288,7 @@ def read_adapters(given: Sequence[str], base: str) -> dict[str, str]:
         if not name or not directory:
             raise UserError("--adapter", found=f"{one!r}", expected="NAME=DIR")
         if name in (base, *found):
-            raise UserError(f"--adapter {one}", found=f"the name {name} twice", expected="a name for each model")
+            raise UserError(f"--adapter {one}", found=f"the name {name} twice", expected="different names")
         found[name] = directory
     return found
 
@@ -283,7 +302,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host}", found="no such address", expected="one of this machine") from error
+        raise UserError(
+            f"--host {host}", found="an address that this machine does not have", expected="an address of this machine"
+        ) from error
     # asyncio disables Nagle's algorithm only for sockets with an explicit protocol; else responses would be delayed by
     # 40 ms.
     listener = socket.socket(family, kind, protocol)

@@ -104,13 +104,17 @@ def teach(
         place = directory.path / "labels"
         if (directory.path / "config.json").is_file() and not place.is_dir():
             raise UserError(
-                workdir, found="a run without labels/", expected="a new or an empty directory, or one of teach"
+                workdir,
+                found="a run directory without labels/",
+                expected="a new or empty directory, or one of pipejax teach",
             )
         own = [a for a in overrides if _is_of_checkpoint(a.partition("=")[0].strip())]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
-            raise UserError(checkpoint, found="no tokenizer in it", expected="one, to read and write text")
+            raise UserError(
+                checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
+            )
         decode, step = generator.config.decode, f"{'best ' if best else ''}step {generator.origin['step']}"
         way = f"{decode.beams} beams" if decode.beams > 1 else f"temperature {decode.temperature:g}"
         logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
@@ -126,8 +130,8 @@ def teach(
         return code
     found = measure_agreement(directory.path, made)
     logger.info(
-        f"{found['examples']} sources that were held out: exact-match F1 {found['em_f1']:.2f} with the checkpoint's "
-        f"rows, {found['equal_answers']:.1f} % of the answers equal"
+        f"{found['examples']} held-out sources: exact-match F1 {found['em_f1']:.2f} with the "
+        f"checkpoint's rows, {found['equal_answers']:.1f} % of the answers equal"
     )
     logger.info(
         f"decoder steps: {found['checkpoint_steps']:.1f} before, {found['steps']:.1f} now, "
@@ -148,7 +152,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     """
     full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
     if not methods.trained(saved).parts_text:
-        raise UserError(checkpoint, found="a checkpoint that writes rows already", expected="a sequential one")
+        raise UserError(checkpoint, found="a checkpoint that already writes rows", expected="a sequential one")
     counted = [field.name for field in dataclasses.fields(full) if field.metadata.get("per_update")]
     counts = {key: -(-getattr(full, key) // PART) for key in counted}
     train = dataclasses.replace(
@@ -227,7 +231,7 @@ def read_unlabelled(generator: Generator, path: str) -> list[Source]:
     sources = []
     for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
         if "source_ids" in value:
-            raise UserError(place, found='"source_ids"', expected="text, which training reads")
+            raise UserError(place, found='"source_ids"', expected="a text source, since training reads text")
         sources.append(generator.source(value, place, place.rpartition(":")[2]))
     if not sources:
         raise UserError(path, found="no lines", expected="at least two sources")
@@ -266,14 +270,18 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UserError(path, found="no settings", expected="those of the answers beside it; take another --workdir")
+        raise UserError(
+            path,
+            found="no settings",
+            expected="the settings of the answers in this directory; choose another --workdir",
+        )
     for key, value in settings.items():
         if key in found and found[key] != value:
             change = "found another one than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
             raise UserError(
                 f"{directory}: {FLAGS.get(key, key)}",
                 f"{change}",
-                expected="no change, as the labels there were made with it; take another --workdir",
+                expected="no change, since the labels in the directory were made with it; choose another --workdir",
             )
 
 
@@ -303,7 +311,9 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
         records.append(cast(Record, record))
     if len(records) < len(sources):
         raise UserError(
-            target, found=f"{len(records)} answers", expected=f"{len(sources)}; without that file all are written anew"
+            target,
+            found=f"{len(records)} answers",
+            expected=f"{len(sources)}; delete the file to write all answers again",
         )
     return records
 
@@ -336,15 +346,15 @@ def part(sources: Sequence[Source], records: Sequence[Record], held_out: frozens
         which = "to learn from" if not labels.train else "that are held out"
         raise UserError(
             "decode.max_length",
-            found=f"{most}, which cuts off all answers {which}",
-            expected="more, with another --workdir, or a checkpoint whose answers end",
+            found=f"{most}, which truncates all answers {which}",
+            expected="a larger value, with another --workdir, or a checkpoint whose answers end",
         )
     if all(len(example.targets) < 2 for example in labels.train):
         shown = next((text for record in records if (text := record["text"] or "").strip()), "")[:80]
         raise UserError(
             "data.separator",
-            found=f"{separator!r}, at which no answer parts into rows (the first one: {shown!r})",
-            expected="what the checkpoint writes between rows",
+            found=f"{separator!r}, which splits no answer into rows (the first answer: {shown!r})",
+            expected="the separator that the checkpoint writes between rows",
         )
     labels.counts["train"], labels.counts["held_out"] = len(labels.train), len(labels.held_out)
     labels.counts["rows"] = sum(len(example.targets) for example in labels.train)

@@ -18,10 +18,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a sequential WORKDIR of pipejax train, or a converted T5"
     )
-    parser.add_argument("--best", action="store_true", help="its best evaluated step instead of the newest")
+    parser.add_argument("--best", action="store_true", help="use the best evaluated step instead of the newest")
     parser.add_argument("--input", required=True, metavar="FILE", help="sources, as pipejax decode reads them")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="where labels, checkpoints and the log go")
-    parser.add_number("--held-out", "sources to measure on, not to learn from (default: a tenth, 512 at the most)")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="directory for labels, checkpoints and the log")
+    parser.add_number(
+        "--held-out", "number of sources that are kept out of training and measured (default: a tenth, at most 512)"
+    )
     parser.add_overrides(
         "override a setting of grid, decode, train or mesh, or one of data that docs/teaching.md names (repeatable)"
     )

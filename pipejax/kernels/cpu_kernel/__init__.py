@@ -81,7 +81,7 @@ def use() -> Level | None:
         try:
             _tried[key] = _first_shipped(levels) or _first_compiled(levels)
         except OSError as error:  # for example a full disk, a file system mounted noexec, or a corrupt library
-            logger.warning(f"decoding goes without its own kernel: {error}")
+            logger.warning(f"decoding runs without pipejax's kernel: {error}")
             _tried[key] = None
     return _tried[key]
 
@@ -124,7 +124,7 @@ def _first_shipped(levels: list[Level]) -> Level | None:
             if library.exists() and _load(library, level):
                 return level
         except (OSError, jax.errors.JaxRuntimeError) as error:  # built for another version of JAX or another system
-            logger.info(f"{library}: cannot be used here ({first_line(error)})")
+            logger.info(f"{library}: cannot be loaded on this machine ({first_line(error)})")
     return None
 
 
@@ -136,7 +136,7 @@ def _first_compiled(levels: list[Level]) -> Level | None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning(
-            "no C++ compiler: decoding goes without its own kernel, which is faster (Debian, Ubuntu: apt install g++)"
+            "no C++ compiler: decoding runs without pipejax's faster kernel (Debian, Ubuntu: apt install g++)"
         )
         return None
     failed = ""
@@ -152,7 +152,7 @@ def _first_compiled(levels: list[Level]) -> Level | None:
                 library.unlink(missing_ok=True)  # the next start compiles it again
             raise OSError(f"{library}: cannot be loaded ({error})") from error
     failed = failed or f"{compiler}: the system forbids it"
-    logger.warning(f"decoding goes without its own kernel: {failed}")
+    logger.warning(f"decoding runs without pipejax's kernel: {failed}")
     return None
 
 
@@ -170,7 +170,7 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
     if not compile_cache.is_writable(directory):
         return None, f"{directory} has no kernel for this processor, and cannot get one"
     if not quiet:
-        logger.info(f"compiling a kernel for this processor: once, 20 to 60 s; it is kept in {directory}")
+        logger.info(f"compiling a kernel for this processor, once, in 20 to 60 s; it is stored in {directory}")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         made = Path(scratch) / library.name
         if failed := build(level, compiler, made):
