@@ -114,7 +114,7 @@ def _begin() -> None:
     """Checks that JAX can run on this machine, and warns about environment settings of JAX that were reset."""
     environment.check_platform()
     for setting in environment.IGNORED:
-        warnings.warn(f"{setting}: not followed since `import pipejax`, in the whole program", stacklevel=3)
+        warnings.warn(f"{setting}: ignored in the whole program since `import pipejax`", stacklevel=3)
 
 
 def __getattr__(name: str) -> Any:

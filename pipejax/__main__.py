@@ -53,7 +53,13 @@ def command_to_complete() -> str:
 
 def usage() -> str:
     """The list of commands."""
-    lines = ["usage: pipejax COMMAND ...   (not installed: python -m pipejax COMMAND; --help behind it says more)", ""]
+    lines = [
+        (
+            "usage: pipejax COMMAND ...   (not installed: python -m pipejax COMMAND; pipejax "
+            "COMMAND --help describes one)"
+        ),
+        "",
+    ]
     return "\n".join([*lines, *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items())])
 
 

@@ -10,17 +10,17 @@ from typing import Any
 
 # The commands of `pipejax`, by name: a summary, and the module whose `main` runs the command.
 COMMANDS = {
-    "train": ("train a T5, or go on with a run", "pipejax.training.train_command"),
+    "train": ("train a T5, or continue a run", "pipejax.training.train_command"),
     "teach": ("teach a sequential T5 to write rows, from texts without labels", "pipejax.apps.teach.teach_command"),
     "decode": ("decode a file of sources", "pipejax.offline.decode_command"),
     "serve": ("answer requests over HTTP", "pipejax.apps.serving.serve_command"),
     "bulk": ("decode many files by several processes", "pipejax.apps.bulk.bulk_command"),
     "evaluate": ("decode a split of a task and score it", "pipejax.offline.evaluation"),
-    "export": ("decoding as files that JAX alone runs", "pipejax.apps.export.export_command"),
+    "export": ("export decoding as files that need only JAX", "pipejax.apps.export.export_command"),
     "convert": ("weights from and to Hugging Face, and to fewer bytes", "pipejax.convert.__main__"),
     "push": ("share a run as a model of the Hugging Face hub", "pipejax.apps.hub.push_command"),
-    "plan": ("what a training will need of each device's memory", "pipejax.apps.plan.plan_command"),
-    "data": ("prepare published data sets; count what a split holds", "pipejax.data.__main__"),
+    "plan": ("plan the memory that training needs on each device", "pipejax.apps.plan.plan_command"),
+    "data": ("prepare published data sets; count examples and tokens of a split", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
     "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
     "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),

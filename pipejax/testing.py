@@ -158,7 +158,7 @@ def _check_passes(config: Backbone, params: Tree) -> None:
         ("the padding of a source", (np.where(real, source, ids.bos), *given[1:]), order, order),
         ("positions that all lie 7 farther", (*given[:4], moved), order, order),
         ("the order of slots", (*given[:2], *turned), np.arange(size), order),
-        ("a slot that nobody sees", (*given[:2], other, *given[3:]), unseen, unseen),
+        ("a slot that no query sees", (*given[:2], other, *given[3:]), unseen, unseen),
     ):
         if others[4] is moved and not config.is_relative:
             continue
@@ -363,7 +363,9 @@ def _check_layout(
         if weight and (whole or (r, t) in asked):
             sees, saw = {cell for cell in learned if grid.visible(r, t, *cell[:2])}, asked.get((r, t), set())
             if sees != saw:
-                found = f"(row, time, token) {sorted(sees - saw)} in training alone, {sorted(saw - sees)} in decoding"
+                found = (
+                    f"(row, time, token) {sorted(sees - saw)} only in training, {sorted(saw - sees)} only in decoding"
+                )
                 strategy_checks.refuse(
                     method, f"target: {where}: the slot at row {r}, time {t}", found, "to see the same"
                 )

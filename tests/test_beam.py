@@ -126,7 +126,10 @@ def test_generator_decodes_with_beams(in_torch):
     [
         ({"temperature": 0.5}, "temperature: found 0.5 @, which does not draw tokens by a temperature; expected 0.0"),
         ({"scores": True}, "scores: found True @, which does not keep log-probabilities; expected False"),
-        ({"limit": "source"}, "limit: found source @, which does not write tokens of the source alone; expected none"),
+        (
+            {"limit": "source"},
+            "limit: found source @, which does not restrict answers to tokens of the source; expected none",
+        ),
     ],
 )
 def test_settings_for_decoding_without_beams_are_refused(setting, line):

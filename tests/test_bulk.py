@@ -468,7 +468,7 @@ def test_without_ray_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "a.jsonl").write_text(lines_of(VALUES))
     flags = ["--checkpoint", str(trained), "--input", str(tmp_path / "*.jsonl"), "--output", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=r"^bulk: found no ray; expected what the extra pipejax\[ray\] installs"):
+    with pytest.raises(UserError, match=r"^bulk: found no ray; expected the packages of the extra pipejax\[ray\]"):
         bulk_command.main(flags)
     assert not (tmp_path / "out").exists()
 

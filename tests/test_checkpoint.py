@@ -230,7 +230,9 @@ def test_lines_of_the_log_wait_for_room(tmp_path, monkeypatch, said):
         assert path.read_text() == '{"step": 1}\n'
         directory.log_metrics({"step": 4})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    assert said == [f"warning: {path}: cannot be written (No space left on device); its lines wait for room"]
+    assert said == [
+        f"warning: {path}: cannot be written (No space left on device); its lines are kept until there is space"
+    ]
 
 
 # Whole runs.
@@ -261,7 +263,7 @@ def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_
     with monkeypatch.context() as patch:
         fail_with(errno.ENOSPC, patch, times=100)
         assert fit(config, tmp_path / "b") == 1
-    assert said[-1] == "error: step 8 is not on disk; the same command goes on from the checkpoint before"
+    assert said[-1] == "error: step 8 was not written; the same command resumes from the checkpoint before"
     assert runs.committed(tmp_path / "b") == []
 
 

@@ -241,13 +241,13 @@ def test_a_second_interrupt_says_that_nothing_was_saved(
         signal.raise_signal(signal.SIGINT)
         assert stop.asked() and stop.asked()
         (told,) = caplog.records
-        assert told.getMessage() == "SIGINT: stopping here, with a checkpoint; a second one ends it at once"
+        assert told.getMessage() == "SIGINT: stopping here, with a checkpoint; a second signal ends the run at once"
         with pytest.raises(KeyboardInterrupt) as ended:
             signal.raise_signal(signal.SIGINT)
     finally:
         stop.close()
     assert cli.explain(ended.value, debug=False) == cli.EXIT_INTERRUPTED
-    said = "interrupted again: ended without a checkpoint; the same command goes on from the last one"
+    said = "interrupted again: ended without a checkpoint; the same command resumes from the last one"
     assert capsys.readouterr().err.strip() == said
     cli.explain(KeyboardInterrupt(), debug=False)
     assert capsys.readouterr().err.strip() == "interrupted"

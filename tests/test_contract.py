@@ -656,7 +656,7 @@ def test_a_backbone_whose_names_break_a_rule_is_one_line(made: Any, line: str) -
     [
         (lambda: backbone(Absolute), "positions that all lie 7 farther"),
         (lambda: backbone(Counting), "the order of slots"),
-        (lambda: backbone(Seeing), "a slot that nobody sees"),
+        (lambda: backbone(Seeing), "a slot that no query sees"),
         (lambda: backbone(encoder=Padded), "the padding of a source"),
     ],
 )

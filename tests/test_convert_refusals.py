@@ -218,7 +218,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "an adapter": (both(clear, content("adapter_config.json", b"{}")), (".json: base_model_name_or_path: found None",)),
     "an adapter of an adapter": (
         both(clear, lambda d: content("adapter_config.json", b'{"base_model_name_or_path": "%s"}' % bytes(d))(d)),
-        ("source: found a LoRA adapter, which has no weights of its own",),
+        ("source: found a LoRA adapter",),
     ),
     "a training's directory": (
         both(clear, lambda d: (d / "checkpoint-9").mkdir(), content("checkpoint-9/config.json", b"{}")),

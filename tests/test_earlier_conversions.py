@@ -63,7 +63,7 @@ DOUBTS: list[tuple[Any, str]] = [
     (dataclasses.replace(T5GEMMA2, num_layers=1, num_decoder_layers=1), ""),
     (
         dataclasses.replace(T5GEMMA2, encoder=dataclasses.replace(SPARSE, full_rope_factor=2.0), decoder=SPARSE),
-        "a rope factor of 2 in the encoder, whatever its type",
+        "a rope factor of 2 in the encoder, regardless of its type",
     ),
     *((model, "") for model in T5GEMMAS_2.values()),
 ]

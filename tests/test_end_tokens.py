@@ -455,7 +455,7 @@ def test_a_method_that_knows_one_end_token_ends_rows_there(caplog: pytest.LogCap
     config = Config(model=dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5, 7)), method=Uneven())
     generator = Generator(config, None, None)
     assert [ends_of(generator.make_strategy("uneven")) for _ in range(2)] == [(1,), (1,)]
-    line = "uneven decoding: end token 5 and 7 of the model ends no row, as it is not in `other_ends`"
+    line = "uneven decoding: end token 5 and 7 of the model ends no row, because it is not in `other_ends`"
     assert [record.message for record in caplog.records] == [line]
     assert Ids(0, 1) == Ids(bos=0, eos=1) and Ids(0, 1).ends == (1,) and Ids(0, 1).eos == 1
 

@@ -217,7 +217,7 @@ NEUTRAL: dict[str, Any] = {
 def test_lost_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = directory(tmp_path / "hf", IDS | NOT_FOLLOWED)
     [line] = lines(source, tmp_path / "out", capsys)
-    assert line.startswith(f"{source}/generation_config.json: not followed, since pipejax has no such setting: ")
+    assert line.startswith(f"{source}/generation_config.json: ignored, since pipejax has no such setting: ")
     for key, value in NOT_FOLLOWED.items():
         assert f"{key}={json.dumps(value)}" in line
     assert checkpoint.open_run(tmp_path / "out").config.decode == DecodeConfig()

@@ -302,8 +302,9 @@ def test_changed_weights_and_settings_are_reported(there: Path, tmp_path: Path, 
     config, lines = followed(there, tmp_path / "out", capsys)
     assert config.train.objective == "pipelined" and config.decode.max_length == 11
     assert lines[1:] == [
-        f"{there}/pipejax.json: was written beside other weights; right only if these were trained for the same",
-        f"{there}/generation_config.json: not followed, since pipejax.json goes before it: max_new_tokens=4, "
+        f"{there}/pipejax.json: written for other weights; correct only if these weights were trained with the same "
+        "settings",
+        f"{there}/generation_config.json: ignored, since pipejax.json has priority: max_new_tokens=4, "
         "no_repeat_ngram_size=3",
     ]
 

@@ -127,7 +127,7 @@ def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generato
     "more, line",
     [
         ({"row_prefixes": [[3], [4]]}, "several row_prefixes with staggered decoding, which does not begin several"),
-        ({"row_prefixes": [[3]]}, "row_prefixes with staggered decoding, which does not begin a row as it is told"),
+        ({"row_prefixes": [[3]]}, "row_prefixes with staggered decoding, which does not support row prefixes"),
         ({"max_rows": 2}, "max_rows with staggered decoding, which does not begin several rows"),
     ],
 )

@@ -237,7 +237,7 @@ def test_scores_by_a_former_default_are_not_compared(said, lines, kept, highest,
     unused: Any = None
     found = Examiner(RUN_ON_ONE, unused, unused, [], unused, directory, best, unused)
     assert (bool(best.score), found.highest[0], found.without_better) == (kept, highest, without_better)
-    expected = "warning: scores by spans so far, by exact from here on: best/ is chosen anew"
+    expected = "warning: scores by spans so far, by exact from here on: best/ is selected again"
     assert said == ([] if kept else [expected])
 
 

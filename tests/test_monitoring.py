@@ -113,11 +113,11 @@ def test_texts_changed_by_the_tokenizer_are_reported_at_the_start(tokenizer, sai
     said.clear()
     warn_of_examples([examples[4]] * 3, tokenizer, CONFIG)
     found = "train.batch_size: found 8, more than the 3 training examples"
-    assert said == [f"warning: {found}; each update sees them 2.7 times, so fewer do"]
+    assert said == [f"warning: {found}; each update sees them 2.7 times, so a smaller value suffices"]
     said.clear()
     many = [Example(str(i), "~", ("sang",)) for i in range(21_000)]
     warn_of_examples(many, tokenizer, change(CONFIG, train={"batch_size": 2000, "length_group": 16}))
-    assert said[0] == "21000 examples are encoded before the first step: train.length_group batches of them"
+    assert said[0] == "21000 examples are encoded before the first step, as many as train.length_group batches"
     assert "1000 of 1000 examples that were looked at, of 21000, have sources" in said[1] and len(said) == 2
 
 
@@ -658,7 +658,7 @@ def test_a_board_that_takes_nothing_is_dropped_after_three_tries(boards, said):
     trackers.write(LINE)
     trackers.write(LINE)
     assert len(tries) == 3
-    assert said == ["warning: W&B: OSError: no route; goes on without it"]
+    assert said == ["warning: W&B: OSError: no route; the run continues without it"]
 
 
 @pytest.mark.slow
@@ -670,7 +670,7 @@ def test_a_board_that_fails_is_dropped(tmp_path, monkeypatch, said):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
     assert fit(change(CONFIG, train={"steps": 3, "wandb": "ours"}), tmp_path / "run") == 0
     (line,) = (line for line in said if "W&B" in line)
-    assert "No space left on device; goes on without it" in line
+    assert "No space left on device; the run continues without it" in line
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"] == [1, 2, 3]
 
 

@@ -66,12 +66,15 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "command, line",
     [
-        ("metrics rouge in.jsonl", "metrics: found no nltk; expected what the extra pipejax[metrics] installs"),
+        ("metrics rouge in.jsonl", "metrics: found no nltk; expected the packages of the extra pipejax[metrics]"),
         ("data prepare msqa --manual-dir .", "data prepare: found no tensorflow_datasets; expected"),
         ("data stats msqa --data-dir .", "data.task=msqa: found no tensorflow_datasets; expected"),
         ("data stats jsonl --set data.train=text.jsonl --set data.rows=sentences", "sentences: found no sentencex"),
         ("train --config {root}/configs/demo.py --workdir run", "training: found no grain; expected what the extra"),
-        ("serve --checkpoint x", "pipejax serve: found no starlette; expected what the extra pipejax[serve] installs"),
+        (
+            "serve --checkpoint x",
+            "pipejax serve: found no starlette; expected the packages of the extra pipejax[serve]",
+        ),
         ("teach --checkpoint x --input in.jsonl --workdir run", "training: found no grain; expected what the extra"),
     ],
 )

@@ -333,13 +333,13 @@ LINE: dict[str, Any] = {"id": "x", "text": None, "rows": None}
         ([2, 3, 1], 13, (), [0, 4, 8, 12], "drawn at Δt = 4"),
         ([2, 2, 2], 5, (), [0, 1, 2, 3], "drawn at Δt = 1"),
         ([3, 2, 3], 4, (), [0, 0, 0], "drawn at Δt = 0"),  # rows with names, side by side
-        ([8, 1, 2], 9, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2: --delay or --checkpoint says which"),
+        ([8, 1, 2], 9, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2; --delay or --checkpoint decides"),
         ([8, 1, 1], 10, (), [0, 3, 6, 9], "drawn at Δt = 3"),
-        ([9, 1, 1], 10, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2, 3: --delay or --checkpoint says which"),
+        ([9, 1, 1], 10, (), [0, 1, 2, 3], "Δt = 1; its steps also fit 0, 2, 3; --delay or --checkpoint decides"),
         ([9, 1, 1], 10, (3,), [0, 3, 6, 9], "drawn at Δt = 3"),
         ([9, 1, 1], 10, ("--delay", "2"), [0, 2, 4, 6], "drawn at Δt = 2"),
         ([8, 1, 1], 10, (1,), [0, 3, 6, 9], "drawn at Δt = 3; its steps do not fit the checkpoint's 1"),
-        ([4], 5, (), [0, 1], "Δt = 1; its steps also fit 0, 2, 3, ...: --delay or --checkpoint says which"),
+        ([4], 5, (), [0, 1], "Δt = 1; its steps also fit 0, 2, 3, ...; --delay or --checkpoint decides"),
         ([], 1, (), [0], "drawn at Δt = 1"),
     ],
 )
@@ -376,8 +376,13 @@ def test_delay_of_an_answer_is_among_the_possible_delays(tmp_path: Path) -> None
         ("time_max", (2,), False, ""),
         ("time_max", (3,), True, ""),
         ("time_max", (3, "--sub-max", "2"), False, ""),
-        ("time_max", (1,), True, "whether the empty row was there, --sub-max or --checkpoint says"),  # not its own
-        ("time_max", (), True, "whether the empty row was there, --sub-max or --checkpoint says"),
+        (
+            "time_max",
+            (1,),
+            True,
+            "pass --sub-max or --checkpoint to decide whether the empty row was there",
+        ),  # not its own
+        ("time_max", (), True, "pass --sub-max or --checkpoint to decide whether the empty row was there"),
         ("sub_max", (), False, ""),
         ("sub_max", (3,), False, ""),
         (None, (2,), True, ""),  # of other settings: an answer that is whole has one

@@ -179,11 +179,15 @@ def with_remat(chosen, remat):
 @pytest.mark.parametrize(
     "gib, remat, why",
     [
-        (40, "none", "for 40.0 GiB, the fastest that leaves a quarter of it free: by estimate a step takes 30.0 GiB"),
+        (
+            40,
+            "none",
+            "for 40.0 GiB, the fastest value that leaves a quarter of it free; estimated memory of a step: 30.0 GiB",
+        ),
         (39.9, "dots", "30.0 GiB with none, 12.0 GiB with dots"),
         (16, "dots", "for 16.0 GiB, the fastest"),
         (15.9, "layers", "12.0 GiB with dots, 9.0 GiB with layers"),
-        (1, "layers", "for 1.0 GiB, which needs least"),
+        (1, "layers", "for 1.0 GiB, the value that needs the least memory"),
     ],
 )
 def test_memory_decides_rematerialisation(gib, remat, why, monkeypatch, caplog):

@@ -400,7 +400,7 @@ def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytes
     assert len(calls) == 10 + 14
     for name in summary.NAMES:
         assert again["nll"][name] == pytest.approx(whole["nll"][name], abs=1e-4)
-    with pytest.raises(UserError, match=r"--resume: .*it is complete, or of other work"):
+    with pytest.raises(UserError, match=r"--resume: .*the output is complete, or was"):
         probe(run, tmp_path / "out", "--resume")
 
 
@@ -434,7 +434,7 @@ def test_weights_learn_to_do_without_first(
     monkeypatch.setattr(adaptation, "padded", stopped)
     with pytest.raises(KeyboardInterrupt):
         probe(run, tmp_path / "out", *few, *fast)
-    assert said[-1].endswith("--resume goes on after update 8")
+    assert said[-1].endswith("--resume continues after update 8")
     monkeypatch.setattr(Meter, "measure", None)
     with pytest.raises(TypeError):
         probe(run, tmp_path / "out", *few, *fast, "--resume")

@@ -252,5 +252,7 @@ def test_an_exchange_forgets_what_all_have_read_and_ends_with_those_who_take_par
 def test_processes_with_different_settings_are_refused(config, tmp_path):
     codes, said = end(start(config, tmp_path / "run", 2, second=["--set=train.seed=1"]))
     assert codes == [2, 2], said
-    line = "error: the config: process 1 found something else than process 0; expected the same for all"
+    line = (
+        "error: the config: process 1 has a value that differs from process 0; expected the same value in all processes"
+    )
     assert [lines[-1] for lines in said] == [line, line]

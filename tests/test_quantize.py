@@ -132,7 +132,7 @@ def test_to_hf_writes_the_rounded_weights_and_one_line(weights, smaller, tmp_pat
     said = capfd.readouterr().err
     assert said.splitlines() == [
         f"{smaller[weights]}: its weights are {weights}; they are written in float32",
-        "hf: custom_generate/generate.py there writes rows in transformers; README.md says how",
+        "hf: custom_generate/generate.py in the directory writes rows in transformers; README.md describes how",
     ]
     assert said.endswith("how\n")
     expected = flatten_dict(checkpoint.open_run(smaller[weights]).items["params"], sep="/")

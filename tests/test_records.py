@@ -688,7 +688,7 @@ def test_table_output_is_resumed(checkpoints, tmp_path, monkeypatch):
     work(True)
     made = target.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
-    with pytest.raises(UserError, match=r"--resume: .*out\.csv: is complete; expected .*out\.csv\.records"):
+    with pytest.raises(UserError, match=r"--resume: .*out\.csv: complete; expected .*out\.csv\.records"):
         records.check_paths(str(source), str(target), resume=True)
     records.check_paths(str(source), str(tmp_path / "new.csv"), resume=True)  # where nothing is, it begins
     work(False)
@@ -715,7 +715,7 @@ def test_cells_of_a_table_come_back_as_they_are(tmp_path):
 def test_outputs_that_no_table_can_be(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("{}")
     for name in ("a.jsonl.gz", "a.csv.GZ", "a.zst"):
-        with pytest.raises(UserError, match="found the name of a packed file; expected another"):
+        with pytest.raises(UserError, match="found the name of a compressed file"):
             records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / name))
     with pytest.raises(UserError, match=r"found the name of a workbook; expected \.csv, \.tsv"):
         records.check_paths(str(tmp_path / "in.jsonl"), str(tmp_path / "a.XLSX"))
@@ -808,7 +808,7 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
     with refuses(tmp_path / "set", found="train"):
         list(records.read_records(tmp_path / "set"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"found no datasets; expected what the extra pipejax\[datasets\] installs"):
+    with pytest.raises(UserError, match=r"found no datasets; expected the packages of the extra pipejax\[datasets\]"):
         list(records.read_records(tmp_path / "set" / "train"))
 
     class Saved:  # with `with_format("numpy")`
@@ -878,7 +878,7 @@ def test_interrupted_it_leaves_whole_records(checkpoints, tmp_path):
         said = [running.communicate()[1].decode() for running in (first, second)]
     assert (first.returncode, second.returncode) == (130, -signal.SIGKILL), said
     count = len(targets[0].read_bytes().splitlines())
-    told = f"{targets[0]}: holds the records of the first {count} of 20000 lines; --resume goes on after them"
+    told = f"{targets[0]}: contains the records of the first {count} of 20000 lines; --resume continues after them"
     assert said[0].splitlines()[-2:] == [told, "interrupted"]
     for target in targets:
         content = target.read_bytes()

@@ -24,6 +24,7 @@ from pipejax.system.errors import UserError
 from pipejax.training.loop import Examples, fit
 from pipejax.training.run_directory import PLACES, check_places, check_resume
 from support import oracle
+from support.refusals import refuses
 from support.tiny import MODEL, RUN_ON_ONE, change, metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -117,7 +118,7 @@ def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "key, value, line",
     [
-        ("train", "away/one.jsonl", "data.train: found other examples than the run was trained on so far"),
+        ("train", "away/one.jsonl", "data.train: found examples that differ"),
         ("train", "away/fewer.jsonl", "data.train: found other examples"),
         ("train", "away/order.jsonl", "data.train: found other examples"),
         ("dev", "away/dev2.jsonl", "data.dev: 'dev.jsonl' -> 'away/dev2.jsonl'; expected the same on resume, or a pla"),
@@ -259,7 +260,7 @@ def test_rows_are_taught_by_the_best_step(
         answers.append(json.loads((workdir / "labels" / "settings.json").read_text())["weights"])
         taught()  # the same again has nothing to do
     assert answers[0] != answers[1]
-    with pytest.raises(UserError, match=r"labels: --checkpoint: found another one than before"):
+    with refuses("labels: --checkpoint"):
         lessons.teach(str(run_with_best), str(tmp_path / "in.jsonl"), tmp_path / "True", held_out=6, overrides=more)
 
 
@@ -279,7 +280,7 @@ def test_new_dropout_continues_run_with_older_masks(old_run: Path, caplog: pytes
         fit(longer, old_run)
     assert "\n" not in str(refused.value) and [line["event"] for line in metrics(old_run)][-1] == "end"
     assert fit(change(longer, train={"new_dropout": True}), old_run) == 0
-    assert "from step 2 on the run has the dropout masks of this release" in caplog.text
+    assert "from step 2 on the run uses the dropout masks of this release" in caplog.text
     assert fit(change(longer, train={"steps": 3}), old_run) == 0  # it now has these masks
 
 

@@ -1172,7 +1172,7 @@ def test_a_method_that_cannot_stream_is_refused_in_one_line(
     from pipejax.methods import PipelinedMethod
 
     monkeypatch.setattr(PipelinedMethod, "can", PipelinedMethod.can - {"stream"})
-    said = "none: pipelined decoding does not show rows as they are written"
+    said = "none: pipelined decoding does not stream rows"
     for path, source in ((PATH, {"prompt": TEXT}), ("/v1/responses", {"input": TEXT})):
         message = error(client.post(path, json={**source, "stream": True}), 400)["message"]
         assert message == f"stream: found True; expected {said}"

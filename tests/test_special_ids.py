@@ -345,7 +345,7 @@ def test_another_tokenizer_is_refused(begun: Path, tmp_path: Path) -> None:
     different = sum(a != b for a, b in zip(WORDS, swapped[3:], strict=True))
     assert different == 14
     assert str(caught.value) == (
-        f"data.tokenizer={files}: 14 of its 23 ids mean another piece than in the tokenizer of {begun} "
+        f"data.tokenizer={files}: 14 of its 23 ids stand for other pieces than in the tokenizer of {begun} "
         "(8: 'word19', there 'word5'); expected that checkpoint's own tokenizer, or data.new_tokenizer=true to train "
         "with another one"
     )
@@ -362,8 +362,8 @@ def test_a_tasks_own_tokenizer_is_compared_too(begun: Path) -> None:
     "words, train, counted, hint",
     [
         (list(reversed(WORDS)), {}, 20, "learned anew"),
-        ([f"▁{word}" for word in WORDS], {"freeze": "encoder"}, 20, "but train.freeze keeps the table as it is"),
-        (["other", *WORDS[1:]], {"lora_rank": 2}, 1, "but train.lora_rank keeps the table as it is"),
+        ([f"▁{word}" for word in WORDS], {"freeze": "encoder"}, 20, "but train.freeze leaves the table unchanged"),
+        (["other", *WORDS[1:]], {"lora_rank": 2}, 1, "but train.lora_rank leaves the table unchanged"),
     ],
 )
 def test_it_is_taken_when_asked_for(
@@ -428,4 +428,4 @@ def test_a_damaged_tokenizer_of_the_checkpoint_can_be_replaced(begun: Path, tmp_
         start._prepare_trainer(dataclasses.replace(settings(run, good), data=DataConfig(task="jsonl")))
     assert start._prepare_trainer(settings(run, good))[1].encode("word0") == [3]
     [line] = said
-    assert f"data.tokenizer={good} is taken without a comparison" in line
+    assert f"data.tokenizer={good} is used without a comparison" in line

@@ -230,7 +230,9 @@ def test_half_of_a_file_may_be_a_hole(tmp_path: Path) -> None:
         if fits:
             require_own(file)
         else:
-            with pytest.raises(UserError, match=rf"found {data * 2**20:,} bytes, and holes up to {size * 2**20:,}"):
+            with pytest.raises(
+                UserError, match=rf"found {data * 2**20:,} bytes of data, and holes up to {size * 2**20:,}"
+            ):
                 require_own(file)
 
 

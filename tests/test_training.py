@@ -187,7 +187,7 @@ def test_training_ends_after_evaluations_that_are_no_better(tmp_path, monkeypatc
     thread = threading.Thread(target=lambda: codes.append(fit(config, tmp_path)))
     thread.start()
     thread.join()
-    assert codes == [0] and said[-2] == "no better evaluation in train.patience = 2: training ends before train.steps"
+    assert codes == [0] and said[-2] == "no better evaluation in train.patience = 2; training ends before train.steps"
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [1, 2, 3]
     assert lines[-1]["event"] == "end"
@@ -536,7 +536,7 @@ def test_signals_checkpoint_at_the_next_step(tmp_path, number, code):
         if log.is_file() and len(log.read_bytes().splitlines()) >= 3:
             break
         time.sleep(0.1)
-    with pytest.raises(UserError, match="another trainer is at work here"):
+    with pytest.raises(UserError, match="in use by another training process"):
         fit(CONFIG, tmp_path / "run")
     process.send_signal(number)
     said = process.communicate(timeout=60)[1].splitlines()

@@ -217,7 +217,7 @@ class T5Gemma2Config(T5GemmaConfig):
             if stack.full_every == 2 <= depth:
                 found.append(f"every second layer of the {side} full, as if config.json said so")
             if stack.full_rope_factor not in (1.0, 8.0):  # the published models have the factor 8.0, of type linear
-                found.append(f"a rope factor of {stack.full_rope_factor:g} in the {side}, whatever its type")
+                found.append(f"a rope factor of {stack.full_rope_factor:g} in the {side}, regardless of its type")
         return " and ".join(found)
 
     def facts(self) -> dict[str, object]:

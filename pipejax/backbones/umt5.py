@@ -124,9 +124,7 @@ class UMT5Config(t5_config.T5Config):
         if not model.scale_head:
             note(f"{t5_config.HEAD}: not scaled, as in T5X and transformers 4; {IN_TRANSFORMERS_5}")
         elif not model.tied_head:
-            note(
-                f"{t5_config.HEAD}: scaled, as by transformers 5, since config.json says tie_word_embeddings beside it"
-            )
+            note(f"{t5_config.HEAD}: scaled, as by transformers 5, since config.json has tie_word_embeddings")
         return model
 
     def written(self, params: MutableMapping[str, np.ndarray]) -> Self:

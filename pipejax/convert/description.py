@@ -70,9 +70,11 @@ source = {source}
 FILES = """\
 `pipejax convert to-hf` wrote this directory. `config.json`, `generation_config.json` and the weights are as
 transformers reads them"""
-ADAPTER_FILES = """\
-`pipejax convert to-hf --adapter` wrote this directory: low-rank factors (LoRA) beside the weights of {base}.
-`adapter_config.json` and the factors are as peft reads them; where it is installed, transformers loads both"""
+ADAPTER_FILES = (
+    "`pipejax convert to-hf --adapter` wrote this directory: low-rank factors (LoRA) "
+    "for the weights of {base}.\n`adapter_config.json` and the factors are as peft "
+    "reads them; where it is installed, transformers loads both"
+)
 AS_IT_ADDS = """\
 ids = tokenizer(source, truncation=True, max_length={most}, return_token_type_ids=False, return_tensors="pt")"""
 AS_IT_LEARNED = """\
@@ -95,9 +97,11 @@ SCORES_TEXT = """
 |---|--:|
 {table}
 """
-BY_CUSTOM_GENERATE = """\
-`custom_generate/generate.py` writes the rows side by side, as pipejax does; `trust_remote_code` lets transformers run
-that file. Without it `generate` writes the first row alone."""
+BY_CUSTOM_GENERATE = (
+    "`custom_generate/generate.py` writes the rows side by side, as pipejax does; "
+    "`trust_remote_code` lets transformers run\nthat file. Without it `generate` "
+    "writes only the first row."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +148,12 @@ def write_files(
     if (program := custom_generate(config, tokenizer)) is not None:
         (directory / GENERATE).parent.mkdir()
         (directory / GENERATE).write_text(program, encoding="utf-8")
-        lines.append(f"{GENERATE} there writes rows in transformers; {CARD} says how")
+        lines.append(f"{GENERATE} in the directory writes rows in transformers; {CARD} describes how")
     elif "generate" not in (method := methods.trained(config)).can:
         said = method.generated.replace("`generate`", "transformers' generate").rstrip(".")
-        lines.append(f"{said}; {CARD} there says how to decode with pipejax")
+        lines.append(f"{said}; {CARD} describes how to decode with pipejax")
     if config.decode.draft == "model":
-        lines.append(f"decode.draft: {FILE} says none instead of model: the T5 that drafts is not in the directory")
+        lines.append(f"decode.draft: {FILE} has none instead of model, because the draft model is not in the directory")
     if origin.scores is not None and not _scores_in(origin.scores):
         found = f"no {', '.join(_missing_keys(origin.scores)) or 'score'} in the file"
         lines.append(f"--scores: {CARD} there tells none: found {found}; expected that of `pipejax evaluate --json`")
@@ -221,11 +225,13 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
         f"{file}: followed for objective ({config.train.objective}), grid, template, separator and decode settings"
     ]
     if look(weights) != "file" or digest_of(weights) != values.get("weights"):
-        lines.append(f"{file}: was written beside other weights; right only if these were trained for the same")
+        lines.append(
+            f"{file}: written for other weights; correct only if these weights were trained with the same settings"
+        )
     theirs, ours = generate.followed(), Generation(generate.file, generation.of_run(config)).followed()
     others = [key for key in theirs if key in generate.values and theirs[key] != ours.get(key)]
     if others := [f"{key}={json.dumps(generate.values[key])[:40]}" for key in [*others, *generate.lost()]]:
-        lines.append(f"{generate.file}: not followed, since {FILE} goes before it: {', '.join(others)}")
+        lines.append(f"{generate.file}: ignored, since {FILE} has priority: {', '.join(others)}")
     return config, lines
 
 
@@ -287,7 +293,7 @@ def card(
         metadata=metadata.to_yaml() + "\n",
         name=name,
         files=ADAPTER_FILES.format(base=origin.base_model) if is_adapter else FILES,
-        what=what if tokenizer else f"{what} There is no tokenizer here: sources have to be token ids.",
+        what=what if tokenizer else (f"{what} The directory has no tokenizer, so sources must be token ids."),
         line=json.dumps(fields),
         made=f" The source is made of it by the template {template!r}." if template else "",
         limit=BY_CUSTOM_GENERATE if in_torch else method.generated,

@@ -151,7 +151,7 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
         lines.append(f"{file}: followed as {', '.join(taken)}")
     if lost:
         named = (f"{key}={json.dumps(generation.values.get(key))[:40]}" for key in lost)
-        lines.append(f"{file}: not followed, since pipejax has no such setting: {', '.join(named)}")
+        lines.append(f"{file}: ignored, since pipejax has no such setting: {', '.join(named)}")
     return decode, lines
 
 

@@ -293,7 +293,8 @@ def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: params_fp",
             found=f"{found.get('params_fp')!r}",
-            expected=f"{own!r}, that of {restored.path}: what `pipejax evaluate --json` wrote of these weights",
+            expected=f"{own!r}, the params_fp of {restored.path}: the output of `pipejax evaluate "
+            "--json` for these weights",
         )
     return found
 
@@ -391,7 +392,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
     if not look(file):
         below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
-        found = "a LoRA adapter, which has no weights of its own" if adapters.is_adapter(directory) else found
+        found = "a LoRA adapter, which has no base weights" if adapters.is_adapter(directory) else found
         raise UserError(directory, found=found, expected="a directory that transformers saved with a T5")
     facts = read_json(file)
     kind = facts.get("model_type")

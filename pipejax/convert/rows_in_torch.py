@@ -253,7 +253,9 @@ def asked_settings(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Setti
             )
     settings = Settings(**{key: asked[key] for key in Settings._fields if key in asked})
     if settings.delay == 0 and not settings.row_names:
-        raise ValueError("delay: found 0 without row_names; nothing else tells rows apart that start at once")
+        raise ValueError(
+            "delay: found 0 without row_names; without them rows that start together cannot be distinguished"
+        )
     return settings, ids, bool(asked.get("return_dict_in_generate"))
 
 

@@ -30,7 +30,7 @@ RESAVE = "torch's: load it into its T5 there, and save_pretrained that as safete
 OTHERS = {
     "tf_model.h5": "TensorFlow's: open it with transformers 4, from_tf=True, and save_pretrained it",
     "flax_model-*.msgpack": "a part of flax weights: save them in one file",
-    "adapter_model.*": "a LoRA adapter without its adapter_config.json, which says what it adapts",
+    "adapter_model.*": ("a LoRA adapter without its adapter_config.json, which describes what it adapts"),
     "model.*.safetensors": "a variant: rename it to model.safetensors",
     "*.safetensors": "another name: rename it to model.safetensors if these are the weights",
     "rust_model.ot": "Rust's: convert the files that it was made from",

@@ -116,7 +116,7 @@ def open_torch_tensors(file: Path) -> dict[str, tuple[Tensor, Callable[[], np.nd
         storage = tensor.storage
         size = storage.size * np.dtype(STORAGES[storage.kind][1]).itemsize
         if storages.setdefault(storage.member, storage) != storage or members[storage.member].file_size != size:
-            raise ValueError(f"{storage.member!r:.60} of another size than its tensors say")
+            raise ValueError(f"{storage.member!r:.60} with a size that differs from its tensors")
     most = SHARED * sum(storage.size for storage in storages.values())
     if sum(math.prod(tensor.shape) for tensor in state.values()) > most:
         raise ValueError(f"the same numbers more than {SHARED} times")

@@ -468,7 +468,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         raise UserError(named, f"cannot be read ({error.strerror})") from error
     there = " and ".join(name for name in names if _is_read(name, _VOCABULARIES))
     if not any(look(directory / name) == "file" for name in FILES):
-        found = f"{there}, but nothing that says their class" if there else "no tokenizer"
+        found = f"{there}, but no file that names their class" if there else "no tokenizer"
         raise UserError(named, found=found, expected=f"one of {', '.join(FILES)}")
     for file in (directory / name for name in names if _is_read(name) and look(directory / name) == "file"):
         require_own(file)
@@ -523,8 +523,9 @@ def _follow(inner: "PreTrainedTokenizerBase", directory: Path, name: str) -> Non
     _keep_unknown(inner, directory)
     if type(inner).__name__.startswith("T5") and (lost := _ignored_settings(directory)):
         _say_once(
-            f"{name}: not followed, as T5Tokenizer of transformers 5 does not: {', '.join(lost)}; ids may be others "
-            "than in training. A tokenizer.json with the class PreTrainedTokenizerFast is followed"
+            f"{name}: ignored, because T5Tokenizer of transformers 5 ignores them: "
+            f"{', '.join(lost)}; ids may differ from training. A tokenizer.json with the class "
+            "PreTrainedTokenizerFast is read completely"
         )
 
 

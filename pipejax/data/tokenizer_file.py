@@ -83,7 +83,7 @@ def read_tokenizer_file(directory: Path) -> TokenizerFile:
     import tokenizers
 
     if other := next((name for name in OTHERS if look(directory / name)), None):
-        raise Unsuited(f"{other} lies beside it")
+        raise Unsuited(f"{other} is in the same directory")
     names = [name for name in (MAIN, SETTINGS, SPECIAL) if look(directory / name) == "file"]
     if lacking := next((name for name in (MAIN, SETTINGS) if name not in names), None):
         raise Unsuited(f"there is no {lacking}")

@@ -36,9 +36,7 @@ class GridStrategy(Rows):
     def __init_subclass__(cls) -> None:
         """Raises a TypeError if a subclass overrides `start`, since the steps would not follow it."""
         if "start" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__}.start: rows start as `delay` says; other starts need a strategy of their own"
-            )
+            raise TypeError(f"{cls.__name__}.start: rows start as `delay` says; other starts need another strategy")
 
     @property
     def width(self) -> int:

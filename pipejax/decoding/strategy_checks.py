@@ -107,7 +107,7 @@ def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[
         yield query, answers, decoded, query.live & kept
         if done[0]:
             return
-    refuse(strategy, "done", f"an answer that goes on after {most} steps", f"an end, with slots = {strategy.slots}")
+    refuse(strategy, "done", f"an answer that continues after {most} steps", f"an end, with slots = {strategy.slots}")
 
 
 @partial(jax.jit, static_argnums=0)

@@ -65,7 +65,7 @@ def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapte
     factors = adapters.read_factors(place, base.config.model)
     if any(look(place / name) for name in FILES):
         _check_tokenizer(place, Tokenizer.load(place), tokenizer)
-    config, lines = base.config, [f"{place}: not compared with {base.path.parents[1]}, as it holds factors alone"]
+    config, lines = base.config, [(f"{place}: not compared with {base.path.parents[1]}, because it has only factors")]
     if (
         found := description.read_settings(place, base.config.model, generation.read_generation(place, {}))
     ) is not None:

@@ -413,7 +413,9 @@ class Generator:
         made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
         if lost := [end for end in self.ids.other_ends if end not in ends_of(made)]:
             names = " and ".join(map(str, lost))
-            lines.append(f"{method.label}: end token {names} of the model ends no row, as it is not in `other_ends`")
+            lines.append(
+                f"{method.label}: end token {names} of the model ends no row, because it is not in `other_ends`"
+            )
         for line in lines:
             if line not in self._logged:
                 self._logged.add(line)

@@ -203,13 +203,13 @@ def training_mismatches(name: str, config: Config, learned: Config) -> list[str]
     then = {"class": default(learned)} if saved is None else described(saved)
     if then["class"] != (name if name in STRATEGIES else described(method)["class"]):
         never = saved is None and learned.train.objective == "none"
-        found = "never trained for any objective here" if never else f"trained with the {then['class']} objective"
-        lines.append(f"these weights were {found}; {name} decoding runs, but its output means little")
+        found = "not trained by pipejax for any objective" if never else f"trained with the {then['class']} objective"
+        lines.append(f"these weights were {found}; {name} decoding will run, but expect poor output")
     before = {f"method.{key}": value for key, value in then.items()} | trained(learned).learned()
     for key, now in method.learned().items():
         if (was := before.get(key, now)) != now:
             line = f"{key}: found {now!r}, but these weights were trained with {was!r}"
-            lines.append(f"{line}; what {method.label} writes means little")
+            lines.append(f"{line}; expect poor output from {method.label}")
     return lines
 
 

@@ -39,16 +39,16 @@ class Ability(NamedTuple):
 ABILITIES = {
     "sample": Ability("draw tokens by a temperature"),
     "score": Ability("keep log-probabilities", by_place=True),
-    "limit": Ability("write tokens of the source alone"),
+    "limit": Ability("restrict answers to tokens of the source"),
     "unique": Ability("leave out rows that repeat one above"),
     "draft": Ability("verify drafts", needs=("on_grid", "cut")),
-    "prefix": Ability("begin a row as it is told", by_place=True),
-    "rows": Ability("begin several rows as they are told, or end after so many", by_place=True),
-    "stream": Ability("show rows as they are written", by_place=True, grows=True, needs=("stop",)),
+    "prefix": Ability("support row prefixes", by_place=True),
+    "rows": Ability("support prefixes of several rows or a number of rows", by_place=True),
+    "stream": Ability("stream rows", by_place=True, grows=True, needs=("stop",)),
     "serve": Ability("decode requests that come and go", by_place=True, grows=True, needs=("stop",)),
     "draw": Ability("write rows that `pipejax picture` can draw"),
     "probe": Ability("lay targets out in rows that `pipejax probe` can hide from one another"),
-    "export": Ability("write rows that are read without its class: those of the grid, from the first"),
+    "export": Ability("write rows that can be read without its class"),
     "generate": Ability("be written by transformers' generate"),
 }
 
@@ -140,7 +140,7 @@ class Method:
     @property
     def generated(self) -> str:
         """The sentence of a model card that describes the output of transformers' `generate` for such models."""
-        return f"`generate` does not know {self.label}: what it writes means little."
+        return f"`generate` does not support {self.label}; its output will be wrong."
 
     @property
     def in_torch(self) -> InTorch | None:

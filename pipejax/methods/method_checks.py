@@ -71,7 +71,7 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
     row, time = np.ogrid[: min(rows or SIDE, SIDE), : min(times or SIDE, SIDE)]
     position = np.asarray(made.position(row, time)) + 0 * (row + time)
     if position.dtype.kind != "i" or any((np.diff(position, axis=axis) < 0).any() for axis in (0, 1)):
-        expected = "whole numbers that never fall with row or time: a query lies nowhere before a key that it sees"
+        expected = "whole numbers that never fall with row or time, because no query lies before a key that it sees"
         strategy_checks.refuse(
             made, "position", f"{position[:2, :4].tolist()} for rows 0, 1 and times 0 to 3", expected
         )

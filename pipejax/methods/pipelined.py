@@ -39,7 +39,7 @@ class PipelinedMethod(Method):
         begun = (
             f"a new one every {f'{delay} steps' if delay > 1 else 'step'}" if delay else "all from the first step on"
         )
-        named = f" Each row begins as told, in turn: {', '.join(map(repr, names))}." if names else ""
+        named = f" The rows begin with, in order: {', '.join(map(repr, names))}." if names else ""
         return (
             f"A T5 that was trained to write the rows of an answer side by side, {begun} (pipelined decoding), with at "
             f"most {self.grid.sub_max} rows and {self.grid.time_max} steps.{named}"
@@ -48,7 +48,7 @@ class PipelinedMethod(Method):
     @property
     def generated(self) -> str:
         """See `Method`. `generate` writes only the first row."""
-        return "`generate` writes the first row of an answer alone: it knows no other rows, and no beginnings of rows."
+        return "`generate` writes only the first row of an answer; it supports neither other rows nor row prefixes."
 
     @property
     def in_torch(self) -> InTorch | None:

@@ -21,18 +21,20 @@ def main(argv: Sequence[str]) -> int:
         "--input",
         required=True,
         metavar="FILE",
-        help="JSON lines, CSV (packed, too), Parquet, a saved data set; - for standard input",
+        help="JSON lines, CSV (also compressed), Parquet, a saved data set; - for standard input",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or .csv, .tsv, .parquet, or -")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="decoding strategy (default: the one used in training)")
     parser.add_number(
-        "--batch-size", "default: decode.batch_size; 1 from standard input; a CPU takes 8 at most", most=2**16
+        "--batch-size",
+        "sources decoded together (default: decode.batch_size; 1 for standard input; at most 8 on a CPU)",
+        most=2**16,
     )
-    parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and go on")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no sources, and count them")
-    parser.add_argument("--schema", metavar="FILE", help="a flat JSON schema, of which each answer is an object")
-    parser.add_argument("--stream", action="store_true", help="show rows as they are written, one source at a time")
-    parser.add_number("--num-samples", "answers of each source; default: decode.samples", most=2**16)
+    parser.add_argument("--resume", action="store_true", help="keep the records of an interrupted run, and continue")
+    parser.add_argument("--skip-bad", action="store_true", help="skip invalid lines, and report their number")
+    parser.add_argument("--schema", metavar="FILE", help="a flat JSON schema that each answer follows")
+    parser.add_argument("--stream", action="store_true", help="print rows while they are decoded, one source at a time")
+    parser.add_number("--num-samples", "answers per source (default: decode.samples)", most=2**16)
     parser.add_overrides("override a setting of grid or decode, or one of data that docs/decoding.md has (repeatable)")
     flags = parser.parse_args(argv)
 

@@ -193,15 +193,15 @@ def peak_memory() -> dict[str, int]:
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax evaluate", description=__doc__)
     parser.add_checkpoint()
-    parser.add_argument("--task", help="default: the one that it was trained on")
+    parser.add_argument("--task", help="task of the data (default: the task of the training)")
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
     parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
-    parser.add_number("--batch-size", "documents decoded together (1)", most=2**16, default=1)
-    parser.add_number("--limit", "only the first so many documents")
-    parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
-    parser.add_argument("--json", metavar="OUT", help="write the results there; default: standard output")
+    parser.add_number("--batch-size", "documents decoded together (default: 1)", most=2**16, default=1)
+    parser.add_number("--limit", "use only the first N documents")
+    parser.add_argument("--skip-bad", action="store_true", help="skip bad lines, like --set data.skip_bad=true")
+    parser.add_argument("--json", metavar="OUT", help="file for the results (default: standard output)")
     parser.add_argument(
-        "--predictions", metavar="FILE", help="keep what was decoded: lines id, source, gold, pred, ..."
+        "--predictions", metavar="FILE", help="file for the decoded documents, with id, source, gold, pred, ..."
     )
     parser.add_overrides("override a setting of grid, decode or data (repeatable)")
     flags = parser.parse_args(argv)
@@ -212,7 +212,9 @@ def main(argv: Sequence[str]) -> int:
 
     generator = load(flags.checkpoint, best=flags.best, overrides=others)
     if generator.tokenizer is None:
-        raise UserError(flags.checkpoint, found="no tokenizer in it", expected="one, to read and write text")
+        raise UserError(
+            flags.checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
+        )
     if flags.task:  # the metric of the given task counts, not the metric of the checkpoint's task
         ours = [f"data.task={flags.task}", "data.metric=", *ours]
     ours += ["data.skip_bad=true"] if flags.skip_bad else []
@@ -221,8 +223,8 @@ def main(argv: Sequence[str]) -> int:
     if data.task == "none":
         raise UserError(
             flags.checkpoint,
-            "was not trained here, so it has no task",
-            expected=f"one, as in --task jsonl --set data.{flags.split}=FILE",
+            "has no task, because pipejax did not train it",
+            expected=f"a task, as in --task jsonl --set data.{flags.split}=FILE",
         )
     task = make_task(data, generator.config.grid.row_names)
     if isinstance(task, FilesTask) and not task.has(flags.split):
@@ -233,15 +235,20 @@ def main(argv: Sequence[str]) -> int:
         )
     if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
         raise UserError(
-            f"data.{flags.split}", found="a file", expected=f"none, as {data.task} has its own, or --task jsonl"
+            f"data.{flags.split}",
+            found="a file",
+            expected=f"none, as {data.task} has its own data; use --task jsonl for a file",
         )
     metrics.require(data.metric or task.metric)
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):
-        raise UserError(f"--split {flags.split}", found="no examples in it", expected="some")
+        raise UserError(f"--split {flags.split}", found="no examples", expected="at least one")
     same = data.split and generator.trained and generator.trained.data.train == data.train
     if same and generator.learned and generator.learned != fingerprint(task.examples("train"), None):
-        cli.note("warning: data.split: found other training examples than the run had; some of these may be of them")
+        cli.note(
+            "warning: data.split: found training examples that differ from the run's; some "
+            "evaluated documents may be among its training examples"
+        )
     strategy = flags.strategy or generator.default_strategy
     progress = Progress("evaluating", len(examples), unit="example")
     size = generator.batch_size_for(min(flags.batch_size, len(examples)))

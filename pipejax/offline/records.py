@@ -69,26 +69,30 @@ def check_paths(source: str, target: str, *, resume: bool = False) -> None:
     given, wanted = check_input(source), Path(target)
     if resume and (STANDARD in (source, target) or (wanted.exists() and not wanted.is_file())):
         raise UserError(
-            "--resume", found=f"--input {source} --output {target}", expected="files, which can be read again"
+            "--resume", found=f"--input {source} --output {target}", expected="regular files, which can be read again"
         )
     if target == STANDARD:
         streams.check_standard_output("--output")
         return
     if wanted.is_file() and given.exists() and os.path.samefile(given, wanted):
-        raise UserError(f"--output {target}", found="the input itself", expected="another file")
+        raise UserError(f"--output {target}", found="the input file", expected="a different file")
     if wanted.suffix.lower() in WORKBOOKS:
         raise UserError(f"--output {target}", found="the name of a workbook", expected=".csv, .tsv, .parquet or .jsonl")
     if wanted.suffix.lower() in PACKED:
         raise UserError(
-            f"--output {target}", found="the name of a packed file", expected="another, as nothing is packed"
+            f"--output {target}",
+            found="the name of a compressed file",
+            expected="a name without a compression suffix, because the output is not compressed",
         )
     cli.check_output_file("--output", target)
     if (lines := lines_for(target)) == target:
         return
     if (found := look(target)) and not wanted.is_file():
-        raise UserError(f"--output {target}", found=f"no regular {found}", expected="one, or none, for a table")
+        raise UserError(
+            f"--output {target}", found=f"no regular {found}", expected="a regular file or a new one, for a table"
+        )
     if resume and found and not look(lines):
-        raise UserError(f"--resume: {target}", "is complete", expected=f"{lines}, from a decode that was interrupted")
+        raise UserError(f"--resume: {target}", "complete", expected=f"{lines}, the file of an interrupted decode")
     if is_parquet(target):
         module("pyarrow", "parquet", f"--output {target}")
 
@@ -148,7 +152,7 @@ def decode_file(
             output.resume([source.id for source in checked])
         sources = iter(checked[output.records :])
         if output.records == total:
-            logger.info(f"{target}: holds the records of all {total} lines already")
+            logger.info(f"{target}: contains the records of all {total} lines")
     progress = Progress("decoding", total and total - output.records, unit="example", shown=not live)
     if live:
         records = _show(generator, sources, name, report)
@@ -185,7 +189,7 @@ def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines
         raise UserError(source, found="no lines", expected="at least one source")
     twice, times = Counter(str(s.id) for s in checked if s.sample == 0).most_common(1)[0]
     if times > 1:
-        logger.warning(f"{source}: some ids are not unique, such as {twice}; records come in the order of the lines")
+        logger.warning(f"{source}: some ids are not unique, such as {twice}; records have the order of the lines")
     return checked
 
 
@@ -258,8 +262,8 @@ def write_table(lines: Path, target: str) -> None:
     except OSError as error:
         raise UserError(
             f"--output {target}",
-            f"cannot be written ({error.strerror or error}); {lines} has the records, and "
-            "--resume makes the table of them",
+            f"cannot be written ({error.strerror or error}); {lines} has the records, and --resume "
+            "writes the table from them",
         ) from error
     lines.unlink()
 

@@ -63,9 +63,10 @@ class Unfinished:
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--resume: {self.target}",
-                found=f"no {self.path.name} beside it: it is complete, or of other work",
-                expected="an output that was interrupted",
-                hint="without --resume it is replaced",
+                found=f"no {self.path.name} in its directory: the output is complete, or was not "
+                "written by pipejax decode",
+                expected="the output of an interrupted decode",
+                hint="without --resume the output is replaced",
             ) from error
         found = found if isinstance(found, dict) else {}
         if other := first_difference(flattened(self.settings or {}), flattened(found)):
@@ -81,7 +82,7 @@ class Unfinished:
                 if number >= len(ids) or name != ids[number]:
                     raise UserError(
                         f"--resume: {self.target}:{number + 1}",
-                        found="no record of that line",
+                        found="no record of this line",
                         expected=f"the id {(ids[number] if number < len(ids) else 'of no further line')!r}",
                     )
                 self.records, self.size = self.records + 1, self.size + len(line)
@@ -127,8 +128,8 @@ class Unfinished:
         if self._out is not None and Path(self.target).is_file():
             with open(self.target, "rb") as file:
                 lines = f"{sum(1 for _ in file)}{f' of {total}' if total else ''} lines"
-            more = f"; {continued_by} goes on after them" if self.has_note else ""
-            logger.info(f"{self.target}: holds the records of the first {lines}{more}")
+            more = f"; {continued_by} continues after them" if self.has_note else ""
+            logger.info(f"{self.target}: contains the records of the first {lines}{more}")
 
     def close(self) -> None:
         """Closes the output file."""
@@ -157,10 +158,10 @@ def write_whole(out: BinaryIO, line: bytes) -> None:
 
 # Settings whose values are hashes, and the message if one differs.
 HASHED = {
-    "input": "answers to another input; expected those to the one that is given now",
-    "weights": "answers of other weights; expected those of the checkpoint that is given now",
-    "--schema": "answers under another schema; expected those under the one that is given now",
-    "--adapt": "work of weights that learned from other examples; expected --adapt as it was",
+    "input": "answers to another --input; expected answers to the given one",
+    "weights": "answers of other weights; expected answers of the given checkpoint",
+    "--schema": "answers with another schema; expected answers with the given one",
+    "--adapt": "measurements of weights adapted to other examples; expected the same --adapt",
 }
 
 

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--checkpoint", required=True, metavar="DIR", help="a converted checkpoint or a WORKDIR of pipejax train"
         )
-        self.add_argument("--best", action="store_true", help="the best evaluated step instead of the newest")
+        self.add_argument("--best", action="store_true", help="use the best evaluated step instead of the newest")
 
     def add_number(
         self, flag: str, text: str, *, least: int = 1, most: int = WHOLE, default: int | None = None
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         """Adds a flag for a whole number from `least` to `most`."""
         self.add_argument(flag, type=whole_number(least, most), default=default, metavar="N", help=text)
 
-    def add_overrides(self, text: str = "model=MODULE:CLASS alone: a backbone of your own, not a T5") -> None:
+    def add_overrides(self, text: str = "only model=MODULE:CLASS, for a custom backbone") -> None:
         """Adds the repeatable --set KEY=VALUE, and --backbone MODULE:CLASS, which spells --set model=MODULE:CLASS."""
         kept: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
         self.add_argument("--set", type=_assignment, metavar="KEY=VALUE", help=text, **kept)
@@ -208,7 +208,7 @@ def check_output_file(flag: str, target: str | None) -> None:
     # The system resolves the part before a "..", which is not in the real path.
     for place in (wanted.parent, directory):
         if look(place, flag) != "directory":
-            raise UserError(f"{flag} {target}", found=f"no directory {place}", expected="one that exists")
+            raise UserError(f"{flag} {target}", found=f"no directory {place}", expected="an existing directory")
     place = wanted if found else directory
     if not os.access(place, os.W_OK):
         number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
@@ -247,7 +247,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
         environment.check_memory()
         environment.check_flags()
         for setting in environment.IGNORED:
-            note(f"{setting}: not followed, as what is computed depends on it")
+            note(f"{setting}: ignored, because results depend on it")
         try:
             code = main(arguments)
         except SystemExit as ended:  # --help

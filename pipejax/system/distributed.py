@@ -90,9 +90,7 @@ def join_processes(
     if coordinator is None and not (told or _detected_by_jax(environment)):
         if processes is None and process_id is None:
             return False
-        raise UserError(
-            "--coordinator", found="none", expected="HOST:PORT of process 0, as for every process of the run"
-        )
+        raise UserError("--coordinator", found="none", expected="HOST:PORT of process 0, for every process of the run")
     if coordinator is not None:
         if not re.fullmatch(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}", coordinator):
             raise UserError("--coordinator", found=f"{coordinator!r}", expected="HOST:PORT, such as node0:8476")
@@ -100,13 +98,15 @@ def join_processes(
             raise UserError("--coordinator", found=f"{coordinator!r}", expected="a port from 1 to 65535")
         if processes is None or process_id is None:
             missing = "--processes" if processes is None else "--process-id"
-            raise UserError(missing, found="none", expected="it with --coordinator", hint="no launcher says it")
+            raise UserError(
+                missing, found="none", expected="a value with --coordinator", hint="the launcher does not provide it"
+            )
         if not 0 <= process_id < processes:
             raise UserError("--process-id", found=f"{process_id}", expected=f"0 to {processes - 1}")
     if processes == 1:
         return False
     if not 1 <= heartbeat <= 86400:
-        raise UserError("--heartbeat", found=f"{heartbeat}", expected="1 second to a day of them")
+        raise UserError("--heartbeat", found=f"{heartbeat}", expected="1 to 86400 seconds")
     if coordinator is not None and process_id != 0:
         _await(coordinator, patience)
     own_device = [told[2]] if told and "JAX_LOCAL_DEVICE_IDS" not in environment else None
@@ -178,8 +178,8 @@ def _detected_by_jax(environment: Mapping[str, str]) -> bool:
         said = " ".join(str(error).split())[:200]
         raise UserError(
             "the metadata of this Cloud TPU machine",
-            found=f"no answer of use ({said})",
-            expected="the processes of its run; --alone trains without others",
+            found=f"no usable answer ({said})",
+            expected="the processes of the run; --alone trains in one process",
         ) from error
 
 
@@ -219,7 +219,11 @@ def check_same(text: str, what: str) -> None:
     words = gather_texts(hashlib.sha256(text.encode()).hexdigest())
     for index, word in enumerate(words):
         if word != words[0]:
-            error = UserError(what, f"process {index} found something else than process 0", expected="the same for all")
+            error = UserError(
+                what,
+                f"process {index} has a value that differs from process 0",
+                expected="the same value in all processes",
+            )
             setattr(error, _SHARED, True)
             raise error
 

@@ -84,7 +84,7 @@ def allow_files() -> None:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, most))
             return
-    raise UserError("ulimit -n", found=f"{allowed} files that may be open at once", expected=f"at least {FILES}")
+    raise UserError("ulimit -n", found=f"a limit of {allowed} open files", expected=f"at least {FILES}")
 
 
 def check_memory() -> None:
@@ -96,7 +96,7 @@ def check_memory() -> None:
         raise UserError(
             "ulimit -v",
             found=f"{allowed >> 10} KiB of address space",
-            expected=f"unlimited, or at least {MEMORY >> 10} and what the model takes",
+            expected=f"unlimited, or at least {MEMORY >> 10} and the memory of the model",
         )
 
 
@@ -107,7 +107,7 @@ def check_environment() -> None:
             raise UserError(
                 name,
                 found=f"{value!r}, from jax.config or from {name.upper()} before pipejax was imported",
-                expected=f"{PINNED[name]!r}, as what is computed depends on it",
+                expected=f"{PINNED[name]!r}, because results depend on it",
             )
     check_flags()
     if "jax" in sys.modules:

@@ -22,7 +22,10 @@ def extra(name: str, place: object) -> Iterator[None]:
     except ImportError as error:
         missing = (error.name or str(error)).partition(".")[0]
         raise UserError(
-            place, found=f"no {missing}", expected=f"what the extra pipejax[{name}] installs", hint=f"{command(name)}"
+            place,
+            found=f"no {missing}",
+            expected=f"the packages of the extra pipejax[{name}]",
+            hint=f"{command(name)}",
         ) from error
 
 

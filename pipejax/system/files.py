@@ -31,10 +31,10 @@ def look(path: str | Path, where: str = "") -> Literal["", "file", "directory"]:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ""
-        raise UserError(f"{where}{' ' if where else ''}{path}", f"cannot be looked at ({error.strerror})") from error
+        raise UserError(f"{where}{' ' if where else ''}{path}", f"cannot be inspected ({error.strerror})") from error
     except ValueError as error:  # a NUL, or characters that a file name cannot contain
         raise UserError(
-            f"{where}{' ' if where else ''}{str(path)!r}", found=f"no path ({error})", expected="one"
+            f"{where}{' ' if where else ''}{str(path)!r}", found=f"an invalid path ({error})", expected="one"
         ) from error
     return "directory" if stat.S_ISDIR(mode) else "file"
 
@@ -103,7 +103,7 @@ def require_own(file: Path) -> None:
     except OSError as error:
         raise UserError(file, f"cannot be read ({error.strerror})", expected="a file") from error
     if written < size // 2 and size > SMALL:
-        raise UserError(file, found=f"{written:,} bytes, and holes up to {size:,}", expected="a whole file")
+        raise UserError(file, found=f"{written:,} bytes of data, and holes up to {size:,}", expected="a complete file")
 
 
 def _written(file: Path) -> int:
@@ -185,7 +185,7 @@ def _sync_name(path: Path) -> None:
     try:
         sync(path.parent)
     except OSError as error:
-        raise UserError(path, f"is written, but a loss of power may undo that ({error.strerror})") from error
+        raise UserError(path, f"written, but possibly lost if the power fails ({error.strerror})") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -80,7 +80,7 @@ class TpuTarget:
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else it would ask a metadata server for the machine's type
         found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
         if len(found) < count:
-            raise UserError(self.topology, found=f"{count} devices wanted", expected=f"at most {len(found)}")
+            raise UserError(self.topology, found=f"{count} devices requested", expected=f"at most {len(found)}")
         return list(found)[:count]
 
 
@@ -141,7 +141,9 @@ def _add_compiler(module: str) -> None:
             plugin, version = "jax-cuda12-plugin", jax.__version__
             wanted = f"{plugin}=={version} jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12"
         command = f"{sys.executable} -m pip install --no-deps --target {place} {wanted}"
-        raise UserError(found="no compiler for that device here", expected=f"it after: {command}") from error
+        raise UserError(
+            found="no compiler for this device", expected=f"a compiler, after running: {command}"
+        ) from error
     finally:
         sys.path.remove(place)
     if module != "libtpu":

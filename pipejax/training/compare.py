@@ -28,7 +28,7 @@ def log_of(run: str) -> list[Line]:
     except OSError as error:
         raise UserError(path, f"cannot be read ({error.strerror})", expected="the log of a run") from error
     if not lines:
-        raise UserError(path, found="no line of a log", expected="some")
+        raise UserError(path, found="no log lines", expected="at least one")
     return lines
 
 
@@ -57,7 +57,7 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a --workdir of pipejax train")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run of pipejax train")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     flags = parser.parse_args(argv)
     rows = [summary(run, log_of(run)) for run in flags.runs]

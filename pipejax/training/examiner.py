@@ -91,7 +91,7 @@ class Examiner:
                 self._count(score_of(line))
         # An older release had another default metric.
         if distributed.same(before) not in ("", metric) and best is not None:
-            logger.warning(f"scores by {before} so far, by {metric} from here on: best/ is chosen anew")
+            logger.warning(f"scores by {before} so far, by {metric} from here on: best/ is selected again")
             best.score = ()
         self.highest, self.without_better = distributed.same((self.highest, self.without_better))
         # Batches of the dev loss are no larger than one part of a training batch, so they fit in the memory if training

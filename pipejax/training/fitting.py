@@ -67,11 +67,13 @@ def train_run(
     compile_cache.use_cache()
     code = loop.fit(config, workdir, given=given)
     if code == 128 + signal.SIGINT:
-        raise KeyboardInterrupt(f"{workdir}: the same call goes on from the checkpoint that is written")
+        raise KeyboardInterrupt(f"{workdir}; repeat the call to continue from the written checkpoint")
     if code >= 128:
         raise SystemExit(code)
     if code:
-        raise UserError(workdir, "the last or the best step is not on disk, as a line says; the same call goes on")
+        raise UserError(
+            workdir, "the last or the best step was not written, as a logged line reports; repeat the call to continue"
+        )
     return Path(workdir)
 
 
@@ -84,10 +86,14 @@ def examples_of(source: object, split: str, data: DataConfig, row_names: Sequenc
         raise UserError(split, found=f"records in memory with data.task = {data.task}", expected="jsonl")
     if data.split:
         raise UserError(
-            "data.split", found=f"{data.split!r} with records in memory", expected="none: give train and dev"
+            "data.split", found=f"{data.split!r} with records in memory", expected="no split; pass train and dev"
         )
     if split == "train" and data.stream:
-        raise UserError("data.stream", found=f"{data.stream} with records in memory", expected="0: they need no stream")
+        raise UserError(
+            "data.stream",
+            found=f"{data.stream} with records in memory",
+            expected="0, because records in memory need no stream",
+        )
     rows = list(rows_in(source, split))
     if not rows:
         raise UserError(split, found="no records", expected="at least one")

@@ -136,7 +136,7 @@ class Examples:
                     return task.examples(split)
                 if not isinstance(task, FilesTask):
                     raise UserError(
-                        "data.stream", found=f"it with data.task = {config.data.task}", expected="jsonl or csv"
+                        "data.stream", found=f"a stream with data.task = {config.data.task}", expected="jsonl or csv"
                     )
                 return task.stream() if task.has(split) else []
 
@@ -288,19 +288,19 @@ class Run:
         self.trackers.close()
         self.progress.close()
         if not done:
-            logger.error(f"step {self.step} is not on disk; the same command goes on from the checkpoint before")
+            logger.error(f"step {self.step} was not written; the same command resumes from the checkpoint before")
             return 1
         if not best:
-            logger.error("the best step so far is not in best/; it was not on disk before the run ended")
+            logger.error("the best step so far is not in best/; it was not written before the run ended")
             return 1
         logger.info("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.clock.totals.items()))
         if self.stop.agreed and not ended:
             by = signal.Signals(self.stop.agreed).name
-            logger.info(f"stopped by {by} at step {self.step}; the same command goes on from there")
+            logger.info(f"stopped by {by} at step {self.step}; the same command resumes from there")
             return 128 + self.stop.agreed
         if self.step < steps:
             patience = self.config.train.patience
-            logger.info(f"no better evaluation in train.patience = {patience}: training ends before train.steps")
+            logger.info(f"no better evaluation in train.patience = {patience}; training ends before train.steps")
         reached = f" ({self.progress.note})" if self.progress.note else ""
         logger.info(f"trained for {self.step} steps{reached}; checkpoints in {self.store.directory}")
         return 0
@@ -353,8 +353,8 @@ class Run:
         trains = f" ({own:.2f} M are trained)" if own < size else ""
         if self.step == 0 and warmup(train) >= train.steps:
             logger.warning(
-                f"train.warmup_steps: found {warmup(train)}; expected fewer than train.steps ({train.steps}), or "
-                "the full learning rate comes too late"
+                f"train.warmup_steps: found {warmup(train)}; expected fewer than train.steps "
+                f"({train.steps}); otherwise the full learning rate is not reached"
             )
         where = f"{trainer.mesh.size} x {jax.devices()[0].device_kind}"
         found = f"{examples or 'streamed'} training examples"

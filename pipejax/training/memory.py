@@ -205,9 +205,13 @@ def choose_remat(config: Config, memory: float | None, devices: "Sequence[jax.De
         totals[own.remat] = sum(estimate_of(dataclasses.replace(choice, train=own)).values())
         if totals[own.remat] <= ROOM * memory:
             break
-    why = "the fastest that leaves a quarter of it free" if totals[own.remat] <= ROOM * memory else "which needs least"
+    why = (
+        "the fastest value that leaves a quarter of it free"
+        if totals[own.remat] <= ROOM * memory
+        else "the value that needs the least memory"
+    )
     found = ", ".join(f"{total / GIB:.1f} GiB with {remat}" for remat, total in totals.items())
-    logger.info(f"train.remat: {own.remat} for {memory / GIB:.1f} GiB, {why}: by estimate a step takes {found}")
+    logger.info(f"train.remat: {own.remat} for {memory / GIB:.1f} GiB, {why}; estimated memory of a step: {found}")
     return choice
 
 

@@ -151,15 +151,15 @@ class Window:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         found = f"loss {loss}, gradient norm {norm}"
         self.log({"event": "left_out", "step": step, "loss": str(loss), "grad_norm": str(norm), "ids": batch.ids})
-        self.progress.line(f"step {step}: {found}; the update was left out (examples {few(batch.ids)})")
+        self.progress.line(f"step {step}: {found}; the update was skipped (examples {few(batch.ids)})")
         if self.bad >= self.train.max_bad_steps:
             raise UserError(
                 f"step {step}",
-                found=f"{found}, and none better in {self.bad} steps in a row (the last examples: "
+                found=f"{found}, the last of {self.bad} such steps in a row (the last examples: "
                 f"{', '.join(batch.ids)})",
                 expected="finite numbers at least once in train.max_bad_steps = "
-                f"{self.train.max_bad_steps}; try a lower train.learning_rate, or look at the "
-                "data",
+                f"{self.train.max_bad_steps}; try a lower train.learning_rate, or check "
+                "the data",
             )
 
 
@@ -170,11 +170,11 @@ def warn_of_examples(examples: Sequence[Example], tokenizer: Tokenizer, config: 
     """
     size, total = config.train.batch_size, len(examples)
     if (drawn := min(size * config.train.length_group, total)) > MANY:
-        logger.info(f"{drawn} examples are encoded before the first step: train.length_group batches of them")
+        logger.info(f"{drawn} examples are encoded before the first step, as many as train.length_group batches")
     if size > total:
         logger.warning(
-            f"train.batch_size: found {size}, more than the {total} training examples; each update sees them "
-            f"{size / total:.1f} times, so fewer do"
+            f"train.batch_size: found {size}, more than the {total} training examples; each update "
+            f"sees them {size / total:.1f} times, so a smaller value suffices"
         )
     separator = config.data.separator if methods.trained(config).parts_text else ""
 

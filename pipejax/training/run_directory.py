@@ -63,10 +63,10 @@ class RunDirectory:
     def _check(self, path: str | Path) -> None:
         check_place(self.path)
         if self.path.exists() and not self.path.is_dir():
-            raise UserError(path, found="a file", expected="a directory to work in")
+            raise UserError(path, found="a file", expected="a directory")
         if self.path.is_dir() and any(self.path.iterdir()) and not self.is_run:
             raise UserError(
-                path, found="a directory with other things in it", expected="a new, an empty or a run directory"
+                path, found="a directory with other files", expected="a new directory, an empty one or a run directory"
             )
 
     @property
@@ -92,7 +92,7 @@ class RunDirectory:
             self._lock = (self.path / ".lock").open("a")
         if not lock(self._lock.fileno()):
             self._lock.close()
-            raise UserError(self.path, "another trainer is at work here", expected="a directory of one's own")
+            raise UserError(self.path, "in use by another training process", expected="another --workdir")
         self._made = made if new else None
         with writing(self.path):  # remove temporary files of killed processes
             for name in ("config.json", "metrics.jsonl"):
@@ -147,7 +147,7 @@ class RunDirectory:
             return
         target = free_name(self.path / "best-before")
         best.rename(target)
-        logger.warning(f"{best}: of a run that is lost; kept aside as {target.name}")
+        logger.warning(f"{best}: of a lost run; kept as {target.name}")
 
     def _remove(self, directory: Path) -> None:
         """Removes a directory in two steps, so that an interruption never leaves a partial one under its name."""
@@ -219,7 +219,7 @@ class RunDirectory:
                     raise
         except OSError as error:
             if len(self._waiting) == 1:
-                logger.warning(f"{path}: cannot be written ({error.strerror}); its lines wait for room")
+                logger.warning(f"{path}: cannot be written ({error.strerror}); its lines are kept until there is space")
             return
         self._waiting.clear()
 
@@ -261,7 +261,7 @@ def check_resume(old: Config, new: Config, where: Path) -> None:
                 f"{where}: {key}",
                 f"{was!r} -> {now!r}",
                 expected="no change on resume",
-                hint=f"to go on from its weights, begin another run, with train.init_from={where}",
+                hint=f"to continue from its weights, start another run with train.init_from={where}",
             )
 
 
@@ -274,8 +274,8 @@ def check_places(saved: Restored, new: Config, data: Mapping[str, str], where: P
             raise UserError(
                 f"{where}: {key}",
                 f"{was!r} -> {now!r}",
-                expected="the same on resume, or a place with the same content",
-                hint=f"to go on from its weights, begin another run, with train.init_from={where}",
+                expected="the same on resume, or a path with the same content",
+                hint=f"to continue from its weights, start another run with train.init_from={where}",
             )
 
 
@@ -318,7 +318,7 @@ def resolve_model(config: Config, other: Config) -> Config:
         raise UserError(
             key,
             found=f"{a[key]!r}",
-            expected=f"{b.get(key)!r} as in the checkpoint it starts from",
+            expected=f"{b.get(key)!r} as in the checkpoint that the run starts from",
             hint="leave `model` out to take its architecture",
         )
     config_lib.check(begun, where=config.train.init_from)

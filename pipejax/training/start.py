@@ -65,7 +65,7 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
     if own is not None:
         return _resume(trainers[0], own, directory, data)
     if had_steps:
-        logger.warning(f"{store.directory}: found no good step; training starts again from its beginning")
+        logger.warning(f"{store.directory}: found no intact step; training starts again from the beginning")
     memory = distributed.same(device_memory())
     with distributed.fail_together(UserError):
         trainer, tokenizer, origin = _prepare_trainer(config, memory)
@@ -74,7 +74,7 @@ def start_run(config: Config, directory: RunDirectory, store: Store, data: Mappi
         logger.info(f"starting from random weights (seed {config.train.seed})")
         return Start(trainer, state, 0, tokenizer)
     step = f"{'best ' if config.train.init_best else ''}step {origin.step}"
-    logger.info(f"starting from {config.train.init_from} (its {step})")
+    logger.info(f"starting from {config.train.init_from} ({step})")
     conversion = origin.metadata.get("conversion")
     return Start(trainer, state, 0, tokenizer, init=digest(origin.arrays["params"]), conversion=conversion)
 
@@ -106,21 +106,21 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     """Returns the state of a restored checkpoint, after checking that data, places and dropout masks still match."""
     wanted, before = trainer.config.train, own.config.train
     if before.evaluate_examples != wanted.evaluate_examples:
-        logger.info("train.evaluate_examples: found another number than before; best/ goes by the scores of both alike")
+        logger.info("train.evaluate_examples: found a different number than before; best/ compares the scores of both")
     if before.steps != wanted.steps and wanted.schedule != "constant":
         logger.info(f"train.steps: {before.steps} -> {wanted.steps}; the {wanted.schedule} schedule now ends there")
     with distributed.fail_together(UserError):
         if any(own.metadata.get(name, known) != known for name, known in data.items() if name != "dev"):
             raise UserError(
                 f"{directory.path}: data.train",
-                found="other examples than the run was trained on so far",
-                expected="the same on resume; another experiment takes another directory",
+                found="examples that differ from the run's so far",
+                expected="the same examples on resume; use another directory for another experiment",
             )
         check_places(own, trainer.config, data, directory.path)
         _check_dropout(own, wanted, directory.path)
     as_many = before.evaluate_examples == wanted.evaluate_examples
     if as_many and own.metadata.get("dev", data["dev"]) != data["dev"]:
-        logger.warning("data.dev: found other examples than before; best/ goes by the scores of both alike")
+        logger.warning("data.dev: found examples that differ from before; best/ compares the scores of both")
     logger.info(f"resuming at step {own.step} ({own.path})")
     with distributed.fail_together(UserError):
         tokenizer = checkpoint.tokenizer_of(own) or Tokenizer.load(directory.path / "tokenizer")
@@ -140,10 +140,10 @@ def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
     if not train.new_dropout:
         raise UserError(
             f"{where}: train.dropout",
-            "this run began with an older release, whose dropout masks differ",
+            "the run was started with an older release, whose dropout masks differ",
             expected="train.new_dropout=true, to continue with the masks of this release",
         )
-    logger.warning(f"train.new_dropout: from step {own.step + 1} on the run has the dropout masks of this release")
+    logger.warning(f"train.new_dropout: from step {own.step + 1} on the run uses the dropout masks of this release")
 
 
 def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:
@@ -156,7 +156,7 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
         raise UserError(
             "train.lora_rank",
             found=f"{config.train.lora_rank} without train.init_from",
-            expected="a checkpoint that the factors adapt, or 0",
+            expected="train.init_from with the checkpoint to adapt, or 0",
         )
     elif config.model is None:
         raise UserError(
@@ -192,14 +192,14 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
     except UserError as error:
         if chosen is None:
             raise
-        logger.warning(f"{error}; {name} is taken without a comparison")
+        logger.warning(f"{error}; {name} is used without a comparison")
     if chosen is None:
         if own is None:
             raise UserError(
                 "data.tokenizer",
                 found="none",
                 expected="a directory of tokenizer files",
-                hint=f"{config.train.init_from} carries none" if config.train.init_from else "",
+                hint=f"{config.train.init_from} has none" if config.train.init_from else "",
             )
         return own
     same = own is not None and _compare_pieces(chosen, own, name, config)
@@ -225,15 +225,15 @@ def _compare_pieces(chosen: Tokenizer, own: Tokenizer, name: str, config: Config
     if not (others := chosen.other_pieces(own)):
         return True
     first, start = others[0], config.train.init_from
-    found = f"{len(others)} of its {chosen.size} ids mean another piece than in the tokenizer of {start}"
+    found = f"{len(others)} of its {chosen.size} ids stand for other pieces than in the tokenizer of {start}"
     found += f" ({first}: {chosen.piece(first)!r}, there {own.piece(first)!r})"
     if not config.data.new_tokenizer:
         raise UserError(
             name,
             found,
-            expected="that checkpoint's own tokenizer, or data.new_tokenizer=true to train with another one",
+            expected="the tokenizer of that checkpoint, or data.new_tokenizer=true to train with another tokenizer",
         )
     kept = "train.freeze" if config.train.freeze != "none" else "train.lora_rank" if config.train.lora_rank else ""
-    learned = f", but {kept} keeps the table as it is" if kept else ""
-    logger.warning(f"{name}: {found}; their embeddings have to be learned anew{learned}")
+    learned = f", but {kept} leaves the table unchanged" if kept else ""
+    logger.warning(f"{name}: {found}; their embeddings must be learned again{learned}")
     return False

@@ -392,6 +392,6 @@ def check_batch(config: Config, mesh: Mesh) -> None:
         raise UserError(
             "train.pack",
             found=f"{pack}{('' if train.pack else ' (chosen for the batch size)')}",
-            expected=f"a divisor of {share}, the examples that a device gets of a part of the batch, "
-            f"such as {next(size for size in (4, 3, 2, 1) if share % size == 0)}",
+            expected=f"a divisor of {share}, the number of examples per device in a part of the "
+            f"batch, such as {next(size for size in (4, 3, 2, 1) if share % size == 0)}",
         )

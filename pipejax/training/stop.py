@@ -28,7 +28,7 @@ class Stop:
         if self.signal is not None:
             self.close()
             if number == signal.SIGINT:
-                raise KeyboardInterrupt("again: ended without a checkpoint; the same command goes on from the last one")
+                raise KeyboardInterrupt("again: ended without a checkpoint; the same command resumes from the last one")
             signal.raise_signal(number)
         self.signal = number
 
@@ -39,7 +39,9 @@ class Stop:
         """
         if not self.agreed and (found := self._vote(self.signal or 0)):
             self.agreed = found
-            logger.info(f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second one ends it at once")
+            logger.info(
+                f"{signal.Signals(found).name}: stopping here, with a checkpoint; a second signal ends the run at once"
+            )
         return self.agreed > 0
 
     def close(self) -> None:

@@ -17,28 +17,38 @@ from pipejax.system.extras import extra
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/demo.py")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and the log go")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="directory for checkpoints and the log")
     parser.add_overrides(
         "override a setting (repeatable), such as train.steps=500; pipejax/config/sections.py lists all"
     )
-    parser.add_argument("--skip-bad", action="store_true", help="as --set data.skip_bad=true: leave out bad lines")
+    parser.add_argument("--skip-bad", action="store_true", help="skip bad lines, like --set data.skip_bad=true")
     parser.add_argument(
-        "--dry-run", action="store_true", help="try config, data, memory and the first step, then stop; leaves nothing"
+        "--dry-run",
+        action="store_true",
+        help="try config, data, memory and the first step, then stop without writing anything",
     )
     parser.add_argument(
-        "--profile", type=cli.whole_number(0), default=0, metavar="STEPS", help="to trace into DIR/profile"
+        "--profile",
+        type=cli.whole_number(0),
+        default=0,
+        metavar="STEPS",
+        help="number of steps to trace into DIR/profile",
     )
     several = parser.add_argument_group("several processes (or PIPEJAX_COORDINATOR, PIPEJAX_PROCESSES, ...)")
-    several.add_argument("--alone", action="store_true", help="one process, whatever cluster or launcher there is")
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    several.add_argument("--processes", type=cli.whole_number(1, 2**20), metavar="N", help="how many there are")
-    several.add_argument("--process-id", type=cli.whole_number(0, 2**20), metavar="I", help="which one this is, from 0")
+    several.add_argument(
+        "--alone", action="store_true", help="train in one process, even in a cluster or under a launcher"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="address where process 0 listens")
+    several.add_argument("--processes", type=cli.whole_number(1, 2**20), metavar="N", help="number of processes")
+    several.add_argument(
+        "--process-id", type=cli.whole_number(0, 2**20), metavar="I", help="number of this process, from 0"
+    )
     several.add_argument(
         "--heartbeat",
         type=cli.whole_number(1, 86400),
         default=60,
         metavar="SECONDS",
-        help="silence after which one counts as dead (60)",
+        help="seconds without a sign of life after which a process counts as dead (default: 60)",
     )
     flags = parser.parse_args(argv)
 
@@ -55,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     def explain(error: BaseException) -> int:
         code = cli.explain(error, debug=flags.debug)
         if distributed.lost(error):
-            cli.note("error: another process of this run is gone; start all of them again to go on")
+            cli.note("error: another process of this run has ended; start all processes again to continue")
             return 1
         if code == cli.EXIT_OUR_MISTAKE:
             traceback.print_exception(error)

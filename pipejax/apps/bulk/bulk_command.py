@@ -22,7 +22,11 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax bulk", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument(
-        "--input", required=True, nargs="+", metavar="GLOB", help="files of JSON lines, CSV (packed, too) or Parquet"
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="GLOB",
+        help="files of JSON lines, CSV (also compressed) or Parquet",
     )
     parser.add_argument(
         "--output",
@@ -30,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="DIR",
         help="a new directory, or the directory of an interrupted run to continue",
     )
-    parser.add_argument("--strategy", choices=STRATEGIES, help="decoding strategy (default: that of the training)")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="decoding strategy (default: the one used in training)")
     parser.add_number(
         "--workers", "number of decoding processes (default: one per GPU or TPU, else one per machine)", most=2**16
     )

@@ -212,7 +212,7 @@ class Output:
             if shard and noted.get(shard["shard"], shard) != shard:
                 raise UserError(
                     path,
-                    found=f"another content than {MANIFEST} says",
+                    found=f"content that differs from {MANIFEST}",
                     expected="an unchanged shard",
                     hint="a deleted shard is decoded again",
                 )

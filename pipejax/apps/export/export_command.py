@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         choices=STRATEGIES,
         default=[],
-        help="decoding strategy (repeatable; default: that of the training)",
+        help="decoding strategy (repeatable; default: the one used in training)",
     )
     parser.add_number("--batch", "sources per call; default: decode.batch_size", most=2**16)
     parser.add_number("--source", "maximum tokens per source; default: data.max_source", least=2, most=2**20)

@@ -116,7 +116,7 @@ def _delay(
     if len(fit) > 1 and rows:
         others = [str(delay) for delay in fit if delay != likely[0]]
         shown = ", ".join(others[:3]) + (", ..." if others[3:] else "")
-        said.append(f"its steps also fit {shown}: --delay or --checkpoint says which")
+        said.append(f"its steps also fit {shown}; --delay or --checkpoint decides")
     return (likely or [grid.delay if grid else 1])[0], said
 
 
@@ -137,5 +137,5 @@ def _empty_row(
     if found.get("truncated") != "time_max" or not is_due:
         return True, []
     if sub_max is None or sub_max < len(rows):
-        return True, ["whether the empty row was there, --sub-max or --checkpoint says"]
+        return True, ["pass --sub-max or --checkpoint to decide whether the empty row was there"]
     return len(rows) < sub_max, []

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
     parser.add_argument("--model", metavar="SIZE", help="base, umt5-base, t5gemma-b-b ...: for configs that name none")
-    parser.add_number("--devices", "devices to plan for (default: what the mesh names)", most=2**12)
+    parser.add_number("--devices", "devices to plan for (default: the devices of the mesh)", most=2**12)
     parser.add_argument(
         "--memory",
         type=_gib,

@@ -147,8 +147,8 @@ def summary(lines: Iterable[Measured], chance: float | None = None) -> Summary:
 def ignorance(nats: float, chance: float) -> str:
     """Returns the sentence about a model that is no better than guessing."""
     return (
-        f"The model does not know these answers: {nats:.2f} nats a token with full view of the rows above, and "
-        f"guessing by token frequencies has {chance:.2f}. So its costs say nothing about the rows. Train it first."
+        f"The model does not know these answers: {nats:.2f} nats per token with all rows above visible, and "
+        f"guessing by token frequencies reaches {chance:.2f}. Its costs are therefore meaningless. Train it first."
     )
 
 

@@ -244,7 +244,7 @@ class _SchemaReader:
         """Returns the schema that forms a union with null, in the way that pydantic writes it."""
         several = schema["anyOf"]
         if others := [key for key in schema if key not in ("anyOf", *SAY_NOTHING)]:
-            raise _schema_refusal(where, others[0], "no other key beside anyOf")
+            raise _schema_refusal(where, others[0], "no other key together with anyOf")
         if not isinstance(several, list):
             raise _schema_refusal(f"{where}: anyOf", several, "a list of a schema and null")
         if len(several) != 2:
@@ -273,7 +273,7 @@ class _SchemaReader:
         if not values:
             raise _schema_refusal(f"{where}: enum", values, "at least one value")
         if "const" in schema and "enum" in schema:
-            raise _schema_refusal(f"{where}: const", schema["const"], "no const beside an enum")
+            raise _schema_refusal(f"{where}: const", schema["const"], "no const together with enum")
         for value in values:
             if isinstance(value, list | Mapping):
                 raise _schema_refusal(f"{where}: {key}", value, "texts, numbers, true, false or null")
@@ -373,7 +373,7 @@ def _known(given: object, where: str, *names: str) -> Object:
         raise _schema_refusal(where, given, "a schema, which is an object")
     for key in given:
         if key not in ("type", *names, *SAY_NOTHING):
-            kind = f" beside type {named(given['type'])}" if isinstance(given.get("type"), str) else ""
+            kind = f" with type {named(given['type'])}" if isinstance(given.get("type"), str) else ""
             raise _schema_refusal(where, key, f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
     return given
 

@@ -125,7 +125,7 @@ class Service:
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
         # Cached encodings are not counted here, because clients could see whether a text was requested before.
         watch("warming_up", "1 until all is compiled that was planned", lambda: not self.is_warm)
-        watch("draining", "1 once the server has been told to end", lambda: self.draining)
+        watch("draining", "1 once the server has been asked to stop", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun, status = time.perf_counter(), 500

@@ -27,7 +27,7 @@ class Counters:
         self.requests = counter("requests", "Requests for answers that are over, by status of HTTP", "status")
         self.answers = counter("answers", "Answers, by what ended them: stop, length, cancelled, error", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read")
-        self.tokens = counter("generated_tokens", "Tokens that were written, without those that end rows")
+        self.tokens = counter("generated_tokens", "Tokens that were written, without end tokens of rows")
         self.seconds = histogram("request_seconds", "From the request to the end of its answer")
         self.first = histogram("first_token_seconds", "From the request to the first token of its answer")
 

@@ -228,7 +228,7 @@ def unknown_model(name: object, models: Mapping[str, Generator]) -> Refused:
 def _most_tokens(given: Object, names: tuple[str, ...]) -> tuple[str, int | None]:
     there = [name for name in names if name in given]
     if len(there) > 1:
-        raise unsuitable(there[1], given[there[1]], f"none beside {there[0]}, which means the same")
+        raise unsuitable(there[1], given[there[1]], f"none together with {there[0]}, which has the same meaning")
     name = there[0] if there else names[0]
     return name, _whole(given, name, 0, least=1, most=2**20, otherwise="null for no bound") if there else None
 

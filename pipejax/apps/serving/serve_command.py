@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_number("--max-body", "maximum bytes of a request (default: %(default)s)", most=2**30, default=2**20)
     seconds("--timeout", "seconds for a request (default: %(default)s)", 300)
     seconds("--keep-alive", "seconds that an idle connection stays open (default: %(default)s)", 75)
-    seconds("--drain", "seconds to finish what is under way at the end (default: --timeout)", None, least=0)
+    seconds("--drain", "seconds to finish running requests at shutdown (default: --timeout)", None, least=0)
     ahead = "compile at startup for prompts of up to N tokens; 0 disables it (default: data.max_source)"
     parser.add_number("--warm-up", ahead, least=0, most=2**16)
     parser.add_argument(
@@ -246,7 +246,7 @@ def most_connections(given: int | None) -> int:
     if allowed < needed:
         raise UserError(
             f"--connections {given}",
-            found=f"{allowed} files that may be open at once (ulimit -n)",
+            found=f"a limit of {allowed} open files (ulimit -n)",
             expected=f"at least {needed}",
         )
     return given or min(CONNECTIONS, allowed - FILES)

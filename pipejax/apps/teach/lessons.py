@@ -277,7 +277,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
         )
     for key, value in settings.items():
         if key in found and found[key] != value:
-            change = "found another one than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
+            change = "found a different value than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
             raise UserError(
                 f"{directory}: {FLAGS.get(key, key)}",
                 f"{change}",
