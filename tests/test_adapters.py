@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "other targets": (change(target_modules=["q", "v", "k"]), "k.lora_A.weight: missing; expected shape [2, 16]"),
     "fewer targets": (change(target_modules=["q"]), "v.lora_A.weight: found"),
     "another rank": (change(r=3), "q.lora_A.weight: found shape [2, 16]; expected shape [3, 16]"),
-    "a head": (put("base_model.model.lm_head.lora_A.weight", (2, 16)), "lm_head.lora_A.weight: found a tensor without"),
+    "a head": (put("base_model.model.lm_head.lora_A.weight", (2, 16)), "lm_head.lora_A.weight: found"),
     "another size": (
         put(f"{Q}.lora_B.weight", (13, 2)),
         "q.lora_B.weight: found shape [13, 2]; expected shape [12, 2]",

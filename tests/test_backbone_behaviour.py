@@ -123,7 +123,7 @@ def test_conversion_round_trips(case: BackboneCase, model: Any, tmp_path: Path, 
         torchs.save_pretrained(tmp_path / "there")
     from_hf(tmp_path / "there", tmp_path / "run")
     err = capsys.readouterr().err
-    assert ("tensors of the vision tower: sources are text only" in err) == (case is T5GEMMA2)
+    assert ("tensors of the vision tower, because sources are text only" in err) == (case is T5GEMMA2)
     assert checkpoint.open_run(tmp_path / "run").config.model == model
     to_hf(tmp_path / "run", tmp_path / "back")
     there, back = (load_file(tmp_path / place / "model.safetensors") for place in ("there", "back"))

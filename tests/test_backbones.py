@@ -395,9 +395,7 @@ class Twice(Named):
 @pytest.mark.parametrize("kind", [Inherits, Adds, Contradicts])
 def test_backbone_without_its_own_model_type_is_not_exported_as_t5(kind, tmp_path):
     params = oracle.random_params(FEW_WORDS, np.random.default_rng(1))
-    with pytest.raises(
-        UserError, match=rf"^model: {kind.__name__}\.model_types: found [^\n]*; expected a name of its own"
-    ):
+    with pytest.raises(UserError, match=rf"^model: {kind.__name__}\.model_types: found [^\n]*; expected a new name"):
         write_hf(kind(**vars(FEW_WORDS)), params, tmp_path / "there", None)
     assert not (tmp_path / "there").exists()
 

@@ -335,7 +335,7 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said
         flip(tmp_path / f"run/checkpoints/{step}/params")
     assert fit(config, tmp_path / "run") == 0
     told = [line for line in said if "no good step" in line]
-    assert len(told) == 1 and "starts again from its beginning" in told[0]
+    assert len(told) == 1 and "starts again from the beginning" in told[0]
     assert sum("kept aside as corrupt-" in line for line in said) == 2
     assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
     whole, again = (Store(d / "checkpoints").describe(8).arrays for d in (finished, tmp_path / "run"))

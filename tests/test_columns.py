@@ -105,12 +105,12 @@ def test_config_of_earlier_run_keeps_name_with_comma() -> None:
     "overrides, line",
     [
         (["data.targets=a,,b"], r"data\.targets: found an empty name in \['a', '', 'b'\]"),
-        (["data.targets=a,b,a"], r"data\.targets: found \['a', 'b', 'a'\]; expected each column once, and no id"),
-        (["data.targets=id,b"], r"data\.targets: found \['id', 'b'\]; expected each column once, and no id"),
+        (["data.targets=a,b,a"], r"data\.targets: found \['a', 'b', 'a'\]"),
+        (["data.targets=id,b"], r"data\.targets: found \['id', 'b'\]"),
         (["data.targets=a,b", "data.rows=delimiter"], r"data\.rows: found delimiter with several columns as data"),
         (
             ["data.targets=a,b", 'grid.row_names=["a:"]'],
-            r"grid\.row_names: found 1 with 2 columns .*; expected one for",
+            r"grid\.row_names: found 1 with 2 columns",
         ),
         (
             ["data.targets=a,b", 'grid.row_names=["b:", "a:"]'],
@@ -161,7 +161,7 @@ def test_cells_of_other_types_are_written_as_text(cell: object, text: str) -> No
         ({"vendor": {"name": "a"}}, r"x:1: \"vendor\": found an object; expected text"),
         ({"vendors": "a", "date": "b"}, r'x:1: found no "vendor"; expected one, or null \(did you mean "vendors"\?\)'),
         ({"other": "a"}, r'x:1: found no "vendor"; expected one \(keys: text, other\)'),
-        ({"vendor": "a", "date": "b", "amount": 1}, r'data\.train: found no "tags" in any record; expected it in some'),
+        ({"vendor": "a", "date": "b", "amount": 1}, r'data\.train: found no "tags" in any record'),
     ],
 )
 def test_record_without_columns_is_refused(record: dict[str, Any], line: str) -> None:

@@ -329,7 +329,7 @@ class Longer(Pipelined):
 @pytest.mark.parametrize("part", ["init", "query", "advance", "result", "done", "kept", "find_open"])
 def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
     own = type("Own", (Pipelined,), {part: getattr(Pipelined, part)})
-    line = rf"^Own\.{part}: drafts follow GridStrategy\.{part} instead; expected no drafts, or an `on_grid` of"
+    line = rf"^Own\.{part}: drafts follow GridStrategy\.{part} instead; expected no drafts, or an `on_grid`"
     with pytest.raises(UserError, match=line):
         decoding.drafted(own(1, 9, 3), DecodeConfig(draft="source"))
     again = type("Again", (own,), {})  # nor those of what it inherits

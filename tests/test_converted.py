@@ -194,7 +194,7 @@ def test_refused_model_leaves_no_files(there: Path, tmp_path: Path) -> None:
 
 def test_without_a_cache_the_message_recommends_convert(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEJAX_CACHE", "off")
-    with pytest.raises(UserError, match=r"no cache to keep its conversion in; .* pipejax convert from-hf"):
+    with pytest.raises(UserError, match=r"no cache for its conversion; .* pipejax convert from-hf"):
         pipejax.load(there)
 
 

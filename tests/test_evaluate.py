@@ -169,7 +169,7 @@ def test_evaluation_warns_if_examples_may_have_been_trained_on(learned, others, 
     flags = [f"--set={other.format(tmp_path / 'a')}" for other in others]
     with pytest.raises(TypeError):
         evaluation.main(["--checkpoint", "x", "--json", str(tmp_path / "out.json"), *flags])
-    assert ("found other training examples than the run had" in capsys.readouterr().err) == told
+    assert ("found training examples that differ from the run's" in capsys.readouterr().err) == told
 
 
 @pytest.mark.slow

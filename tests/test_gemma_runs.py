@@ -125,7 +125,7 @@ def test_bfloat16_and_int8_stay_near(model):
 def test_export_of_a_gemma_run_has_no_custom_generate(trained, tmp_path, capsys):
     to_hf(trained, tmp_path / "there")
     assert not (tmp_path / "there" / "custom_generate").exists()
-    assert "writes the first row of an answer alone" in capsys.readouterr().err
+    assert "writes only the first row of an answer" in capsys.readouterr().err
     kind = transformers.AutoConfig.from_pretrained(tmp_path / "there").model_type
     assert kind == type(config_lib.load(trained / "config.json").model).model_types[0]
 

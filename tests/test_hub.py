@@ -183,7 +183,7 @@ def test_revisions_are_opened_and_kept_apart(asked: list[str], tmp_path: Path) -
 
 def test_a_path_has_no_revisions(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-t5").mkdir()
-    line = r"^\S*some-t5: found a path with the revision old; expected a name of the hub"
+    line = r"^\S*some-t5: found a path with the revision old; expected a hub id"
     with pytest.raises(UserError, match=line):
         pipejax.load(tmp_path / "some-t5", revision="old")
     with pytest.raises(UserError, match=line):

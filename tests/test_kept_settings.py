@@ -277,7 +277,7 @@ def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Pat
     assert {key: generation[key] for key in drawn} == drawn and generation["do_sample"] is True
     transformers.GenerationConfig.from_pretrained(tmp_path / "drawn").validate(strict=True)
     assert followed(tmp_path / "drawn", tmp_path / "back", capsys)[0].decode == checkpoint.open_run(run).config.decode
-    assert "There is no tokenizer here" in (tmp_path / "drawn" / "README.md").read_text()
+    assert "The directory has no tokenizer" in (tmp_path / "drawn" / "README.md").read_text()
 
     drafted = {"draft": "model", "draft_checkpoint": "/home/someone/secret/small", "trace": True}
     run = run_of(tmp_path / "two", tokenizer_files, grid={"row_names": names, "delay": 0}, decode=drafted)

@@ -126,9 +126,9 @@ def test_a_limit_allows_tokens_of_the_source_and_its_own_end(generator: Generato
 @pytest.mark.parametrize(
     "more, line",
     [
-        ({"row_prefixes": [[3], [4]]}, "several row_prefixes with staggered decoding, which does not begin several"),
+        ({"row_prefixes": [[3], [4]]}, "several row_prefixes with staggered decoding, which does not support"),
         ({"row_prefixes": [[3]]}, "row_prefixes with staggered decoding, which does not support row prefixes"),
-        ({"max_rows": 2}, "max_rows with staggered decoding, which does not begin several rows"),
+        ({"max_rows": 2}, "max_rows with staggered decoding, which does not support"),
     ],
 )
 def test_unsupported_row_prefixes_are_refused(generator: Generator, more: dict[str, Any], line: str) -> None:

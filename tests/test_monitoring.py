@@ -735,7 +735,9 @@ def test_best_step_of_a_lost_run_is_kept_aside(tmp_path, said):
 )
 def test_an_absent_library_is_one_line(tmp_path, monkeypatch, key, value, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UserError, match=rf"train\.{key}: found no {library}; expected what the extra pipejax\[{key}\]"):
+    with pytest.raises(
+        UserError, match=rf"train\.{key}: found no {library}; expected the packages of the extra pipejax\[{key}\]"
+    ):
         fit(change(CONFIG, train={key: value}), tmp_path / "run")
 
 

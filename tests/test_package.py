@@ -70,12 +70,18 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
         ("data prepare msqa --manual-dir .", "data prepare: found no tensorflow_datasets; expected"),
         ("data stats msqa --data-dir .", "data.task=msqa: found no tensorflow_datasets; expected"),
         ("data stats jsonl --set data.train=text.jsonl --set data.rows=sentences", "sentences: found no sentencex"),
-        ("train --config {root}/configs/demo.py --workdir run", "training: found no grain; expected what the extra"),
+        (
+            "train --config {root}/configs/demo.py --workdir run",
+            "training: found no grain; expected the packages of the extra",
+        ),
         (
             "serve --checkpoint x",
             "pipejax serve: found no starlette; expected the packages of the extra pipejax[serve]",
         ),
-        ("teach --checkpoint x --input in.jsonl --workdir run", "training: found no grain; expected what the extra"),
+        (
+            "teach --checkpoint x --input in.jsonl --workdir run",
+            "training: found no grain; expected the packages of the extra",
+        ),
     ],
 )
 def test_an_absent_extra_is_one_line(tmp_path: Path, command: str, line: str) -> None:

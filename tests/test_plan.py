@@ -266,5 +266,5 @@ def test_described_chips_of_two_hosts_are_a_mesh(monkeypatch):
     chips: Any = [SimpleNamespace(process_index=i // 4) for i in range(8)]
     monkeypatch.setattr(jax, "make_mesh", lambda *sizes, devices, **more: devices)
     assert make_mesh(1, 8, 1, chips) == chips
-    with pytest.raises(UserError, match="mesh: found data x fsdp x tensor = 4; expected devices of each of"):
+    with pytest.raises(UserError, match="mesh: found data x fsdp x tensor = 4; expected devices of all"):
         make_mesh(1, 4, 1, chips)

@@ -259,7 +259,7 @@ def test_model_no_better_than_guessing_gets_no_advice(chance: float | None, advi
         assert all(bool(part["says"]) == advises for part in found["conditions"].values())
         if not advises:
             assert found["says"].startswith("The model does not know these answers: 2.00 nats a token")
-            assert found["chance"] == chance and f"has {chance:.2f}. So its costs say nothing" in found["says"]
+            assert found["chance"] == chance and f"reaches {chance:.2f}. Its costs are" in found["says"]
 
 
 def test_chance_level_uses_frequencies_or_the_vocabulary() -> None:
@@ -393,7 +393,7 @@ def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytes
     assert lines.read_text().count("\n") == 12 and not (tmp_path / "out" / "probe.json").exists()
     with lines.open("a") as file:
         file.write('{"id": "e12", "nll"')  # as a kill leaves it
-    with pytest.raises(UserError, match=r"--resume: .*found answers to another input"):
+    with pytest.raises(UserError, match=r"--resume: .*found answers to another --input"):
         probe(run, tmp_path / "out", "--resume", "--limit", "20")
     calls[:] = [0] * 10
     again = probe(run, tmp_path / "out", "--resume")
@@ -412,7 +412,7 @@ def test_weights_learn_to_do_without_first(
     few = ("--limit", "12", "--adapt", str(run / "labelled.jsonl"), "--updates", "20")
     fast = ("--set", "train.learning_rate=0.01")
     before = probe(run, tmp_path / "before", "--limit", "12")
-    assert any("without --adapt a cost is more than dependence" in line for line in said)
+    assert any("without --adapt, costs measure more than dependence" in line for line in said)
     said.clear()
     whole = probe(run, tmp_path / "whole", *few, *fast)
     assert not any("without --adapt" in line for line in said)

@@ -81,7 +81,7 @@ def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
     metadata["worker-network-endpoints"] = "10.0.0.1"  # a machine of its own
     assert not distributed.join_processes(environment={}) and len(joined) == 1
     metadata.clear()
-    with pytest.raises(UserError, match=r"Cloud TPU machine: found no answer of use .*; --alone trains without others"):
+    with pytest.raises(UserError, match=r"Cloud TPU machine: found no usable answer .*; --alone"):
         distributed.join_processes(environment={})
 
 

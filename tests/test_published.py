@@ -241,12 +241,12 @@ def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
         (
             "kp20k",
             {"train_src.txt": "a <eos> b\nc", "train_trg.txt": "x\n"},
-            ["train_src.txt:2: found no such line", "train_trg.txt; expected as many"],
+            ["train_src.txt:2: found no line", "train_trg.txt; expected"],
         ),
         (
             "kp20k",
             {"train_src.txt": "a <eos> b\n", "train_trg.txt": "x\ny\n"},
-            ["train_trg.txt:2: found no such line", "train_src.txt; expected as many"],
+            ["train_trg.txt:2: found no line", "train_src.txt; expected"],
         ),
         ("kp20k", {"train_src.txt": "\n", "train_trg.txt": "x\n"}, ["train_src.txt:1: found no <eos>"]),
         ("kp20k", {"train_src.txt": "a\n", "train_trg.txt": "x\n"}, ["train_src.txt:1: found no <eos>"]),
@@ -298,7 +298,7 @@ def test_absent_split_is_reported_and_empty(tmp_path, said):
     for _ in range(2):
         prepare_data_set(PUBLISHED["msqa"], manual_dir=str(manual), data_dir=str(tmp_path / "data"))
     assert "there will be no split 'train'" in said[0]
-    assert "prepared before; nothing to do" in said[-1]
+    assert "already prepared" in said[-1]
     task = make_task(DataConfig(task="msqa", data_dir=str(tmp_path / "data")))
     assert len(task.examples("train")) == 0 and len(task.examples("test")) == 1
 

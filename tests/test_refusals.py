@@ -168,7 +168,7 @@ def decode_flags(**changes):
         (decode_flags(output="{tmp}/in.jsonl/out.jsonl"), ["--output {tmp}/in.jsonl/out.jsonl", "directory"]),
         (decode_flags(output="{tmp}/directory"), ["--output {tmp}/directory: found a directory"]),
         (decode_flags(checkpoint="{checkpoints}/no"), ["{checkpoints}/no: no such checkpoint directory"]),
-        (decode_flags(checkpoint="google/flan-t5-base"), ["-base: found a Hugging Face model and no cache"]),
+        (decode_flags(checkpoint="google/flan-t5-base"), ["-base: found a Hugging Face model, and no cache"]),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/good/checkpoints/0"), ["it is a part of {checkpoints}/good:"]),
         (decode_flags(checkpoint="{checkpoints}/file"), ["{checkpoints}/file: found a file; expected the directory"]),

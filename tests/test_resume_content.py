@@ -121,7 +121,7 @@ def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.Monke
         ("train", "away/one.jsonl", "data.train: found examples that differ"),
         ("train", "away/fewer.jsonl", "data.train: found other examples"),
         ("train", "away/order.jsonl", "data.train: found other examples"),
-        ("dev", "away/dev2.jsonl", "data.dev: 'dev.jsonl' -> 'away/dev2.jsonl'; expected the same on resume, or a pla"),
+        ("dev", "away/dev2.jsonl", "data.dev: 'dev.jsonl' -> 'away/dev2.jsonl'; expected the same on resume"),
         ("dev", "", "data.dev: 'dev.jsonl' -> ''; expected the same on resume"),
         ("tokenizer", "away/tokenizer2", "data.tokenizer: 'tokenizer' -> 'away/tokenizer2'; expected the same"),
         ("tokenizer", "", "data.tokenizer: 'tokenizer' -> ''; expected the same"),

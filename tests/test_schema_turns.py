@@ -157,7 +157,7 @@ def test_warnings_of_a_schema_come_once(said: list[str]) -> None:
     with pytest.raises(Uncompiled):
         own.under(asked, effort=Effort.QUICK)
     own.under(asked)
-    assert len([line for line in said if "which this tokenizer cannot write" in line]) == 1
+    assert len([line for line in said if "which this tokenizer cannot encode" in line]) == 1
 
 
 # The server.

@@ -222,7 +222,7 @@ def test_left_truncation_of_tokenizer_is_reported(
         rename(directory, content["tokenizer_class"], truncation_side=side)
         huggingface.write_hf(model, PARAMS, tmp_path / name / "hf", directory)
         huggingface.from_hf(tmp_path / name / "hf", tmp_path / name / "run")
-        assert ("truncation_side: found left; not followed" in capsys.readouterr().err) == (side == "left")
+        assert ("truncation_side: found left; ignored" in capsys.readouterr().err) == (side == "left")
 
 
 def test_an_export_names_the_ids_around_a_source(made: dict[str, Path], tmp_path: Path) -> None:

@@ -97,17 +97,17 @@ CONTRADICTIONS: dict[str, tuple[Make, int, tuple[str, ...]]] = {
     "a word, and no eos at all": (
         lambda d: word_level(d, ["<pad>", "the", "<unk>", *WORDS], unk_token="<unk>"),
         1,
-        ("found 1, which is 'the' in", "expected an id that stands for no text"),
+        ("found 1, which is 'the' in", "expected an id without text"),
     ),
     "the unknown's id": (
         lambda d: word_level(d, ["<pad>", "<unk>", *WORDS], unk_token="<unk>", pad_token="<pad>"),
         1,
-        ("found 1, which is '<unk>' in", "stands for all that it lacks"),
+        ("found 1, which is '<unk>' in", "is also its unknown token"),
     ),
     "eos and unknown in one": (
         lambda d: word_level(d, ["<pad>", "</s>", *WORDS], unknown="</s>", eos_token="</s>", unk_token="</s>"),
         1,
-        ("found 1, which is '</s>' in", "stands for all that it lacks"),
+        ("found 1, which is '</s>' in", "is also its unknown token"),
     ),
 }
 # The tokenizer, and the model's eos and start.
@@ -346,22 +346,22 @@ def test_another_tokenizer_is_refused(begun: Path, tmp_path: Path) -> None:
     assert different == 14
     assert str(caught.value) == (
         f"data.tokenizer={files}: 14 of its 23 ids stand for other pieces than in the tokenizer of {begun} "
-        "(8: 'word19', there 'word5'); expected that checkpoint's own tokenizer, or data.new_tokenizer=true to train "
-        "with another one"
+        "(8: 'word19', there 'word5'); expected the tokenizer of that checkpoint, or data.new_tokenizer=true to train "
+        "with another tokenizer"
     )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_tasks_own_tokenizer_is_compared_too(begun: Path) -> None:
     config = dataclasses.replace(settings(begun, Path()), data=DataConfig(task="demo"))
-    with pytest.raises(UserError, match=r"^the tokenizer of data\.task=demo: 20 of its \d+ ids mean another piece"):
+    with pytest.raises(UserError, match=r"^the tokenizer of data\.task=demo: 20 of its \d+ ids stand for other pieces"):
         start._prepare_trainer(config)
 
 
 @pytest.mark.parametrize(
     "words, train, counted, hint",
     [
-        (list(reversed(WORDS)), {}, 20, "learned anew"),
+        (list(reversed(WORDS)), {}, 20, "must be learned again"),
         ([f"▁{word}" for word in WORDS], {"freeze": "encoder"}, 20, "but train.freeze leaves the table unchanged"),
         (["other", *WORDS[1:]], {"lora_rank": 2}, 1, "but train.lora_rank leaves the table unchanged"),
     ],
@@ -415,7 +415,7 @@ def test_forms_of_a_sentencepiece_model(directories: dict[str, Path], tmp_path: 
     assert not (tmp_path / "saved" / "spiece.model").exists()
     start._prepare_trainer(settings(run, tmp_path / "saved"))
     other = spiece(tmp_path / "other", pad_id=0, eos_id=1, unk_id=2, bos_id=-1, model_type="char")
-    with pytest.raises(UserError, match="ids mean another piece"):
+    with pytest.raises(UserError, match="ids stand for other pieces"):
         start._prepare_trainer(settings(run, other))
 
 

@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights with a hole": (lambda d: sparse(d / "model.safetensors", b"\2" + bytes(7) + b"{}"), "and holes up to"),
     "flax weights with a hole": (lambda d: sparse(only(d, "flax_model.msgpack"), b"\x80"), "and holes up to 18,253"),
     "a long header": (lambda d: header(d, 40 * 2**20), "found a header of 42,"),
-    "torch's weights packed": (bomb, "compressed; expected bytes as they are"),
+    "torch's weights packed": (bomb, "compressed; expected uncompressed members"),
     "deep flax weights": (lambda d: only(d, "flax_model.msgpack").write_bytes(b"\x81\xa1a" * 400 + b"\x90"), "flax"),
     "flax weights of a long list": (
         lambda d: only(d, "flax_model.msgpack").write_bytes(b"\xdd\xff\xff\xff\xff" * 500),
@@ -111,7 +111,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (d / "adapter_config.json").write_text(
             json.dumps({"base_model_name_or_path": str(d), "target_modules": r"(\w+\.?)+!", "r": 1, "lora_alpha": 1})
         ),
-        "is not matched within",
+        "did not match within",
     ),
     "a hole for an adapter": (lambda d: sparse(d / "adapter_config.json"), "adapter_config.json: found "),
 }

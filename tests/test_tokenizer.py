@@ -315,7 +315,7 @@ def test_settings_of_a_tokenizer_json_that_t5s_class_does_not_follow(
     assert not caplog.records
     file.write_text(json.dumps(content))
     Tokenizer.load(tmp_path / "own")
-    assert words in caplog.text and "not followed, as T5Tokenizer" in caplog.text
+    assert words in caplog.text and "ignored, because T5Tokenizer" in caplog.text
     settings = tmp_path / "own" / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("T5Tokenizer", "PreTrainedTokenizerFast"))
     caplog.clear()

@@ -180,8 +180,8 @@ def deep(times: int = 60) -> bytes:
 
 ORDERS = ("big", "middle", "")  # of bytes
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "a size beyond the bytes": ((one(b"K\7"),), "of another size"),
-    "a smaller size": ((one(b"K\5", b"K\5\x85"),), "of another size"),
+    "a size beyond the bytes": ((one(b"K\7"),), "with a size that differs"),
+    "a smaller size": ((one(b"K\5", b"K\5\x85"),), "with a size that differs"),
     "a size that is no number": ((one(b"X\1\0\0\x006"),), "damaged file"),
     "a size of 2^62": ((one(b"\x8a\x08" + b"\0" * 7 + b"\x40"),), "outside of its storage"),
     "a truth for a size": ((one(b"\x88", b"K\1\x85"),), "outside of its storage"),

@@ -318,7 +318,7 @@ def check(config: Config, *, where: str) -> None:
         found = f"{places} places, time_max {grid.time_max} x sub_max {grid.sub_max}"
         refuse("grid", found, f"at most {PLACES}")
     if any(not name.strip() for name in grid.row_names):
-        refuse("grid.row_names", "an empty one", "a text for each")
+        refuse("grid.row_names", "an empty name", "a text for each")
     if (names := len(grid.row_names)) > grid.sub_max:
         refuse("grid.row_names", names, f"at most grid.sub_max = {grid.sub_max}")
     if columns := data.columns:

@@ -156,7 +156,7 @@ def write_files(
         lines.append(f"decode.draft: {FILE} has none instead of model, because the draft model is not in the directory")
     if origin.scores is not None and not _scores_in(origin.scores):
         found = f"no {', '.join(_missing_keys(origin.scores)) or 'score'} in the file"
-        lines.append(f"--scores: {CARD} there tells none: found {found}; expected that of `pipejax evaluate --json`")
+        lines.append(f"--scores: {CARD} has no scores: found {found}; expected the output of `pipejax evaluate --json`")
     return lines
 
 

@@ -54,7 +54,7 @@ class Trackers:
                     break
             if lost and not self._refused_values.issuperset(lost):
                 self._refused_values |= {*lost}
-                end = "goes on without it" if is_down else f"left out: {', '.join(lost)}"
+                end = "the run continues without it" if is_down else f"left out: {', '.join(lost)}"
                 logger.warning(f"{board}: {failure}; {end}")
 
     def close(self) -> None:

@@ -182,7 +182,9 @@ class Output:
                 self.manifest, found=f"no manifest of format {FORMAT}", expected="the manifest of a pipejax bulk"
             ) from error
         if other := first_difference(_fixed_values(work), then):
-            raise UserError(f"--output {self.path}: holds other work", found=f"{other} (another --output begins anew)")
+            raise UserError(
+                f"--output {self.path}: holds other work", found=f"{other} (choose another --output for a new run)"
+            )
         make_directories(self.shards.directory)
         return shards
 

@@ -218,7 +218,9 @@ def make(
       Uncompiled: the effort is not sufficient.
     """
     if tokenizer is None:
-        raise UserError(where, "the checkpoint has no tokenizer", expected="one, which spells the rows")
+        raise UserError(
+            where, "the checkpoint has no tokenizer", expected="a checkpoint with a tokenizer, which encodes the rows"
+        )
     work = WORK[effort]
     made, spelled, (rows, times) = Expressions(work.steps, pause), _spelled(tokenizer, size), strategy.places
     longest = times * max(map(len, spelled))

@@ -139,8 +139,8 @@ class Service:
             wanted: ClientRequest = await _until_disconnect(reading, receive, begun + self.limits.seconds)
             if wanted.ignored_settings and not self._warned_of_turns:
                 self._warned_of_turns = True
-                said = "no system message and no earlier turn (the first such request; later ones are not told)"
-                logger.warning(f"of a conversation the model reads the user's last message alone, {said}")
+                said = "no system message and no earlier turn (logged once)"
+                logger.warning(f"the model reads only the last user message of a conversation, {said}")
             generator = self.models[wanted.model]
             completion = Completion(wanted, generator, self.engine, self.counters)
             objects = made(completion, model=wanted.model, fingerprint=generator.origin.get("params_fp"))

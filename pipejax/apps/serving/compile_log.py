@@ -66,5 +66,5 @@ def _features(key: Steps, prompt: str) -> dict[str, str]:
         "slots": f"an answer that needs a larger cache ({key.slots} tokens)",
         "logits": "sampling or scores" if key.logits else "answers without sampling and scores",
         "answer_format": key.answer_format or "answers without a schema",
-        "places": "a request that comes alone" if key.places == 1 else "requests side by side",
+        "places": "a request without others" if key.places == 1 else "requests side by side",
     }
