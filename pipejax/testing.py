@@ -76,7 +76,7 @@ def check_method(
     if {"stream", "serve"} & can:
         runs["stream"] = _streamed(generator, method, checked[:sources])
     sure = _compare_records(model, params, method, checked, runs, method)
-    return f"{type(method).__name__}: {whole} layouts and {sure} answers are as computed anew ({', '.join(runs)})"
+    return f"{type(method).__name__}: {whole} layouts and {sure} answers agree with recomputation ({', '.join(runs)})"
 
 
 def check_backbone(config: Backbone, *, sources: int = 8) -> str:
@@ -115,7 +115,7 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
     records = generator.decode(given, batch_size=4, strategy=method.name)
     checked = [generator.source(ids, "source", i) for i, ids in enumerate(given)]
     sure = _compare_records(config, params, method, checked, {"step": records}, config)
-    return f"{name}: {len(shapes)} parameters, and {sure} answers are as computed anew"
+    return f"{name}: {len(shapes)} parameters, and {sure} answers agree with recomputation"
 
 
 def _check_passes(config: Backbone, params: Tree) -> None:
@@ -184,7 +184,7 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     outputs = [np.asarray(x) for x in after_steps(params)]
     apart = abs(outputs[0] - outputs[1]).max()
     if not apart < NEAR * abs(outputs[0]).max():
-        said = f"outputs that change by {apart:.3g} with one that was taken back"
+        said = f"outputs that change by {apart:.3g} after an undone step"
         strategy_checks.refuse(config, "module: step", said, "the same outputs")
 
 

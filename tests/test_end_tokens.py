@@ -466,7 +466,7 @@ def test_methods_pass_checks_with_several_end_tokens(kind: str, caplog: pytest.L
     """One that knows `eos` alone, and ours under another name."""
     ours: Any = type("Ours", (PipelinedMethod,), {"name": "ours"})(GridConfig(2, 14, 4))
     model = dataclasses.replace(testing.TOY, other_eos_token_ids=(60, 61))
-    assert "answers are as computed anew" in testing.check_method(Uneven() if kind == "own" else ours, model=model)
+    assert "answers agree with recomputation" in testing.check_method(Uneven() if kind == "own" else ours, model=model)
     assert ("ends no row" in caplog.text) == (kind == "own")
 
 

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Ability(NamedTuple):
-    """An ability beyond plain decoding, and what the strategy of a method with this ability must have."""
+    """An ability beyond plain decoding, and its requirements on the strategy of the method."""
 
     does: str  # the verb phrase that error messages use
     by_place: bool = False  # whether it locates tokens by the row and time of a query
     grows: bool = False  # whether it reads rows before they have ended, so that tokens may only be added at their end
-    needs: tuple[str, ...] = ()  # attributes of the strategy, beside those of every strategy
+    needs: tuple[str, ...] = ()  # attributes of the strategy that not every strategy has
 
 
 # The abilities by name. A request that needs an ability raises a UserError unless `Method.can` contains the name.
@@ -265,8 +265,8 @@ class Method:
         Args:
           ability: one of ABILITIES.
           place: the setting or request that needs the ability, for the error; "": the choice of this method.
-          found: what the place holds.
-          expected: what the place may hold with a method that lacks the ability.
+          found: the value of the setting or request.
+          expected: a value that does not need the ability.
         """
         if ability not in self.can:
             lacks = f"not {ABILITIES[ability].does}"
