@@ -42,7 +42,7 @@ def backwards() -> np.ndarray:
 def encoder(rng: np.random.Generator, batch: int, length: int) -> tuple[Slots, Slots, np.ndarray | None]:
     real = rng.integers(0, length + 1, batch)
     position = np.broadcast_to(np.arange(length), (batch, length))
-    slots = Slots(np.where(position < real[:, None], 0, -1), position=position)
+    slots = Slots(np.where(position < real[:, None], 0, -1), position=position, consecutive=bool(rng.integers(0, 4)))
     return slots, slots, bidirectional()
 
 
@@ -168,7 +168,8 @@ def test_large_scores_stay_finite() -> None:
     rng = np.random.default_rng(3)
     found, _, _, d_values, _ = differences = apart(rng, encoder(rng, 2, 80), scale=1e4)
     # One weight is 1 and the others are 0: the other gradients are 0 but for rounding, so only their size is compared.
-    assert found < 1e-5 and d_values < 1e-5 and np.isfinite(differences).all()
+    # The gradient of the values computes scores of 1e4 again, with products in another order: they round by up to 0.004.
+    assert found < 1e-5 and d_values < 1e-2 and np.isfinite(differences).all()
 
 
 def differences(number: int) -> tuple[list[float], float]:
@@ -287,7 +288,7 @@ def test_several_devices_attend_for_their_own_examples() -> None:
 
 def test_each_device_has_the_slots_and_lines_of_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Any, rate: float) -> Array:
-        assert queries.shape == (2, 3, 5, 16) and seen.queries.group.shape == (2, 5)
+        assert queries.shape == (2, 5, 3, 16) and seen.queries.group.shape == (2, 5)
         number = (lines.hashes[:, 0, :1] % 1000 + 1000 * seen.queries.group[:, :1]).astype(jnp.float32)
         return jnp.broadcast_to(number[..., None, None], queries.shape)
 

@@ -21,7 +21,7 @@ bucket.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,12 @@ from pipejax.model.slots import Blocks, Distances, Seen, Slots
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
+Kernel = Callable[..., None]  # reads and writes references
+Shapes = Any  # `jax.ShapeDtypeStruct`s of a kernel's results: one, or a sequence of them
+Add = Callable[[Array, Array | None, tuple[Array, ...]], tuple[Array, ...]]
+Kept = tuple[
+    Array, Array, Array, Seen, Lines | None, Array, Array
+]  # arguments and results that the backward pass reads
 LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
 TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of bfloat16 causes about 0.01
 BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
@@ -60,10 +66,59 @@ class TileSizes(NamedTuple):
 
     @classmethod
     def of(cls, queries: Array, keys: Array, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
-        """The sizes for queries [B, H, Q, K] and keys [B, H, C, K]."""
+        """The sizes for queries [B, Q, H, K] and keys [B, C, H, K]."""
         other = BLOCK if queries.shape[3] <= 64 else BLOCK // 2
-        batch, heads, count, width = queries.shape
-        return cls(batch, heads, count, keys.shape[2], width, BLOCK, other, rate if lines else 0.0, interpret)
+        batch, count, heads, width = queries.shape
+        return cls(batch, heads, count, keys.shape[1], width, BLOCK, other, rate if lines else 0.0, interpret)
+
+
+class Facts(NamedTuple):
+    """The vectors that the kernels read, as arrays, or in a kernel as references to them."""
+
+    queries: Slots  # padded to whole blocks with slots of the group -1, which see no key and are seen by no query
+    keys: Slots
+    lines: Any = None  # f32 [H, 2 W + 1], the bias of each difference of positions from -W to W; None: no bias
+    bucket: Any = None  # i32 [2 W + 1], see `Distances`
+    dropped: Lines | None = None  # the lines [B, H, Q] of dropout; None: no dropout
+
+    @classmethod
+    def of(cls, seen: Seen, dropped: Lines | None, sizes: TileSizes) -> "Facts":
+        """The vectors of a call."""
+
+        def filled(slots: Slots, count: int) -> Slots:
+            def fill(x: Array) -> Array:
+                return jnp.pad(jnp.broadcast_to(x, (sizes.batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
+
+            slots = jax.tree.map(fill, slots)
+            group = jnp.where(jnp.arange(slots.group.shape[1]) < count, slots.group, -1)
+            return dataclasses.replace(slots, group=group)
+
+        found = cls(filled(seen.queries, sizes.queries), filled(seen.keys, sizes.keys), dropped=dropped)
+        if (distances := seen.distances) is None:
+            return found
+        return found._replace(lines=distances.table[distances.bucket].T.astype(jnp.float32), bucket=distances.bucket)
+
+    @property
+    def longest(self) -> int:
+        """W, the distance from which on all distances share a bucket; 0 without a bias."""
+        return 0 if self.bucket is None else int(self.bucket.shape[0]) // 2
+
+
+class Order(NamedTuple):
+    """The blocks of `others` that the program of a block visits; each field is i32 [B, blocks].
+
+    All visible pairs lie in the blocks from `first` up to `last`. Two runs of these blocks are plain: every query sees
+    every key, and all differences of positions have one bucket, so that neither a mask nor a gather is needed. Either
+    run may be empty.
+    """
+
+    first: Array
+    begin: Array  # of the run that comes first
+    end: Array
+    next_begin: Array  # of the other run
+    next_end: Array
+    last: Array
+    ahead: Array  # 1 if the run that comes first has the differences of W or more; 0 if it has those of -W or less
 
 
 def misfit(width: int, *, trains: bool) -> str:
@@ -165,8 +220,10 @@ def attend_in_blocks(
     if seed is not None:
         batch, heads, count, _ = queries.shape
         lines = dropout.of_heads(dropout.lines(seed, (batch, count), over_sources=over_sources), heads)
+    # The layers transpose the arrays that their products return, and the compiler cancels both transpositions.
+    queries, keys, values = (x.swapaxes(1, 2) for x in (queries, keys, values))
     if split is None or split.mesh.size == 1:
-        return _attend_alone(queries, keys, values, seen, lines, rate)
+        return _attend_alone(queries, keys, values, seen, lines, rate).swapaxes(1, 2)
 
     def own(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None) -> Array:
         return _attend_alone(queries, keys, values, seen, lines, rate)
@@ -177,228 +234,258 @@ def attend_in_blocks(
     specs = each, each, each, of_seen, each
     shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
     found: Array = shared(queries, keys, values, seen, lines)
-    return found
+    return found.swapaxes(1, 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float) -> Array:
-    """Computes `attend_in_blocks` on one device. `lines`: the lines [B, H, Q] of dropout; None: no dropout."""
+    """Computes `attend_in_blocks` on one device, from and to arrays [B, N, H, K], as products of layers have them.
+
+    `lines`: the lines [B, H, Q] of dropout; None: no dropout.
+    """
     return _forward(queries, keys, values, seen, lines, rate)[0]
 
 
 def _forward(
     queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float
-) -> tuple[Array, Any]:
-    """The outputs [B, H, Q, K], and the residuals for `_backward`; one program for each block of queries."""
+) -> tuple[Array, Kept]:
     sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
-    facts = _facts(seen, lines, sizes)
+    facts = Facts.of(seen, lines, sizes)
     found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
-    sums = jax.ShapeDtypeStruct(queries.shape[:3], jnp.float32)
-    first, last = _ranges(facts["queries"], facts["keys"], sizes)
+    sums = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
+    order = _order(facts.queries, facts.keys, sizes, facts.longest)
     kernel = partial(_attend, sizes=sizes)
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
-    found, sums = _call(kernel, grid, (found, sums), sizes)(facts, first, last, queries, keys, values)
+    found, sums = _call(kernel, grid, (found, sums), sizes)(facts, order, queries, keys, values)
     return found, (queries, keys, values, seen, lines, found, sums)
 
 
-def _backward(rate: float, kept: Any, gradient: Array) -> tuple[Any, ...]:
-    """The gradients of queries, keys, values and of the bias table, from the `gradient` of the outputs.
-
-    The sums that `_backward_queries` returns are added to the buckets of the differences -W and W.
-    """
+def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     queries, keys, values, seen, lines, found, sums = kept
-    sizes, distances = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret), seen.distances
+    sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
     sizes = sizes._replace(other=BLOCK // 2)  # larger blocks would not fit into the registers of an Ada GPU
-    facts = _facts(seen, lines, sizes)
+    facts = Facts.of(seen, lines, sizes)
     gradient = gradient.astype(values.dtype)
     # f32 [B, H, Q], the term of the softmax's gradient that is subtracted from each row: the sum over keys of a weight
     # times its gradient, which equals the sum over channels of an output times its gradient.
-    rows = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1)
-    given = queries, keys, values, gradient, sums, rows
+    products = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
+    given = queries, keys, values, gradient, sums, products
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
-    ranges = _ranges(facts["queries"], facts["keys"], sizes)
-    beyond = jax.ShapeDtypeStruct((*queries.shape[:2], 2, grid[0] * sizes.own), jnp.float32)
-    shapes = jax.ShapeDtypeStruct(queries.shape, queries.dtype), beyond
-    d_queries, beyond = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)(facts, *ranges, *given)
-    across = _ranges(facts["keys"], facts["queries"], sizes, flip=True)
+    order = _order(facts.queries, facts.keys, sizes, facts.longest)
+    near = sizes.batch, sizes.heads
+    shapes = [
+        jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        jax.ShapeDtypeStruct((*near, 2, grid[0] * sizes.own), jnp.float32),
+    ]
+    if has_band := seen.queries.consecutive and seen.keys.consecutive and facts.longest > 0:
+        shapes += [jax.ShapeDtypeStruct((*near, grid[0] * sizes.own, 2 * facts.longest), queries.dtype)]
+    d_queries, beyond, *band = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)(facts, order, *given)
+    across = _order(facts.keys, facts.queries, sizes, facts.longest, flip=True)
     of_keys_and_values = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)]
     grid_of_keys = pl.cdiv(sizes.keys, sizes.own), sizes.heads, sizes.batch
     d_keys, d_values = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys_and_values, sizes)(
-        facts, *across, *given
+        facts, across, *given
     )
-    if distances is None:
+    if (distances := seen.distances) is None:
         return d_queries, d_keys, d_values, None, None
-    buckets, groups = distances.table.shape[0], pl.cdiv(distances.table.shape[0], GROUP)
-    shape = jax.ShapeDtypeStruct((*queries.shape[:2], groups * GROUP, grid[0] * sizes.own), jnp.float32)
-    ranges = _ranges(facts["queries"], facts["keys"], sizes, nearer=_longest(facts))
-    grid = grid[0] * groups, *grid[1:]
-    within = _call(partial(_backward_buckets, sizes=sizes), grid, shape, sizes)(facts, *ranges, *given)
+    buckets = distances.table.shape[0]
+    if has_band:
+        of_lines = _sum_band(band[0], order, sizes)  # f32 [H, 2 W]
+        of_buckets = distances.bucket[: 2 * facts.longest] == jnp.arange(buckets)[:, None]
+        d_table = jnp.where(of_buckets[..., None], of_lines.T, 0.0).sum(axis=1)
+    else:
+        groups = pl.cdiv(buckets, GROUP)
+        shape = jax.ShapeDtypeStruct((*near, groups * GROUP, grid[0] * sizes.own), jnp.float32)
+        grid = grid[0] * groups, *grid[1:]
+        within = _call(partial(_backward_buckets, sizes=sizes), grid, shape, sizes)(facts, order, *given)
+        d_table = within.sum(axis=(0, 3)).T[:buckets]
     of_ends = jnp.arange(buckets)[:, None, None] == distances.bucket[jnp.asarray([0, -1])][:, None]
-    ends = jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
-    d_table = within.sum(axis=(0, 3)).T[:buckets] + ends
+    d_table += jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
     of_seen = dataclasses.replace(seen, queries=None, keys=None, distances=of_distances)
     return d_queries, d_keys, d_values, of_seen, None
 
 
+def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
+    """Sums the band of `_backward_queries` over examples and queries, f32 [H, 2 W]; leaves out what was not written."""
+    longest, query = band.shape[3] // 2, jnp.arange(band.shape[2])
+    key = query[:, None] - jnp.arange(-longest, longest)  # at index 0, the difference -W, nothing is written
+    first, last = (jnp.repeat(x, sizes.own, axis=1)[..., None] for x in (order.first, order.last))
+    block = key // sizes.other
+    written = (key >= 0) & (key[None] < sizes.keys) & (block >= first) & (block < last)
+    written &= jnp.arange(2 * longest) > 0
+    return jnp.where(written[:, None], band, 0.0).astype(jnp.float32).sum(axis=(0, 2))
+
+
 _attend_alone.defvjp(_forward, _backward)
 
 
-def _facts(seen: Seen, lines: Lines | None, sizes: TileSizes) -> dict[str, Any]:
-    """The vectors that the kernels read.
+def _order(these: Slots, others: Slots, sizes: TileSizes, longest: int, *, flip: bool = False) -> Order:
+    """The blocks of `others` that each block of `these` visits.
 
-    The coordinates of queries and keys are padded to whole blocks with slots of the group -1, which see no key and are
-    seen by no query. "lines", f32 [H, 2 W + 1], contains the bias of each difference of positions from -W to W.
-    """
-
-    def filled(slots: Slots, count: int) -> Slots:
-        def fill(x: Array) -> Array:
-            return jnp.pad(jnp.broadcast_to(x, (sizes.batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
-
-        slots = jax.tree.map(fill, slots)
-        group = jnp.where(jnp.arange(slots.group.shape[1]) < count, slots.group, -1)
-        return Slots(group, slots.row, slots.time, slots.position)
-
-    facts: dict[str, Any] = {
-        "queries": filled(seen.queries, sizes.queries),
-        "keys": filled(seen.keys, sizes.keys),
-    }
-    if (distances := seen.distances) is not None:
-        facts["lines"] = distances.table[distances.bucket].T.astype(jnp.float32)  # [H, 2 W + 1]
-        facts["bucket"] = distances.bucket
-    if lines is not None:
-        facts["lines_dropped"] = lines
-    return facts
-
-
-def _longest(facts: dict[str, Any]) -> int:
-    """W, the distance from which on all distances share a bucket."""
-    longest: int = facts["bucket"].shape[0] // 2
-    return longest
-
-
-def _ranges(
-    these: Slots, others: Slots, sizes: TileSizes, *, flip: bool = False, nearer: int | None = None
-) -> tuple[Array, Array]:
-    """For each block of `these`, the range of blocks of `others` that contains all visible pairs of slots.
-
-    The range is determined from the smallest and largest coordinates of each block, so it may also contain blocks
-    without a visible pair.
+    The order is determined from the smallest and largest coordinates of each block, so the visited blocks may also
+    contain blocks without a visible pair.
 
     Args:
       these: the queries; with `flip`, the keys.
       others: the keys; with `flip`, the queries.
       sizes: the sizes of the blocks.
+      longest: W; 0 without a bias.
       flip: whether `these` are the keys.
-      nearer: if given, only blocks that may contain differences of positions between -`nearer` and `nearer` count.
-
-    Returns:
-      Two arrays i32 [B, blocks]: the first block of the range, and the first block after it; both 0 if it is empty.
     """
 
-    def bounds(x: Any, y: Any) -> tuple[Array, Array, Array, Array]:
+    def parts(x: Array, slots: Slots, block: int) -> tuple[Array, Array]:
+        """The values [B, blocks, slots of a block], and whether each slot is real."""
+        found = x.reshape(x.shape[0], -1, block)
+        return found, slots.group.reshape(found.shape) >= 0
+
+    def bounds(x: Array, y: Array) -> tuple[Array, Array, Array, Array]:
         """The smallest and largest values of blocks of x, [B, blocks, 1], and of y, [B, 1, other blocks]."""
         found = []
         for slots, block, z in ((these, sizes.own, x), (others, sizes.other, y)):
-            z, real = (each.reshape(each.shape[0], -1, block) for each in (z, slots.group >= 0))
-            found += [jnp.where(real, z, NOWHERE).min(-1), jnp.where(real, z, -NOWHERE).max(-1)]
+            values, real = parts(z, slots, block)
+            found += [jnp.where(real, values, NOWHERE).min(-1), jnp.where(real, values, -NOWHERE).max(-1)]
         return found[0][..., None], found[1][..., None], found[2][:, None], found[3][:, None]
 
     low, high, other_low, other_high = bounds(these.group, others.group)
     meet = (other_low <= high) & (low <= other_high)
+    full, other_full = (
+        parts(slots.group, slots, block)[1].all(-1) for slots, block in ((these, sizes.own), (others, sizes.other))
+    )
+    plain = full[..., None] & other_full[:, None] & (low == high) & (other_low == other_high) & (low == other_low)
     for x, y in ((these.row, others.row), (these.time, others.time)):
         if x is not None and y is not None:
             low, high, other_low, other_high = bounds(x, y)
             meet &= low <= other_high if flip else other_low <= high
-    if nearer is not None:
+            plain &= high <= other_low if flip else other_high <= low
+    if longest:
         low, high, other_low, other_high = bounds(these.position, others.position)
-        meet &= (low - other_high < nearer) & (other_low - high < nearer)
-    first, count = jnp.argmax(meet, axis=-1), meet.shape[-1]
-    last = jnp.where(meet.any(axis=-1), count - jnp.argmax(meet[..., ::-1], axis=-1), 0)
-    return first.astype(jnp.int32), last.astype(jnp.int32)
+        ahead, behind = low - other_high >= longest, other_low - high >= longest  # with `flip`: the other way round
+        ahead, behind = (plain & x for x in ((behind, ahead) if flip else (ahead, behind)))
+    else:
+        ahead, behind = plain, jnp.zeros_like(plain)
+    numbers = jnp.arange(meet.shape[-1])
+
+    def run(found: Array, empty: Array) -> tuple[Array, Array]:
+        """The first run of True along the last axis: its first block, and the block after it."""
+        begin = jnp.argmax(found, axis=-1)
+        ends = jnp.where(~found & (numbers > begin[..., None]), numbers, len(numbers)).min(-1)
+        some = found.any(-1)
+        return jnp.where(some, begin, empty), jnp.where(some, ends, empty)
+
+    first, some = jnp.argmax(meet, axis=-1), meet.any(axis=-1)
+    last = jnp.where(some, len(numbers) - jnp.argmax(meet[..., ::-1], axis=-1), 0)
+    one, other = run(ahead, last), run(behind, last)
+    is_first = one[0] <= other[0]
+    earlier = [jnp.where(is_first, x, y) for x, y in zip(one, other, strict=True)]
+    later = [jnp.where(is_first, y, x) for x, y in zip(one, other, strict=True)]
+    return Order(*(x.astype(jnp.int32) for x in (first, *earlier, *later, last, is_first)))
 
 
-def _call(kernel: Any, grid: tuple[int, ...], shapes: Any, sizes: TileSizes) -> Any:
-    """The `pallas_call` of a kernel; `grid` is the number of programs along each axis."""
+def _call(kernel: Kernel, grid: tuple[int, ...], shapes: Shapes, sizes: TileSizes) -> Callable[..., Any]:
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
     return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=sizes.interpret)
 
 
-# In the kernels, `q` contains the indices of a block's queries, and `k` the indices of its keys.
+def _visit(order: Order, example: Array, block: Array, add: Add, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Calls `add` for each block of a program's order, first for plain blocks; returns the last carry.
+
+    `add(number, side, carry)` gets the number of the block and, for a plain block, `side`: 1 if all differences of
+    positions are W or more, 0 if all are -W or less; for other blocks None.
+    """
+    first, begin, end, next_begin, next_end, last, is_ahead = (plgpu.load(ref.at[example, block]) for ref in order)
+
+    def plain(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        is_earlier = i < end - begin
+        number = jnp.where(is_earlier, begin + i, next_begin + i - (end - begin))
+        return add(number, jnp.where(is_earlier, is_ahead, 1 - is_ahead), carry)
+
+    def general(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        number = first + i
+        number = jnp.where(number >= begin, number + (end - begin), number)
+        return add(jnp.where(number >= next_begin, number + (next_end - next_begin), number), None, carry)
+
+    count = end - begin + next_end - next_begin
+    carry = jax.lax.fori_loop(0, count, plain, carry)
+    return jax.lax.fori_loop(0, last - first - count, general, carry)
+
+
+# In the kernels, `q` contains the indices of a block's queries, and `k` the indices of its keys. A tile is [q, k], or
+# [k, q] where keys are said to lie `down`.
 
 
 def _of(slots: Slots, example: Array, places: Array) -> Slots:
-    """The coordinates [places] of the slots of an example."""
     return jax.tree.map(lambda ref: plgpu.load(ref.at[example, places]), slots)
 
 
-def _load(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
-    """The rows [places, K] of an array [B, H, N, K], or the entries [places] of an array [B, H, N]; zeros beyond N."""
-    if len(ref.shape) == 3:
-        return plgpu.load(ref.at[example, head, places], mask=places < count, other=0)
-    columns = jnp.arange(ref.shape[3])
-    at = ref.at[example, head, places[:, None], columns[None]]
+def _rows(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
+    """The rows [places, K] of an array [B, N, H, K]; zeros beyond N."""
+    at = ref.at[example, places[:, None], head, jnp.arange(ref.shape[3])[None]]
     return plgpu.load(at, mask=(places < count)[:, None], other=0)
 
 
-def _queries(
-    refs: Sequence[Ref], facts: dict[str, Any], example: Array, head: Array, q: Array, sizes: TileSizes
-) -> Any:
-    """The slots of a block of queries, followed by the block's rows of each of the arrays `refs`."""
-    return [_of(facts["queries"], example, q), *(_load(ref, example, head, q, sizes.queries) for ref in refs)]
+def _entries(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
+    """The entries [places] of an array [B, H, N]; zeros beyond N."""
+    return plgpu.load(ref.at[example, head, places], mask=places < count, other=0)
 
 
-def _store(ref: Ref, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
-    """Stores x, [places, K] or [places], to the rows of an array [B, H, N, K] or [B, H, N]; skips rows beyond N."""
-    at, mask = ref.at[example, head, places], places < count
-    if x.ndim == 2:
-        at, mask = ref.at[example, head, places[:, None], jnp.arange(ref.shape[3])[None]], mask[:, None]
-    plgpu.store(at, x.astype(ref.dtype), mask=mask)
+def _store_rows(ref: Ref, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
+    at = ref.at[example, places[:, None], head, jnp.arange(ref.shape[3])[None]]
+    plgpu.store(at, x.astype(ref.dtype), mask=(places < count)[:, None])
 
 
 def _dot(a: Array, b: Array, **transposed: bool) -> Array:
-    """The product of two blocks, accumulated in float32. Float32 blocks are not rounded to TF32."""
     return plgpu.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None, **transposed)
 
 
-def _seen(of_queries: Slots, of_keys: Slots) -> Array:
-    """bool [q, k], the keys that each query sees (paper section 3.2, eq. 4); see `Slots`."""
-    seen = (of_queries.group[:, None] == of_keys.group[None]) & (of_keys.group >= 0)[None]
-    for query, key in ((of_queries.row, of_keys.row), (of_queries.time, of_keys.time)):
-        if query is not None and key is not None:
-            seen &= key[None] <= query[:, None]
+def _across(of_queries: Array, of_keys: Array, *, down: bool = False) -> tuple[Array, Array]:
+    """Vectors of queries and of keys with the axes of a tile."""
+    return (of_queries[None], of_keys[:, None]) if down else (of_queries[:, None], of_keys[None])
+
+
+def _seen(of_queries: Slots, of_keys: Slots, *, down: bool = False) -> Array:
+    """A bool tile: the keys that each query sees (paper section 3.2, eq. 4); see `Slots`."""
+    query, key = _across(of_queries.group, of_keys.group, down=down)
+    seen = (query == key) & (key >= 0)
+    for x, y in ((of_queries.row, of_keys.row), (of_queries.time, of_keys.time)):
+        if x is not None and y is not None:
+            query, key = _across(x, y, down=down)
+            seen &= key <= query
     return seen
 
 
-def _differences(facts: dict[str, Any], of_queries: Slots, of_keys: Slots) -> Array:
-    """i32 [q, k], the index of each pair's difference of positions in `Distances.bucket`."""
-    longest = _longest(facts)
-    return jnp.clip(of_queries.position[:, None] - of_keys.position[None] + longest, 0, 2 * longest)
+def _differences(facts: Facts, of_queries: Slots, of_keys: Slots, *, down: bool = False) -> Array:
+    """An i32 tile, the index of each pair's difference of positions in `Distances.bucket`."""
+    query, key = _across(of_queries.position, of_keys.position, down=down)
+    return jnp.clip(query - key + facts.longest, 0, 2 * facts.longest)
 
 
-def _scores(facts: dict[str, Any], head: Array, of_queries: Slots, of_keys: Slots, query: Array, key: Array) -> Array:
-    """f32 [q, k], the scores of a block, with the bias."""
-    scores = _dot(query, key, trans_b=True)
-    if "lines" not in facts:
-        return scores
-    return scores + plgpu.load(facts["lines"].at[head, _differences(facts, of_queries, of_keys)])
+def _bias(facts: Facts, head: Array, of_queries: Slots, of_keys: Slots, side: Array | None, *, down: bool) -> Any:
+    """The bias of a tile, f32: a number for a plain block, else a tile. `side` as in `_visit`."""
+    if facts.lines is None:
+        return 0.0
+    if side is not None:
+        return plgpu.load(facts.lines.at[head, side * (2 * facts.longest)])
+    return plgpu.load(facts.lines.at[head, _differences(facts, of_queries, of_keys, down=down)])
 
 
-def _left(facts: dict[str, Any], sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array) -> Array:
-    """The block x, [q, k], after dropout, without rescaling."""
-    if "lines_dropped" not in facts:
+def _left(
+    facts: Facts, sizes: TileSizes, example: Array, head: Array, q: Array, k: Array, x: Array, *, down: bool = False
+) -> Array:
+    """The tile x after dropout, without rescaling."""
+    if facts.dropped is None:
         return x
-    lines = jax.tree.map(lambda ref: _load(ref, example, head, q, sizes.queries)[:, None], facts["lines_dropped"])
-    columns = k.astype(jnp.uint32)[None]
-    columns = columns if lines.first is None else columns - lines.first
-    return jnp.where(dropout.keeps(lines.hashes, columns, sizes.rate), x, 0.0)
+    lines = jax.tree.map(lambda ref: _entries(ref, example, head, q, sizes.queries), facts.dropped)
+    hashes, columns = _across(lines.hashes, k.astype(jnp.uint32), down=down)
+    if lines.first is not None:
+        columns = columns - _across(lines.first, k, down=down)[0]
+    return jnp.where(dropout.keeps(hashes, columns, sizes.rate), x, 0.0)
 
 
 def _attend(
-    facts: dict[str, Any],
-    first_ref: Ref,
-    last_ref: Ref,
+    facts: Facts,
+    order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
     values_ref: Ref,
@@ -414,122 +501,180 @@ def _attend(
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
-    query, here = _load(queries_ref, example, head, q, sizes.queries), _of(facts["queries"], example, q)
+    query, here = _rows(queries_ref, example, head, q, sizes.queries), _of(facts.queries, example, q)
 
-    def add(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         highest, total, found = carry  # the maximum of the scores, the sum of their powers, the weighted sum of values
         k = number * sizes.other + jnp.arange(sizes.other)
-        there = _of(facts["keys"], example, k)
-        seen = _seen(here, there)
-        scores = _scores(facts, head, here, there, query, _load(keys_ref, example, head, k, sizes.keys))
-        scores = jnp.where(seen, scores, LOWEST)
+        there = _of(facts.keys, example, k)
+        scores = _dot(query, _rows(keys_ref, example, head, k, sizes.keys), trans_b=True)
+        scores += _bias(facts, head, here, there, side, down=False)
+        seen = None if side is not None else _seen(here, there)
+        scores = scores if seen is None else jnp.where(seen, scores, LOWEST)
         now = jnp.maximum(highest, scores.max(axis=1))
-        weights, kept = jnp.where(seen, jnp.exp(scores - now[:, None]), 0.0), jnp.exp(highest - now)
-        value = _load(values_ref, example, head, k, sizes.keys)
+        weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(highest - now)
+        weights = weights if seen is None else jnp.where(seen, weights, 0.0)
+        value = _rows(values_ref, example, head, k, sizes.keys)
         left = _left(facts, sizes, example, head, q, k, weights).astype(value.dtype)
         return now, total * kept + weights.sum(axis=1), found * kept[:, None] + _dot(left, value)
 
     zero = jnp.full(sizes.own, LOWEST), jnp.zeros(sizes.own), jnp.zeros((sizes.own, sizes.width))
-    first, last = plgpu.load(first_ref.at[example, block]), plgpu.load(last_ref.at[example, block])
-    highest, total, found = jax.lax.fori_loop(first, last, add, zero)
+    highest, total, found = _visit(order, example, block, add, zero)
     some = jnp.where(total > 0, total, 1.0)  # `total` is 0 for a query that sees no key
     found = found / (some * dropout.share_kept(sizes.rate))[:, None]
-    _store(found_ref, example, head, q, sizes.queries, found)
-    _store(sums_ref, example, head, q, sizes.queries, jnp.where(total > 0, highest, 0.0) + jnp.log(some))
+    _store_rows(found_ref, example, head, q, sizes.queries, found)
+    sums = jnp.where(total > 0, highest, 0.0) + jnp.log(some)
+    plgpu.store(sums_ref.at[example, head, q], sums, mask=q < sizes.queries)
+
+
+class QueryBlock(NamedTuple):
+    """What the backward kernels read of a block of queries."""
+
+    slots: Slots
+    rows: Array  # [q, K]
+    gradient: Array  # [q, K], of the outputs
+    sums: Array  # f32 [q], see `_attend`
+    products: Array  # f32 [q], the term of the softmax's gradient that is subtracted from each row: see `_backward`
+
+    @classmethod
+    def load(cls, facts: Facts, refs: Sequence[Ref], example: Array, head: Array, q: Array, count: int) -> "QueryBlock":
+        """Reads a block; `refs`: queries, gradient, sums and products."""
+        rows = (_rows(ref, example, head, q, count) for ref in refs[:2])
+        entries = (_entries(ref, example, head, q, count) for ref in refs[2:])
+        return cls(_of(facts.queries, example, q), *rows, *entries)
+
+
+class KeyBlock(NamedTuple):
+    """What the backward kernels read of a block of keys."""
+
+    slots: Slots
+    rows: Array  # [k, K]
+    values: Array  # [k, K]
+
+    @classmethod
+    def load(cls, facts: Facts, refs: Sequence[Ref], example: Array, head: Array, k: Array, count: int) -> "KeyBlock":
+        """Reads a block; `refs`: keys and values."""
+        return cls(_of(facts.keys, example, k), *(_rows(ref, example, head, k, count) for ref in refs))
 
 
 def _gradients(
-    facts: dict[str, Any],
+    facts: Facts,
     sizes: TileSizes,
-    example: Array,
-    head: Array,
-    q: Array,
-    k: Array,
-    of_queries: Sequence[Any],
-    of_keys: Sequence[Any],
+    at: tuple[Array, Array, Array, Array],
+    queries: QueryBlock,
+    keys: KeyBlock,
+    side: Array | None,
+    *,
+    down: bool = False,
 ) -> tuple[Array, Array]:
-    """Computes the weights of a block again, and the gradient of its scores.
+    """Computes the weights of a tile again, and the gradient of its scores.
 
     Args:
-      of_queries: the slots and rows of the queries, the gradient of their outputs, their `sums`, and `rows`, the term
-        of the softmax's gradient from `_backward`.
-      of_keys: the slots and rows of the keys, and their values.
+      facts: the vectors of the call.
+      sizes: the sizes of the call.
+      at: the example, the head, and the indices `q` and `k`.
+      queries: a block of queries.
+      keys: a block of keys.
+      side: as in `_visit`.
+      down: whether keys lie down.
 
     Returns:
-      f32 [q, k] twice: the weights after dropout, and the gradient of the scores.
+      Two f32 tiles: the weights after dropout, and the gradient of the scores.
     """
-    (here, query, gradient, sums, rows), (there, key, value) = of_queries, of_keys
-    scores = _scores(facts, head, here, there, query, key)
-    weights = jnp.where(_seen(here, there), jnp.exp(scores - sums[:, None]), 0.0)
-    left = partial(_left, facts, sizes, example, head, q, k)
+
+    def product(of_queries: Array, of_keys: Array) -> Array:
+        one, other = (of_keys, of_queries) if down else (of_queries, of_keys)
+        return _dot(one, other, trans_b=True)
+
+    def each(of_queries: Array) -> Array:
+        return of_queries[None] if down else of_queries[:, None]
+
+    example, head, q, k = at
+    scores = product(queries.rows, keys.rows) + _bias(facts, head, queries.slots, keys.slots, side, down=down)
+    weights = jnp.exp(scores - each(queries.sums))
+    if side is None:
+        weights = jnp.where(_seen(queries.slots, keys.slots, down=down), weights, 0.0)
+    left = partial(_left, facts, sizes, example, head, q, k, down=down)
     share = dropout.share_kept(sizes.rate)
-    d_weights = left(_dot(gradient, value, trans_b=True)) / share
-    return left(weights) / share, weights * (d_weights - rows[:, None])
+    d_weights = left(product(queries.gradient, keys.values)) / share
+    return left(weights) / share, weights * (d_weights - each(queries.products))
 
 
-def _beyond(facts: dict[str, Any], of_queries: Slots, of_keys: Slots) -> tuple[Array, Array]:
+def _beyond(facts: Facts, of_queries: Slots, of_keys: Slots) -> tuple[Array, Array]:
     """Whether all differences of positions of two blocks are -W or less, and whether all of them are W or more.
 
     In both cases all pairs of the blocks have one bucket.
     """
-    longest, query, key = _longest(facts), of_queries.position, of_keys.position
-    return query.max() - key.min() <= -longest, query.min() - key.max() >= longest
+    query, key = of_queries.position, of_keys.position
+    return query.max() - key.min() <= -facts.longest, query.min() - key.max() >= facts.longest
 
 
 def _backward_queries(
-    facts: dict[str, Any],
-    first_ref: Ref,
-    last_ref: Ref,
+    facts: Facts,
+    order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
     values_ref: Ref,
     gradient_ref: Ref,
     sums_ref: Ref,
-    rows_ref: Ref,
+    products_ref: Ref,
     d_queries_ref: Ref,
     beyond_ref: Ref,
+    band_ref: Ref | None = None,
     *,
     sizes: TileSizes,
 ) -> None:
     """Computes the gradient of a block of queries.
 
-    Also stores, f32 [B, H, 2, queries], the sums of the scores' gradient over the blocks of keys whose differences are
-    all -W or less, and over those whose differences are all W or more.
+    Also stores, f32 [B, H, 2, queries], the sums of the scores' gradient over the keys whose differences are -W or
+    less, and over the keys whose differences are W or more. Without a band, a block of keys counts only if this holds
+    for all its differences.
+
+    The band, [B, H, queries, 2 W], gets the gradient of the scores at each difference d of -W < d < W, at index d + W.
+    Differences without a key are not written.
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
-    here, *_ = of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
+    refs = queries_ref, gradient_ref, sums_ref, products_ref
+    queries = QueryBlock.load(facts, refs, example, head, q, sizes.queries)
 
-    def add(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_query, *sums = carry
         k = number * sizes.other + jnp.arange(sizes.other)
-        there = _of(facts["keys"], example, k)
-        key, value = (_load(ref, example, head, k, sizes.keys) for ref in (keys_ref, values_ref))
-        d_scores = _gradients(facts, sizes, example, head, q, k, of_queries, (there, key, value))[1]
-        if sums:
+        keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes.keys)
+        d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, side)[1]
+        if sums and side is not None:
             row = d_scores.sum(axis=1)
-            beyond = _beyond(facts, here, there)
+            sums = [sums[0] + jnp.where(side == 0, row, 0.0), sums[1] + jnp.where(side == 1, row, 0.0)]
+        elif sums and band_ref is not None:
+            apart = queries.slots.position[:, None] - keys.slots.position[None]
+            at = band_ref.at[example, head, q[:, None], apart + facts.longest]
+            inside = (apart > -facts.longest) & (apart < facts.longest)
+            plgpu.store(at, d_scores.astype(band_ref.dtype), mask=inside)
+            outside = (apart <= -facts.longest, apart >= facts.longest)
+            sums = [x + jnp.where(is_so, d_scores, 0.0).sum(axis=1) for x, is_so in zip(sums, outside, strict=True)]
+        elif sums:
+            row = d_scores.sum(axis=1)
+            beyond = _beyond(facts, queries.slots, keys.slots)
             sums = [total + jnp.where(is_so, row, 0.0) for total, is_so in zip(sums, beyond, strict=True)]
-        return d_query + _dot(d_scores.astype(key.dtype), key), *sums
+        return d_query + _dot(d_scores.astype(keys.rows.dtype), keys.rows), *sums
 
-    first, last = plgpu.load(first_ref.at[example, block]), plgpu.load(last_ref.at[example, block])
-    none = [jnp.zeros(sizes.own)] * (2 if "lines" in facts else 0)
-    d_query, *sums = jax.lax.fori_loop(first, last, add, (jnp.zeros((sizes.own, sizes.width)), *none))
-    _store(d_queries_ref, example, head, q, sizes.queries, d_query)
+    none = [jnp.zeros(sizes.own)] * (2 if facts.longest else 0)
+    d_query, *sums = _visit(order, example, block, add, (jnp.zeros((sizes.own, sizes.width)), *none))
+    _store_rows(d_queries_ref, example, head, q, sizes.queries, d_query)
     for number, total in enumerate(sums):
         plgpu.store(beyond_ref.at[example, head, jnp.int32(number), q], total)
 
 
 def _backward_buckets(
-    facts: dict[str, Any],
-    first_ref: Ref,
-    last_ref: Ref,
+    facts: Facts,
+    order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
     values_ref: Ref,
     gradient_ref: Ref,
     sums_ref: Ref,
-    rows_ref: Ref,
+    products_ref: Ref,
     of_buckets_ref: Ref,
     *,
     sizes: TileSizes,
@@ -542,60 +687,62 @@ def _backward_buckets(
     groups = of_buckets_ref.shape[2] // GROUP
     block, least = turn // groups, turn % groups * GROUP
     q = block * sizes.own + jnp.arange(sizes.own)
-    here, *_ = of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
+    refs = queries_ref, gradient_ref, sums_ref, products_ref
+    queries = QueryBlock.load(facts, refs, example, head, q, sizes.queries)
 
-    def add(number: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(number: Array, side: Array | None, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        if side is not None:
+            return sums
         k = number * sizes.other + jnp.arange(sizes.other)
-        there = _of(facts["keys"], example, k)
-        behind, ahead = _beyond(facts, here, there)
-        bucket = plgpu.load(facts["bucket"].at[_differences(facts, here, there)]) - least
+        there = _of(facts.keys, example, k)
+        behind, ahead = _beyond(facts, queries.slots, there)
+        bucket = plgpu.load(facts.bucket.at[_differences(facts, queries.slots, there)]) - least
         own = jnp.where((bucket >= 0) & (bucket < GROUP), 1, 0).max() > 0
 
         def near() -> tuple[Array, ...]:
-            key, value = (_load(ref, example, head, k, sizes.keys) for ref in (keys_ref, values_ref))
-            d_scores = _gradients(facts, sizes, example, head, q, k, of_queries, (there, key, value))[1]
+            keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes.keys)
+            d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, None)[1]
             return tuple(total + jnp.where(bucket == n, d_scores, 0.0).sum(axis=1) for n, total in enumerate(sums))
 
         return jax.lax.cond(behind | ahead | ~own, lambda: sums, near)
 
-    first, last = plgpu.load(first_ref.at[example, block]), plgpu.load(last_ref.at[example, block])
     none = tuple(jnp.zeros(sizes.own) for _ in range(GROUP))
-    for number, total in enumerate(jax.lax.fori_loop(first, last, add, none)):
+    for number, total in enumerate(_visit(order, example, block, add, none)):
         plgpu.store(of_buckets_ref.at[example, head, least + number, q], total)
 
 
 def _backward_keys(
-    facts: dict[str, Any],
-    first_ref: Ref,
-    last_ref: Ref,
+    facts: Facts,
+    order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
     values_ref: Ref,
     gradient_ref: Ref,
     sums_ref: Ref,
-    rows_ref: Ref,
+    products_ref: Ref,
     d_keys_ref: Ref,
     d_values_ref: Ref,
     *,
     sizes: TileSizes,
 ) -> None:
-    """Computes the gradients of a block of keys and of its values, from all blocks of queries that may see them."""
+    """Computes the gradients of a block of keys and of its values, from all blocks of queries that may see them.
+
+    Keys lie down: so that both sums are products of a tile as it is, without a transposition between registers.
+    """
     block, head, example = (pl.program_id(n) for n in range(3))
     k = block * sizes.own + jnp.arange(sizes.own)
-    there = _of(facts["keys"], example, k)
-    of_keys = there, *(_load(ref, example, head, k, sizes.keys) for ref in (keys_ref, values_ref))
+    keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes.keys)
+    refs = queries_ref, gradient_ref, sums_ref, products_ref
 
-    def add(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_key, d_value = carry
         q = number * sizes.other + jnp.arange(sizes.other)
-        of_queries = _queries((queries_ref, gradient_ref, sums_ref, rows_ref), facts, example, head, q, sizes)
-        _, query, gradient, *_ = of_queries
-        left, d_scores = _gradients(facts, sizes, example, head, q, k, of_queries, of_keys)
-        d_value += _dot(left.astype(gradient.dtype), gradient, trans_a=True)
-        return d_key + _dot(d_scores.astype(query.dtype), query, trans_a=True), d_value
+        queries = QueryBlock.load(facts, refs, example, head, q, sizes.queries)
+        left, d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, side, down=True)
+        d_value += _dot(left.astype(queries.gradient.dtype), queries.gradient)
+        return d_key + _dot(d_scores.astype(queries.rows.dtype), queries.rows), d_value
 
     zero = jnp.zeros((sizes.own, sizes.width))
-    first, last = plgpu.load(first_ref.at[example, block]), plgpu.load(last_ref.at[example, block])
-    d_key, d_value = jax.lax.fori_loop(first, last, add, (zero, zero))
-    _store(d_keys_ref, example, head, k, sizes.keys, d_key)
-    _store(d_values_ref, example, head, k, sizes.keys, d_value)
+    d_key, d_value = _visit(order, example, block, add, (zero, zero))
+    _store_rows(d_keys_ref, example, head, k, sizes.keys, d_key)
+    _store_rows(d_values_ref, example, head, k, sizes.keys, d_value)

@@ -36,6 +36,7 @@ class Slots:
     row: Any = None
     time: Any = None
     position: Any = None  # the position that determines the bias
+    consecutive: bool = flax.struct.field(pytree_node=False, default=False)  # whether positions are 0, 1, 2, ...
 
 
 @flax.struct.dataclass

@@ -211,7 +211,7 @@ class Encoder(Stack):
         """Encodes embedded tokens: [B, L, D] -> [B, L, D]. `mask`: bool [B, L], True at real tokens."""
         if self.blocks:
             position = jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
-            slots = Slots(jnp.where(mask, 0, -1), position=position)
+            slots = Slots(jnp.where(mask, 0, -1), position=position, consecutive=True)
             bias: Any = self.seen(slots, slots, self.distances())
         else:
             bias = self.bias(*x.shape[:2])
