@@ -4,13 +4,15 @@ Blocks of queries are combined with blocks of keys, as in FlashAttention (Dao et
 arXiv 2307.08691). The kernels compute three things for each block from vectors: the bias is looked up by the difference
 of two positions; the mask follows from the coordinates of queries and keys (paper section 3.2, eq. 4); and the bits of
 dropout are the hash of `pipejax.model.dropout`. So memory grows linearly with the length. Blocks in which no query sees
-a key are skipped.
+a key are skipped. Blocks in which every query sees every key, with differences of positions that all have one bucket,
+are plain: a kernel visits them in a loop of their own, which computes no mask and adds one number as bias (`Order`).
 
 The forward kernel (`_attend`) keeps a running maximum and a running sum of each query's softmax, and stores the
-logarithm of the final sum (`sums`). With it three backward kernels compute the weights of a block again:
-`_backward_queries` for the gradient of the queries, `_backward_keys` for the gradients of keys and values, and
-`_backward_buckets` for the gradient of the bias. Distances of W or more have one bucket on each side. Their gradients
-are summed by `_backward_queries`, so `_backward_buckets` needs only blocks that contain shorter distances.
+logarithm of the final sum (`sums`). With it the backward kernels compute the weights of a block again:
+`_backward_queries` for the gradient of the queries, and `_backward_keys` for the gradients of keys and values, in tiles
+[keys, queries]. Distances of W or more have one bucket on each side, whose gradients `_backward_queries` sums. For
+shorter distances it writes the gradient of the scores into a band, where positions are 0, 1, 2, ... (an encoder).
+Where several slots have one position (a decoder's rows), `_backward_buckets` sums the gradient by bucket instead.
 
 `pipejax.model.attention.attend` is the reference: it computes the same sums in another order, with the same bits of
 dropout. For a query that sees no key, whose result is not used, the kernels return zeros, and `attend` an average.
@@ -165,7 +167,8 @@ def difference(width: int, *, trains: bool = True, interpret: bool = False) -> A
     bucket = jnp.asarray(np.minimum(np.abs(np.arange(-128, 129)) // 8, 15) + 16 * (np.arange(-128, 129) < 0))
     group = jnp.asarray(np.where(np.arange(length) < np.array([[170], [90]]), 0, -1))
     row, time = jnp.arange(length) // 40, jnp.arange(length) % 40
-    slots = Slots(group, *(jnp.broadcast_to(x, group.shape) for x in (row, time, row + time)))
+    row, time = jnp.broadcast_to(row, group.shape), jnp.broadcast_to(time, group.shape)
+    slots = Slots(group, row, time, row + time)
     seed, rate = jnp.asarray([1, 2], jnp.uint32), 0.1
     seen = jax.vmap(_seen)(slots, slots)
     real = (group >= 0)[:, None, :, None]
@@ -303,7 +306,8 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     d_table += jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
-    of_seen = dataclasses.replace(seen, queries=None, keys=None, distances=of_distances)
+    nothing: Any = None  # the gradient of whole numbers
+    of_seen = dataclasses.replace(seen, queries=nothing, keys=nothing, distances=of_distances)
     return d_queries, d_keys, d_values, of_seen, None
 
 
@@ -394,7 +398,8 @@ def _visit(order: Order, example: Array, block: Array, add: Add, carry: tuple[Ar
     `add(number, side, carry)` gets the number of the block and, for a plain block, `side`: 1 if all differences of
     positions are W or more, 0 if all are -W or less; for other blocks None.
     """
-    first, begin, end, next_begin, next_end, last, is_ahead = (plgpu.load(ref.at[example, block]) for ref in order)
+    refs: Sequence[Ref] = order
+    first, begin, end, next_begin, next_end, last, is_ahead = (plgpu.load(ref.at[example, block]) for ref in refs)
 
     def plain(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         is_earlier = i < end - begin
