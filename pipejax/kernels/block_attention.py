@@ -252,6 +252,7 @@ def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines:
 def _forward(
     queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float
 ) -> tuple[Array, Kept]:
+    """The outputs [B, Q, H, K], and the residuals for `_backward`; one program for each block of queries."""
     sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
     facts = Facts.of(seen, lines, sizes)
     found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
@@ -264,6 +265,10 @@ def _forward(
 
 
 def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
+    """The gradients of queries, keys, values and of the bias table, from the `gradient` of the outputs.
+
+    The sums that `_backward_queries` returns are added to the buckets of the differences -W and W.
+    """
     queries, keys, values, seen, lines, found, sums = kept
     sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
     sizes = sizes._replace(other=BLOCK // 2)  # larger blocks would not fit into the registers of an Ada GPU
@@ -388,6 +393,7 @@ def _order(these: Slots, others: Slots, sizes: TileSizes, longest: int, *, flip:
 
 
 def _call(kernel: Kernel, grid: tuple[int, ...], shapes: Shapes, sizes: TileSizes) -> Callable[..., Any]:
+    """The `pallas_call` of a kernel; `grid` is the number of programs along each axis."""
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
     return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=sizes.interpret)
 
@@ -421,6 +427,7 @@ def _visit(order: Order, example: Array, block: Array, add: Add, carry: tuple[Ar
 
 
 def _of(slots: Slots, example: Array, places: Array) -> Slots:
+    """The coordinates [places] of the slots of an example."""
     return jax.tree.map(lambda ref: plgpu.load(ref.at[example, places]), slots)
 
 
@@ -436,11 +443,13 @@ def _entries(ref: Ref, example: Array, head: Array, places: Array, count: int) -
 
 
 def _store_rows(ref: Ref, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
+    """Stores x, [places, K], to the rows of an array [B, N, H, K]; skips rows beyond N."""
     at = ref.at[example, places[:, None], head, jnp.arange(ref.shape[3])[None]]
     plgpu.store(at, x.astype(ref.dtype), mask=(places < count)[:, None])
 
 
 def _dot(a: Array, b: Array, **transposed: bool) -> Array:
+    """The product of two blocks, accumulated in float32. Float32 blocks are not rounded to TF32."""
     return plgpu.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None, **transposed)
 
 
