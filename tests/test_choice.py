@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pipejax import grid, methods
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
@@ -34,21 +34,31 @@ def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None, **more):
     return jax.tree.map(jnp.asarray, Sampling.together(each))
 
 
+def generated(logits, temperature, top_k, top_p, min_p):
+    """The scores from which transformers' `generate` samples; its warpers are in its order."""
+    scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    return MinPLogitsWarper(min_p)(None, scores) if min_p else scores
+
+
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p", [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.6, 5, 1.0), (1.0, 0, 0.8), (1.3, 20, 0.6)]
+    "temperature, top_k, top_p, min_p",
+    [
+        *((1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.6, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.3, 20, 0.6, 0.0)),
+        *((1.0, 0, 1.0, 0.1), (1.5, 20, 0.9, 0.05)),
+    ],
 )
-def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p):
+def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p, min_p):
     """4,000 draws; the chance that a right distribution fails is one in ten thousand."""
     count, vocabulary = 4_000, 300
     logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
-    options = DecodingOptions(sampling=sampling(count, temperature, top_k, top_p))
+    options = DecodingOptions(sampling=sampling(count, temperature, top_k, top_p, min_p=min_p))
     drawn = jax.jit(
         lambda x: choice.choose_tokens(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), options)
     )
     found = np.bincount(drawn(jnp.broadcast_to(logits[:, None], (vocabulary, count))), minlength=vocabulary)
-    scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
-    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
-    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    scores = generated(logits[None], temperature, top_k, top_p, min_p)
     expected = count * scores.softmax(-1)[0].numpy().astype(np.float64)
     assert found[expected == 0].sum() == 0
     often = expected >= 5
@@ -56,6 +66,50 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
     observed, wanted = (np.append(x[often], r) for x, r in zip((found, expected), rest, strict=True))
     kept = wanted > 0
     assert stats.chisquare(observed[kept], wanted[kept] * observed.sum() / wanted.sum()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (7, 1.0), (0, 0.7), (12, 0.9)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 1.0])
+def test_min_p_keeps_the_tokens_of_transformers(temperature, top_k, top_p, min_p):
+    """Of 40 distributions; alone, and after top_k and top_p, which `generate` applies first."""
+    logits = (2 * np.random.default_rng(3).standard_normal((40, 200))).astype(np.float32)
+    expected = np.isfinite(generated(logits, temperature, top_k, top_p, min_p).numpy())
+    shifted = (logits - logits.max(axis=1, keepdims=True)) / np.float32(temperature)
+    weights = choice._limit(jnp.asarray(shifted.T), sampling(40, temperature, top_k, top_p, min_p=min_p))
+    np.testing.assert_array_equal(np.asarray(weights > 0).T, expected)
+    if min_p == 0.5 and not top_k:  # elsewhere the other limits may leave min_p nothing to do
+        assert expected.sum() < np.isfinite(generated(logits, temperature, top_k, top_p, 0).numpy()).sum()
+
+
+# What the function of test_draws_without_min_p_are_unchanged_by_others_with_it drew before the setting existed.
+BEFORE = [13, 0, 24, 29, 28, 9, 30, 29, 8, 11, 10, 43, 47, 48, 19, 47]
+
+
+def test_min_p_alone_limits_draws():
+    """Two of four tokens have half of the highest probability."""
+    logits = jnp.log(jnp.asarray([0.4, 0.3, 0.19, 0.11]))
+    count = 400
+    options = DecodingOptions(sampling=sampling(count, min_p=0.5))
+    wide = jnp.broadcast_to(logits[:, None], (4, count))
+    drawn = choice.choose_tokens(choice.first_argmax, wide, asked(np.zeros(count), np.zeros(count)), options)
+    assert {*drawn.tolist()} == {0, 1}
+
+
+def test_draws_without_min_p_are_unchanged_by_others_with_it():
+    """Also in one batch, and equal to the tokens that were drawn before the setting existed."""
+    rng = np.random.default_rng(6)
+    logits = jnp.asarray((2 * rng.standard_normal((50, 16))).astype(np.float32))
+    settings = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.6, 20, 0.6)]
+    each = [Sampling(*settings[i % 4], seed=i) for i in range(16)]
+
+    def draw(each):
+        options = DecodingOptions(sampling=jax.tree.map(jnp.asarray, Sampling.together(each)))
+        return choice.choose_tokens(choice.first_argmax, logits, asked(np.arange(16), np.arange(16)), options).tolist()
+
+    assert draw(each) == BEFORE
+    mixed = [one.replace(min_p=0.9) if i % 2 else one for i, one in enumerate(each)]
+    assert draw(mixed)[::2] == BEFORE[::2]
 
 
 def test_equal_logits_at_the_limit_stay_together():

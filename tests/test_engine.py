@@ -60,7 +60,7 @@ def texts(count):
 
 
 def request(i, ids, strategy="pipelined", **more):
-    chosen = {name: more.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in more}
+    chosen = {name: more.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in more}
     return Request(Source(i, ids), strategy, Sampling(**chosen), **more)
 
 
@@ -183,7 +183,7 @@ def test_samples_depend_on_the_seed_only(generator):
     """Whoever else is there; a greedy request stays greedy beside them."""
     ids = texts(1)[0]
     engine = Engine(generator, places=4, queue=100)
-    given = [request(0, ids, temperature=1.0, seed=seed, top_k=9, top_p=0.95) for seed in (1, 2, 1)]
+    given = [request(0, ids, temperature=1.0, seed=seed, top_k=9, top_p=0.95, min_p=0.01) for seed in (1, 2, 1)]
     answers = [engine.submit(x) for x in [*given, request(0, ids)]]
     one, two, again, greedy = (list(answer.events())[-1] for answer in answers)
     engine.close(drain=False, seconds=60)

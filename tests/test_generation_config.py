@@ -237,7 +237,10 @@ def test_each_setting_is_distinguished_from_its_neutral_value(tmp_path: Path, ca
     [
         ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}, ""),
         ({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}, {"temperature": 0.7, "top_p": 0.9}, ""),
-        ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "top_k": 50}, "min_p=0.1"),
+        ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "top_k": 50, "min_p": 0.1}, ""),
+        ({"do_sample": True, "min_p": 1.5}, {"temperature": 1.0, "top_k": 50}, "min_p=1.5"),
+        ({"do_sample": True, "typical_p": 0.5}, {"temperature": 1.0, "top_k": 50}, "typical_p=0.5"),
+        ({"do_sample": False, "min_p": 0.1}, {}, ""),
         ({"do_sample": True, "num_beams": 2}, {}, "do_sample=true, num_beams=2"),
         ({"num_beams": 2, "early_stopping": True}, {"beams": 2}, "early_stopping=true"),
         ({"num_beams": 4, "num_beam_groups": 2}, {"beams": 4}, "num_beam_groups=2"),

@@ -270,7 +270,7 @@ def test_a_converted_checkpoint_keeps_its_settings(there: Path, tmp_path: Path, 
 
 def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
     names = ("small", "old")
-    drawn = {"temperature": 0.5, "top_k": 4, "top_p": 0.75}
+    drawn = {"temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.25}
     run = run_of(tmp_path / "one", None, train={"objective": "sequential"}, decode=drawn)
     huggingface.to_hf(run, tmp_path / "drawn")
     generation = json.loads((tmp_path / "drawn" / "generation_config.json").read_text())

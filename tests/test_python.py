@@ -58,7 +58,7 @@ def t5(run: Path) -> pipejax.Generator:
         pytest.param("pipelined", {"sub_max": 2, "time_max": 5, "scores": True}, marks=pytest.mark.slow),
         ("pipelined", {"row_names": ["one", "two"], "delay": 2}),
         pytest.param("sequential", {"max_length": 5, "limit": "source"}, marks=pytest.mark.slow),
-        ("sequential", {"temperature": 1, "top_k": np.int64(3), "samples": 2, "max_length": 6}),
+        ("sequential", {"temperature": 1, "top_k": np.int64(3), "min_p": 0.2, "samples": 2, "max_length": 6}),
         pytest.param(
             "sequential", {"beams": 2, "length_penalty": np.float32(0.5), "max_length": 6}, marks=pytest.mark.slow
         ),

@@ -34,7 +34,18 @@ CONFIG = Config(
 )
 GRID = {"delay", "time_max", "sub_max", "stop", "row_names"}
 DECODE = {
-    *("max_length", "beams", "length_penalty", "temperature", "top_k", "top_p", "seed", "samples", "unique_rows"),
+    *(
+        "max_length",
+        "beams",
+        "length_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "samples",
+        "unique_rows",
+    ),
     *("scores", "limit", "draft", "draft_checkpoint", "draft_tokens", "trace", "batch_size", "dtype", "weights"),
 }
 DATA = {
@@ -168,7 +179,7 @@ def test_call_takes_what_needs_no_new_weights() -> None:
 
 def test_request_may_send_these_settings() -> None:
     for form in (requests.COMPLETIONS, requests.CHAT, requests.RESPONSES):
-        assert DECODE & {*form.fields} == {"temperature", "top_k", "top_p", "seed"}
+        assert DECODE & {*form.fields} == {"temperature", "top_k", "top_p", "min_p", "seed"}
 
 
 def test_exported_programs_follow_these_settings() -> None:
@@ -232,7 +243,9 @@ def test_settings_that_ask_for_no_ability() -> None:
 
 
 def test_settings_that_a_method_does_not_read_are_named() -> None:
-    unread = keys("grid", "decode.max_length", *(f"decode.{x}" for x in ("top_k", "top_p", "seed", "draft_tokens")))
+    unread = keys(
+        "grid", "decode.max_length", *(f"decode.{x}" for x in ("top_k", "top_p", "min_p", "seed", "draft_tokens"))
+    )
 
     def named(method: methods.Method) -> set[str]:
         lines = [methods.ignored_settings(method, CONFIG, (key,)) for key in EVERY - {"decode.temperature"}]

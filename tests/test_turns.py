@@ -67,6 +67,7 @@ def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
             "temperature": [0.0, 0.7, 1.5],
             "top_k": [0, 3],
             "top_p": [1.0, 0.8],
+            "min_p": [0.0, 0.3],
             "seed": [1, 2, 3],
         }
         each = [Sampling(**{name: rng.choice(x) for name, x in values.items()}) for _ in range(batch)]

@@ -225,6 +225,9 @@ class DecodeConfig:
     top_p: float = setting(  # sample from the fewest tokens whose probabilities add up to this
         1.0, above=0.0, most=1.0, ability="sample", request=True
     )
+    min_p: float = setting(  # sample from the tokens of at least this share of the highest probability; 0: from all
+        0.0, least=0.0, most=1.0, ability="sample", request=True
+    )
     seed: int = setting(0, least=0, most=2**31 - 1, ability="sample", request=(-(2**63), 2**63 - 1))  # for sampling
     samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
     unique_rows: bool = setting(  # Drop a row that repeats an earlier one;

@@ -28,7 +28,7 @@ ALWAYS = (
     *("max_time", "num_return_sequences", "watermarking_config", "penalty_alpha", "dola_layers", "constraints"),
     "force_words_ids",
 )
-OF_DRAWS = ("typical_p", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+OF_DRAWS = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 OF_BEAMS = ("early_stopping", "num_beam_groups", "diversity_penalty")
 FACTORS = (  # settings for which 1 changes nothing
     *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"),
@@ -64,6 +64,7 @@ class Generation:
         if self.drawn and self.beams == 1:
             found["do_sample"] = "temperature", values.get("temperature", 1.0)
             found |= {"top_k": ("top_k", values.get("top_k", TOP_K)), "top_p": ("top_p", values.get("top_p", 1.0))}
+            found["min_p"] = "min_p", values.get("min_p", 0.0)
         elif self.beams != 1 and not self.drawn:
             found |= {"num_beams": ("beams", self.beams)}
             found |= {"length_penalty": ("length_penalty", values.get("length_penalty", 1.0))}
@@ -144,8 +145,8 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
         else:
             decode = changed
     if generation.drawn and not decode.temperature:  # truncation of the distribution has no effect without sampling
-        lost += [key for key in ("top_k", "top_p") if key in generation.values and "do_sample" in lost]
-        decode = replace(decode, top_k=DecodeConfig.top_k, top_p=DecodeConfig.top_p)
+        lost += [key for key in ("top_k", "top_p", "min_p") if key in generation.values and "do_sample" in lost]
+        decode = replace(decode, top_k=DecodeConfig.top_k, top_p=DecodeConfig.top_p, min_p=DecodeConfig.min_p)
     file, lines = generation.file, []
     if taken := [f"decode.{key}={x}" for key, x in vars(decode).items() if x != getattr(DecodeConfig, key)]:
         lines.append(f"{file}: followed as {', '.join(taken)}")
@@ -174,6 +175,7 @@ def of_run(config: Config) -> dict[str, object]:
         values |= {"num_beams": decode.beams, "length_penalty": decode.length_penalty}
     elif decode.temperature > 0:
         values |= {"do_sample": True, "temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
+        values |= {"min_p": decode.min_p} if decode.min_p else {}
     return values
 
 

@@ -33,6 +33,7 @@ class Sampling:
     top_k: Numbers = 0  # i32 [B], draw among this number of most likely tokens; 0: among all
     top_p: Numbers = 1.0  # f32 [B], draw among the fewest most likely tokens of this total probability; 1: among all
     seed: Numbers = 0  # u32 [B]
+    min_p: Numbers = 0.0  # f32 [B], draw among the tokens of at least this share of the highest probability; 0: all
 
     @classmethod
     def of(cls, settings: object, seed: int) -> "Sampling":
@@ -53,7 +54,7 @@ class Sampling:
     @property
     def is_limited(self) -> Array:
         """bool [B], whether tokens are drawn from some tokens only."""
-        return jnp.asarray(self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
+        return jnp.asarray(self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
 
 MOST_LIKELY = Sampling()
@@ -187,7 +188,11 @@ def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
 
 
 def _limit(logits: Array, sampling: Sampling) -> Array:
-    """Weights [V, N] for sampling: zero outside the top k, and among these outside the top p."""
+    """Weights [V, N] for sampling: zero outside the top k, of these outside the top p, and of these below min_p.
+
+    The order is that of transformers' `generate`: the share of min_p is one of the highest weight, and the top p is
+    taken of the probabilities before min_p.
+    """
     # The bits of non-negative floats, as integers, have the order of the floats. Equal weights are treated alike.
     weights = jnp.exp(logits)
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
@@ -206,7 +211,8 @@ def _limit(logits: Array, sampling: Sampling) -> Array:
     weights = jnp.where(order >= least(lambda x: (order >= x).sum(axis=0) >= k), weights, 0)
     p = jnp.where(sampling.top_p < 1, sampling.top_p * weights.sum(axis=0), 0)
     most = least(lambda x: jnp.where(order >= x, weights, 0).sum(axis=0) >= p)
-    return jnp.where((order >= most) | (sampling.top_p >= 1), weights, 0)
+    weights = jnp.where((order >= most) | (sampling.top_p >= 1), weights, 0)
+    return jnp.where(weights >= sampling.min_p * weights.max(axis=0), weights, 0)
 
 
 def _find(weights: Array, share: Array) -> Array:
