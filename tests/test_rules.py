@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipejax import decoding
+from pipejax.apps.schemas import grammar
 from pipejax.decoding import (
     FORBIDDEN,
     Beam,
@@ -287,3 +288,12 @@ class Wrong(Rule):
 def test_unsupported_rule_is_refused(how: str, strategy: Any, line: str) -> None:
     with pytest.raises(UserError, match=line):
         decode(strategy, np.int32(0), sources(0), DecodingOptions(rules=(Wrong(how),)))
+
+
+@pytest.mark.parametrize("name", ["Grammar", "Table"])
+def test_former_names_of_the_grammar_give_the_present_classes_with_a_warning(name: str) -> None:
+    line = f"pipejax.decoding.{name} is now pipejax.apps.schemas.grammar.{name}"
+    with pytest.warns(DeprecationWarning, match=line):
+        assert getattr(decoding, name) is getattr(grammar, name)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = getattr(decoding, "Nothing")  # noqa: B009
