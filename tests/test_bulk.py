@@ -73,7 +73,7 @@ class Serial:
         self.killed_after, self.asked = killed_after, list[str]()
 
     def ask(self, work: bulk.BulkWork) -> dict[str, Any]:
-        return bulk.caught(bulk.describe, work)
+        return bulk.result_or_error(bulk.describe, work)
 
     def map(self, work: bulk.BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[dict[str, Any]]:
         worker = bulk.Worker(work)

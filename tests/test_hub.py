@@ -219,4 +219,4 @@ def test_a_tokenizer_of_a_revision(asked: list[str]) -> None:
     ],
 )
 def test_names(source: str, found: object) -> None:
-    assert hub.parted(source) == found
+    assert hub.split_revision(source) == found

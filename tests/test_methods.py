@@ -380,7 +380,9 @@ def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
 
     # In bulk and as a program, by the run alone.
     (tmp_path / "in.jsonl").write_text('{"source": "the baker smiled ."}\n')
-    found = workers.caught(workers.describe, workers.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path)))
+    found = workers.result_or_error(
+        workers.describe, workers.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path))
+    )
     assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)

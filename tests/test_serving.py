@@ -1210,7 +1210,7 @@ def test_model_list_has_the_step_of_the_checkpoint(generator: Generator) -> None
 @pytest.mark.usefixtures("lines_on_stderr")
 def test_sigterm_during_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, serve_command.told_to_end():
+    with pytest.raises(SystemExit) as ended, serve_command.ending_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
     assert capsys.readouterr().err == "stopped by SIGTERM before the server had started\n"

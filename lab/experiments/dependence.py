@@ -16,7 +16,7 @@ from typing import Any
 from lab.experiments import probe_data, probes
 from lab.experiments.probe_data import KINDS, Kind
 from pipejax.apps.probe import probe_command
-from pipejax.apps.probe.summary import is_told
+from pipejax.apps.probe.summary import is_significant
 from pipejax.data import demo
 from pipejax.system import cli
 from pipejax.system.errors import UserError
@@ -91,7 +91,7 @@ def measure(kind: Kind, workdir: Path, updates: int) -> dict[str, Any]:
     return {
         "costs": [part["cost"] for part in costs],
         "errors": [part["error"] for part in costs],
-        "told": [part["cost"] if is_told(part) else 0.0 for part in costs],
+        "told": [part["cost"] if is_significant(part) else 0.0 for part in costs],
         "hidden": found["conditions"]["hidden"]["cost"],
         "nll": found["nll"]["whole"],
         "says": found["says"],

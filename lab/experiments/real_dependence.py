@@ -25,7 +25,7 @@ from pipejax import config as config_lib
 from pipejax.apps.papers.data_sets import PUBLISHED
 from pipejax.apps.probe import measuring, probe_command
 from pipejax.apps.probe.likelihoods import WHOLE, Condition, Meter, fit_shapes
-from pipejax.apps.probe.summary import is_told, mean
+from pipejax.apps.probe.summary import is_significant, mean
 from pipejax.config import Config
 from pipejax.system import cli
 from pipejax.system.files import write_text
@@ -152,8 +152,8 @@ def gap(dear: Lines, cheap: Lines) -> dict[str, float]:
 
 
 def sign(found: dict[str, float]) -> int:
-    """1, -1, or 0 where a gap is not told from nothing, as in `summary.is_told`."""
-    if not is_told({"cost": abs(found["nats"]), "error": found["error"], "tokens": 0}):
+    """1, -1, or 0 where a gap is not told from nothing, as in `summary.is_significant`."""
+    if not is_significant({"cost": abs(found["nats"]), "error": found["error"], "tokens": 0}):
         return 0
     return 1 if found["nats"] > 0 else -1
 

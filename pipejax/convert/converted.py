@@ -36,7 +36,7 @@ def find_checkpoint(source: str | Path) -> Path:
     is_hugging_face = look(path) == "directory" and (path / "config.json").is_file()
     if is_hugging_face and any((path / kind).is_dir() for kind in ("checkpoints", "best")):
         return path
-    of_hub = hub.parted(source) if isinstance(source, str) and not look(path) else None
+    of_hub = hub.split_revision(source) if isinstance(source, str) and not look(path) else None
     if of_hub and ("/" not in of_hub[0] or Path(of_hub[0]).parent.is_dir()):
         of_hub = None
     if not (is_hugging_face or of_hub):

@@ -465,7 +465,7 @@ def locate(source: str, *, at_once: bool = False) -> Path:
     if found:
         raise UserError(source, found="a file", expected="a directory with config.json and weights")
     reason = "no such path"
-    if of_hub := hub.parted(source):
+    if of_hub := hub.split_revision(source):
         name, at = of_hub
         try:
             from huggingface_hub import snapshot_download

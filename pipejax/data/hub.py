@@ -10,7 +10,7 @@ from pipejax.system.files import look
 LOG_IN = "`hf auth login` with a token that may"
 
 
-def parted(source: str) -> tuple[str, dict[str, Any]] | None:
+def split_revision(source: str) -> tuple[str, dict[str, Any]] | None:
     """Splits a hub id into the name and the client's arguments for its revision; returns None for other paths."""
     found = re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([^\s@]+))?", source)
     return found and (found[1], {"revision": found[2]} if found[2] else {})

@@ -117,7 +117,7 @@ class Tokenizer:
             return cls(_read_directory(Path(path), copy_of or Path(path)))
         if found:
             raise UserError(name, found="a file", expected="the directory of a tokenizer")
-        if isinstance(path, Path) or not (of_hub := hub.parted(name)):
+        if isinstance(path, Path) or not (of_hub := hub.split_revision(name)):
             raise UserError(name, found="no such directory", expected="the directory of a tokenizer")
         return cls(_read_hub(name, *of_hub))
 

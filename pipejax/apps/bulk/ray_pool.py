@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipejax.apps.bulk.blocks import Block
-from pipejax.apps.bulk.workers import BulkWork, Said, Worker, caught, describe
+from pipejax.apps.bulk.workers import BulkWork, Said, Worker, describe, result_or_error
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
@@ -96,7 +96,7 @@ class RayPool:
 
     def ask(self, work: BulkWork) -> Said:
         """Returns the result of `describe`, computed by one actor."""
-        said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(caught).remote(describe, work))
+        said: Said = self.ray.get(self.ray.remote(max_calls=1, **self.needs)(result_or_error).remote(describe, work))
         return said
 
     def map(self, work: BulkWork, blocks: Sequence[tuple[str, Block]]) -> Iterator[Said]:

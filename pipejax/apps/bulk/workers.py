@@ -64,7 +64,7 @@ class Pool(Protocol):
         """Yields the result of `Worker` for each block, each once, in any order."""
 
 
-def caught(call: Callable[..., Said], *arguments: object) -> Said:
+def result_or_error(call: Callable[..., Said], *arguments: object) -> Said:
     """Returns the result of the call, or {"error", "kind"} for an exception.
 
     The main process reports the error as one line.
@@ -81,8 +81,8 @@ def caught(call: Callable[..., Said], *arguments: object) -> Said:
         return {"error": traceback.format_exc(), "kind": "mistake"}
 
 
-def checked(said: Said) -> Said:
-    """Returns a worker's result, or raises the exception that `caught` described."""
+def result_of(said: Said) -> Said:
+    """Returns a worker's result, or raises the exception that `result_or_error` described."""
     if "error" not in said:
         return said
     if "fields" in said:
@@ -130,7 +130,7 @@ class Worker:
         """
         if self.shards.stopped:
             return {}
-        said = caught(self._shard, name, block)
+        said = result_or_error(self._shard, name, block)
         if "error" in said:
             with contextlib.suppress(OSError):  # such as a full disk
                 self.shards.stop()
@@ -192,7 +192,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
     Raises:
       UserError: an input is invalid, the output belongs to other work, or a worker failed.
     """
-    described = checked(pool.ask(work))
+    described = result_of(pool.ask(work))
     work = dataclasses.replace(work, settings=described["settings"], run=output.run)
     for doubt in described["doubts"]:
         logger.warning(doubt)
@@ -218,7 +218,7 @@ def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Poo
                 logger.info(
                     f"{output.path}: {len(done)} of {len(wanted)} shards are written; the same command resumes the work"
                 )
-        checked(problem)
+        result_of(problem)
         if len(done) < len(wanted):
             raise UserError(
                 output.path, "a worker process died without reporting an error; the same command resumes the work"

@@ -8,7 +8,7 @@ import string
 from collections.abc import Mapping, Sequence
 
 from pipejax.apps.probe.measuring import Found
-from pipejax.apps.probe.summary import Cost, is_told
+from pipejax.apps.probe.summary import Cost, is_significant
 from pipejax.system.markup import FONT, count, escape
 
 TITLE = "How much rows depend on one another"
@@ -68,7 +68,7 @@ def bars(conditions: Mapping[str, Cost]) -> str:
     for i, (name, part) in enumerate(conditions.items()):
         top, end = i * BAR + 4, LABEL + ROOM * max(part["cost"], 0) / most
         low, high = (LABEL + ROOM * max(part["cost"] + side * 2 * part["error"], 0) / most for side in (-1, 1))
-        said = number(part["cost"]) + ("" if is_told(part) else ", as good as nothing")
+        said = number(part["cost"]) + ("" if is_significant(part) else ", as good as nothing")
         parts += [
             f'<text x="0" y="{top + 13}">{escape(label_of(name))}</text>',
             f'<rect class="cost" x="{LABEL}" y="{top}" width="{max(end - LABEL, 1):.1f}" height="{BAR - 8}" rx="2"/>',
@@ -80,7 +80,9 @@ def bars(conditions: Mapping[str, Cost]) -> str:
 
 def arcs(graph: Sequence[Sequence[Cost]]) -> str:
     """Returns the rows in a line as SVG, with an arc from each row to the rows that depend on it."""
-    told = [(part["cost"], k, i) for i, above in enumerate(graph) for k, part in enumerate(above) if is_told(part)]
+    told = [
+        (part["cost"], k, i) for i, above in enumerate(graph) for k, part in enumerate(above) if is_significant(part)
+    ]
     told.sort(reverse=True)
     said = "; ".join(f"row {i + 1} needs row {k + 1}: {cost:.2f}" for cost, k, i in told) or "no row needs another"
     most, reach = told[0][0] if told else 1.0, max((i - k for _, k, i in told), default=0)
@@ -114,7 +116,7 @@ def table(head: Sequence[str], lines: Mapping[str, Sequence[Cost | None]]) -> st
     def cell(part: Cost | None) -> str:
         if not part or not part["tokens"]:
             return "<td></td>"
-        share = f' style="--share: {0.75 * part["cost"] / most:.2f}"' if is_told(part) else ""
+        share = f' style="--share: {0.75 * part["cost"] / most:.2f}"' if is_significant(part) else ""
         tip = f"± {part['error']:.3f}, {count(part['tokens'], 'token')}"
         return f'<td{share} title="{tip}">{number(part["cost"])}</td>'
 

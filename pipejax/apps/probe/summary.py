@@ -152,7 +152,7 @@ def ignorance(nats: float, chance: float) -> str:
     )
 
 
-def is_told(found: Cost) -> bool:
+def is_significant(found: Cost) -> bool:
     """Whether a cost is significant: by its size, and by two standard errors."""
     return found["cost"] >= max(LEAST, 2 * found["error"])
 
@@ -160,7 +160,7 @@ def is_told(found: Cost) -> bool:
 def said(name: str, found: Parts) -> str:
     """Describes the cost of a condition in words, and where most of it is."""
     what = "hiding the rows above" if name == "hidden" else f"Δt = {name.removeprefix('delay_')}"
-    if not is_told(found):
+    if not is_significant(found):
         return f"{what} costs nothing"
     return f"{what} costs {found['cost']:.2f} nats a token, {where(found)}"
 
@@ -193,11 +193,11 @@ def _rows(nats: Mapping[str, float], total: float) -> str:
 def sentence(conditions: Mapping[str, Parts]) -> str:
     """Describes the cost of Δt = 1 and where it is, and the least Δt without a significant cost."""
     begun, hidden = conditions["delay_1"]["says"], conditions["hidden"]
-    if is_told(conditions["delay_1"]):
-        enough = [delay for delay in sorted(DELAYS) if delay > 1 and not is_told(conditions[f"delay_{delay}"])]
+    if is_significant(conditions["delay_1"]):
+        enough = [delay for delay in sorted(DELAYS) if delay > 1 and not is_significant(conditions[f"delay_{delay}"])]
         most = conditions[f"delay_{max(DELAYS)}"]["cost"]
         end = f"Δt = {enough[0]} costs nothing" if enough else f"Δt = {max(DELAYS)} still costs {most:.2f}"
-    elif is_told(hidden):
+    elif is_significant(hidden):
         end = f"hiding the rows above costs {hidden['cost']:.2f}"
     else:
         return f"{begun}, and neither does hiding the rows above."

@@ -176,7 +176,7 @@ class Completion:
 _Item = tuple[int, Event | Record | BaseException]  # a result and the index of its choice
 
 
-def told(error: BaseException) -> Refused:
+def refusal_for(error: BaseException) -> Refused:
     """Returns the response for an exception. An exception that the client did not cause is an error of the server."""
     if isinstance(error, Refused):
         return error

@@ -21,7 +21,7 @@ from urllib.parse import quote, urlsplit
 from pipejax import methods
 from pipejax.apps.serving import requests
 from pipejax.apps.serving.answer import Closed
-from pipejax.apps.serving.answering import Completion, told
+from pipejax.apps.serving.answering import Completion, refusal_for
 from pipejax.apps.serving.connections import FRAMING
 from pipejax.apps.serving.counters import CONTENT_TYPE, Counters
 from pipejax.apps.serving.engine import Engine
@@ -156,7 +156,7 @@ class Service:
         except ClientDisconnect:
             status = GONE
         except Exception as error:
-            status = told(error).status
+            status = refusal_for(error).status
             await refusal(error)(scope, receive, send)
         finally:
             self.active -= 1
@@ -343,9 +343,9 @@ class _RequestIds:
         finally:
             if self._service.access_log:
                 seconds, path = time.perf_counter() - begun, quote(scope["path"])[:200]
-                told = {"request": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
+                fields = {"request": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
                 said = "{method} {path} {status} in {seconds:.3f} s, request {request}"
-                logger.info(said.format(**told), extra={"fields": told})
+                logger.info(said.format(**fields), extra={"fields": fields})
 
 
 class _HostCheck:
@@ -503,7 +503,7 @@ async def _until_disconnect(work: Awaitable[Any], receive: Receive, ends: float)
 
 def _refuse_and_log(error: Exception) -> Refused:
     """Returns the response for an exception; logs the traceback if it is an error of the server."""
-    refused = told(error)
+    refused = refusal_for(error)
     if refused.status == 500:
         own = _request_id.get()
         told_of = {"fields": {"request": own}}
@@ -535,8 +535,8 @@ def refuse_connection(reason: str, *, access_log: bool) -> bytes:
     head = [f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}", "Content-Type: application/json"]
     head += [f"Content-Length: {len(body)}", "Connection: close", f"X-Request-Id: {own}", "", ""]
     if access_log:
-        told = {"request": own, "status": refused.status}
-        logger.info("{status} without a request, {request}".format(**told), extra={"fields": told})
+        fields = {"request": own, "status": refused.status}
+        logger.info("{status} without a request, {request}".format(**fields), extra={"fields": fields})
     return "\r\n".join(head).encode() + body
 
 

@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
 
-    with told_to_end(), cli.adopted(*OTHERS):
+    with ending_on_sigterm(), cli.adopted(*OTHERS):
         return start(flags)
 
 
@@ -185,7 +185,7 @@ def start(flags: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def told_to_end() -> Iterator[None]:
+def ending_on_sigterm() -> Iterator[None]:
     """A context in which SIGTERM ends the process with one line; the running server has its own handler."""
 
     def leave(number: int, frame: FrameType | None) -> None:
