@@ -672,7 +672,7 @@ def test_a_step_that_cannot_be_taken_back_is_one_line() -> None:
     params = testing.random_params(config, 1)
     with pytest.raises(
         UserError,
-        match=r"^Own\.module: step: found outputs that change by [^\n]* with one that was taken back; expected",
+        match=r"^Own\.module: step: found outputs that change by [^\n]* after an undone step; expected",
     ):
         testing._check_passes(config, params)
 
