@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.rules import RULES, Repository, broken, imports, pages, requirements, text
+from tools.rules import RULES, Repository, broken, imports, pages, requirements, sizes, text
 from tools.rules.repository import ROOT, Rule, matches
 
 PROJECT = """[project]
@@ -14,6 +14,8 @@ data = ["pipejax[metrics]"]
 """
 PINS = "jax==0.10.2\nnumpy==2.4.0\noptax==0.2.8\n"
 BLOCKS = 'REASONS = {"gpu": "needs a GPU"}\n'
+
+METHODS = "".join(f"    def {{0}}{i}(self): ...\n" for i in range(11))
 
 # For each rule: a violation, the same files without it, and the place of the violation.
 CASES: list[tuple[Rule, dict[str, str], dict[str, str], str]] = [
@@ -127,6 +129,30 @@ CASES: list[tuple[Rule, dict[str, str], dict[str, str], str]] = [
         {"lab/utils.py": ""},
         {"lab/demo.py": ""},
         "lab/utils.py:1",
+    ),
+    (
+        sizes.classes_and_functions_are_small,
+        {
+            "pipejax/decoding/base.py": "class Base:\n" + METHODS.format("a"),
+            "pipejax/decoding/rows.py": "\nclass Rows(base.Base):\n" + METHODS.format("b"),
+        },
+        {
+            "pipejax/decoding/base.py": "class Base:\n" + METHODS.format("a"),
+            "pipejax/decoding/rows.py": "\nclass Rows(base.Base):\n" + METHODS.format("a"),
+        },
+        "pipejax/decoding/rows.py:2",
+    ),
+    (
+        sizes.classes_and_functions_are_small,
+        {"pipejax/offline/records.py": "\ndef f(x):\n    return " + " and ".join(["[i for i in x if i]"] * 8)},
+        {"pipejax/offline/records.py": "\ndef f(x):\n    return " + " and ".join(["[i for i in x if i]"] * 7)},
+        "pipejax/offline/records.py:2",
+    ),
+    (
+        sizes.classes_and_functions_are_small,
+        {"pipejax/inference/generator.py": "\nclass Generator:\n    pass\n"},
+        {"pipejax/inference/generator.py": "\nclass Another:\n    pass\n"},
+        "pipejax/inference/generator.py:2",
     ),
     (
         text.assertions_can_fail,

@@ -98,10 +98,8 @@ def record_of(
         return record
     exist = method.count_rows(len(rows), decoding_options.given(source, method).most)
     if found.log_probs is not None:
-        by_time, first = found.log_probs[place], [int(start(i)) for i in range(len(rows))]
-        record["log_probs"] = [by_time[i, first[i] : first[i] + len(rows[i])].tolist() for i in numbers]
-        spans = [slice(first[i], first[i] + len(row) + ends) for i, row in enumerate(rows[:exist])]
-        record["log_prob"] = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
+        first = [int(start(i)) for i in range(len(rows))]
+        record["log_probs"], record["log_prob"] = _scores_of(found.log_probs[place], rows, numbers, first, exist, ends)
     if found.trace is not None:
         record["trace"] = _trace_of(decoding.list_calls(found.trace, place, record["calls"]), numbers, repeated, exist)
         if tokenizer is not None:
@@ -143,6 +141,24 @@ def _texts_of(
         repeated = [k for k, row in enumerate(row_texts) if row in row_texts[:k]]
         row_texts = [*dict.fromkeys(row_texts)]
     return text, row_texts, repeated
+
+
+def _scores_of(
+    by_time: Any, rows: Sequence[list[int]], kept: Sequence[int], first: Sequence[int], exist: int, ends: bool
+) -> tuple[list[list[float]], float]:
+    """Returns the log-probabilities of the tokens of each row that a record contains, and of the whole answer.
+
+    Args:
+      by_time: f32 [R, W], of the token generated at each row and time.
+      rows: the token ids of all rows of the grid.
+      kept: the numbers of the rows that the record contains.
+      first: the time of the first token of each row.
+      exist: the number of rows that the answer can have.
+      ends: whether the end tokens of rows count for the whole answer.
+    """
+    spans = [slice(first[i], first[i] + len(row) + ends) for i, row in enumerate(rows[:exist])]
+    whole = sum(float(by_time[i, span].sum()) for i, span in enumerate(spans))
+    return [by_time[i, first[i] : first[i] + len(rows[i])].tolist() for i in kept], whole
 
 
 def _trace_of(

@@ -16,7 +16,7 @@ from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Decoded, DecodingOptions, Drafter, Strategy, ends_of
+from pipejax.decoding import Drafter, Strategy, ends_of
 from pipejax.inference import decoding_options, draft_model, programs, sources, streaming
 from pipejax.inference import settings as settings_lib
 from pipejax.inference.answer_format import AnswerFormat, AnswerFormats, Effort
@@ -213,7 +213,9 @@ class Generator:
                 else:
                     scores = event.log_probs if config.scores else None
                     found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
-                    yield self._record(source, method, made, found, 0)
+                    yield record_of(
+                        source, method, found, 0, start=made.start, config=self.config, tokenizer=self.tokenizer
+                    )
         except Exception:  # after such errors (of a device, or lack of memory) the arrays of the batch may be invalid
             batches.remove(batch)
             # The traceback of the error refers to the batch, so the batch's arrays are freed here.
@@ -244,10 +246,11 @@ class Generator:
         """
         own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
         method, chosen = own.method(strategy), own.make_strategy(strategy)
+        known: dict[str, Any] = {"config": own.config, "tokenizer": own.tokenizer}
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
-                wished = own._options([Source("", ids)] * size, [ids] * size, method, chosen)
+                wished = decoding_options.of_batch([Source("", ids)] * size, [ids] * size, method, chosen, **known)
                 own.programs.warm_up(
                     chosen, batch_size=size, length=length, report=report, options=wished, adapter=own.adapter
                 )
@@ -346,6 +349,7 @@ class Generator:
           drafter: replaces the drafter of the config.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
+        known: dict[str, Any] = {"config": self.config, "tokenizer": self.tokenizer}
         wanted = batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # read as many sources ahead as with the wanted batch size
@@ -358,7 +362,7 @@ class Generator:
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = self._options([chunk[i] for i in part], ids, method, chosen)
+                wished = decoding_options.of_batch([chunk[i] for i in part], ids, method, chosen, **known)
                 found = self.programs.decode(
                     ids,
                     chosen,
@@ -370,21 +374,12 @@ class Generator:
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
-                    records[i] = self._record(chunk[i], method, chosen, found, b)
+                    records[i] = record_of(chunk[i], method, found, b, start=chosen.start, **known)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
                     count(records[i], method, report, config=self.config, tokenizer=self.tokenizer)
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
-
-    def _record(self, source: Source, method: Method, made: Strategy, found: Decoded, place: int) -> Record:
-        config, tokenizer = self.config, self.tokenizer
-        return record_of(source, method, found, place, start=made.start, config=config, tokenizer=tokenizer)
-
-    def _options(
-        self, batch: Sequence[Source], ids: list[Sequence[int]], method: Method, made: Strategy
-    ) -> DecodingOptions:
-        return decoding_options.of_batch(batch, ids, method, made, config=self.config, tokenizer=self.tokenizer)
 
     def batch_size_for(self, wanted: int) -> int:
         """Returns the batch size on a device if `wanted` is requested: on a CPU at most `programs.CPU_BATCH`."""

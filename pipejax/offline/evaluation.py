@@ -21,7 +21,7 @@ from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.config.row_names import columns_of
 from pipejax.data import OWN_FILES, make_task
-from pipejax.data.examples import Example, fingerprint
+from pipejax.data.examples import Example, Task, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.round_trip import JOINED, TARGETS, describe_changes
 from pipejax.data.text import sentences
@@ -220,25 +220,7 @@ def main(argv: Sequence[str]) -> int:
     ours += ["data.skip_bad=true"] if flags.skip_bad else []
     generator.config = config_lib.override(generator.config, ours)
     data = generator.config.data
-    if data.task == "none":
-        raise UserError(
-            flags.checkpoint,
-            "has no task, because pipejax did not train it",
-            expected=f"a task, as in --task jsonl --set data.{flags.split}=FILE",
-        )
-    task = make_task(data, generator.config.grid.row_names)
-    if isinstance(task, FilesTask) and not task.has(flags.split):
-        raise UserError(
-            f"data.{flags.split}",
-            found="no file",
-            expected=f"one, as in --set data.{flags.split}=FILE, or another --split",
-        )
-    if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{flags.split}" for a in ours):
-        raise UserError(
-            f"data.{flags.split}",
-            found="a file",
-            expected=f"none, as {data.task} has its own data; use --task jsonl for a file",
-        )
+    task = _task_of(generator, flags.checkpoint, flags.split, ours)
     metrics.require(data.metric or task.metric)
     examples = task.examples(flags.split)[: flags.limit]
     if not len(examples):
@@ -282,6 +264,41 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(text, end="")
     return 0
+
+
+def _task_of(generator: Generator, checkpoint: str, split: str, overrides: Sequence[str]) -> Task:
+    """Returns the task of a generator's config.
+
+    Args:
+      generator: the generator.
+      checkpoint: the path of the checkpoint, for messages.
+      split: the split to evaluate.
+      overrides: the settings of data that were given as KEY=VALUE.
+
+    Raises:
+      UserError: there is no task, or no file for the split, or a file where the task has its own.
+    """
+    data = generator.config.data
+    if data.task == "none":
+        raise UserError(
+            checkpoint,
+            "has no task, because pipejax did not train it",
+            expected=f"a task, as in --task jsonl --set data.{split}=FILE",
+        )
+    task = make_task(data, generator.config.grid.row_names)
+    if isinstance(task, FilesTask) and not task.has(split):
+        raise UserError(
+            f"data.{split}",
+            found="no file",
+            expected=f"one, as in --set data.{split}=FILE, or another --split",
+        )
+    if data.task not in OWN_FILES and any(a.partition("=")[0].strip() == f"data.{split}" for a in overrides):
+        raise UserError(
+            f"data.{split}",
+            found="a file",
+            expected=f"none, as {data.task} has its own data; use --task jsonl for a file",
+        )
+    return task
 
 
 def _predictions(

@@ -1,11 +1,11 @@
 """The rules of this repository that ruff and mypy cannot express: `python -m tools.rules` checks all of them."""
 
-from tools.rules import imports, pages, requirements, text
+from tools.rules import imports, pages, requirements, sizes, text
 from tools.rules.repository import Finding, Repository, Rule
 
 __all__ = ["RULES", "Finding", "Repository", "Rule", "broken"]
 
-RULES: tuple[Rule, ...] = (*imports.RULES, *text.RULES, *requirements.RULES, *pages.RULES)
+RULES: tuple[Rule, ...] = (*imports.RULES, *text.RULES, *sizes.RULES, *requirements.RULES, *pages.RULES)
 
 
 def broken(repository: Repository, rules: tuple[Rule, ...] = RULES) -> list[str]:

@@ -89,20 +89,14 @@ class Completion:
         Raises:
           BaseException: the error of an answer.
         """
-        each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[list[_Item]]()
 
-        def hear(i: int, found: Found) -> None:
-            """Passes results to the event loop. Called by the engine's thread."""
-            if i == 0 and not self._has_begun and found and not isinstance(found[0], BaseException):
-                self._has_begun = True
-                self._counters.first.observe(time.perf_counter() - self._begun)
-            if items := [(i, item) for item in found if each or not isinstance(item, Event)]:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, so there is no reader
-                    loop.call_soon_threadsafe(inbox.put_nowait, items)
+        def send(items: list[_Item]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, so there is no reader
+                loop.call_soon_threadsafe(inbox.put_nowait, items)
 
         for choice in self.choices:
-            choice.answer.listen(functools.partial(hear, choice.index))
+            choice.answer.listen(functools.partial(self._hear, send, choice.index))
         while any(choice.reason is None for choice in self.choices):
             added, items = dict[int, list[Piece]](), list[_Item]()
             with contextlib.suppress(TimeoutError):
@@ -111,27 +105,38 @@ class Completion:
             while not inbox.empty():
                 items += inbox.get_nowait()
             for i, item in items:
-                choice = self.choices[i]
-                if choice.reason is not None:
-                    continue
-                if isinstance(item, BaseException):
-                    raise item
-                pieces = added.setdefault(i, [])
-                if isinstance(item, Event):
-                    choice.tokens += 1
-                    pieces += choice.writing.add(*item)
-                    if choice.writing.stopped:
-                        choice.answer.cancel()
-                        self._end(choice, "stop")
-                    continue
-                choice.record = item
-                pieces += choice.writing.end()
-                choice.tokens = sum(map(len, item["row_ids"]))  # without the tokens of rows that were left out
-                is_cut = item["truncated"] and not choice.writing.stopped
-                self._end(choice, "length" if is_cut else "stop")
+                if self.choices[i].reason is None:
+                    if isinstance(item, BaseException):
+                        raise item
+                    added.setdefault(i, []).extend(self._add(self.choices[i], item))
             for i, pieces in added.items():
                 self.choices[i].pieces += pieces
             yield [(self.choices[i], pieces) for i, pieces in added.items()]
+
+    def _hear(self, send: Callable[[list["_Item"]], None], i: int, found: Found) -> None:
+        """Sends results of a choice to the event loop. Called by the engine's thread."""
+        if i == 0 and not self._has_begun and found and not isinstance(found[0], BaseException):
+            self._has_begun = True
+            self._counters.first.observe(time.perf_counter() - self._begun)
+        each = self.asked.stream or bool(self.asked.stop) or self.asked.logprobs is not None
+        if items := [(i, item) for item in found if each or not isinstance(item, Event)]:
+            send(items)
+
+    def _add(self, choice: Choice, item: Event | Record) -> list[Piece]:
+        """Adds a result to a choice, and returns the new pieces of its text."""
+        if isinstance(item, Event):
+            choice.tokens += 1
+            pieces = list(choice.writing.add(*item))
+            if choice.writing.stopped:
+                choice.answer.cancel()
+                self._end(choice, "stop")
+            return pieces
+        choice.record = item
+        pieces = list(choice.writing.end())
+        choice.tokens = sum(map(len, item["row_ids"]))  # without the tokens of rows that were left out
+        is_cut = item["truncated"] and not choice.writing.stopped
+        self._end(choice, "length" if is_cut else "stop")
+        return pieces
 
     async def finish(self, silence: float) -> None:
         """Waits until all choices are complete."""

@@ -18,6 +18,7 @@ from pipejax.decoding import Sampling
 from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source, check_fields, fields_of, template_of
+from pipejax.methods import Method
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.fields import WHOLE, Facts
@@ -155,16 +156,7 @@ def read_request(
         raise unsuitable("strategy", strategy, f"one of {', '.join(served)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
-    for name, asks in (("stream", stream), ("stop", stop)):
-        if asks and "stream" not in (method := served[strategy]).can:
-            raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream'].does}")
-    if stop and rows:
-        raise unsuitable("stop", given["stop"], "none with rows, since a record has the whole answer")
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
-    if options and not stream:
-        raise unsuitable("stream_options", options, "none without stream")
+    options = _stream_options(given, served[strategy], stream=stream, rows=rows, stop=bool(stop))
     prompts, ignored_settings = form.prompts(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
@@ -194,6 +186,25 @@ def read_request(
         rows=rows,
         ignored_settings=ignored_settings,
     )
+
+
+def _stream_options(given: Object, method: Method, *, stream: bool, rows: bool, stop: bool) -> Object:
+    """Returns the "stream_options" of a request, after checks of the fields that need a stream of tokens.
+
+    Raises:
+      Refused: the method does not stream, or fields exclude each other.
+    """
+    for name, asks in (("stream", stream), ("stop", stop)):
+        if asks and "stream" not in method.can:
+            raise unsuitable(name, given[name], f"none: {method.label} does not {methods.ABILITIES['stream'].does}")
+    if stop and rows:
+        raise unsuitable("stop", given["stop"], "none with rows, since a record has the whole answer")
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise unsuitable("stream_options", options, 'an object such as {"include_usage": true}')
+    if options and not stream:
+        raise unsuitable("stream_options", options, "none without stream")
+    return options
 
 
 ECHOED: dict[str, type] = {"instructions": str, "metadata": Mapping, "user": str, "safety_identifier": str}

@@ -79,6 +79,7 @@ class Scheduler:
         self._had_company = False  # whether other requests were present at the last admission; a hint for the next one
         self._lacks_memory = False  # whether a compilation ran out of memory since the last step
         self._log = CompileLog()
+        self._weights: dict[Hashable, Callable[[], object]] = {WEIGHTS: lambda: generator.programs}
         generators = (generator, *generator.adapters.values())
         self._kinds = {kind_of(one, one.default_strategy): one for one in generators}
 
@@ -125,7 +126,7 @@ class Scheduler:
 
         `schemas`: also the programs for usual schemas, as the last of all.
         """
-        self.compiler.ask({WEIGHTS: self._lay_out, "plan": lambda: self.plan(length, schemas=schemas)}, PLANNED)
+        self.compiler.ask(self._weights | {"plan": lambda: self.plan(length, schemas=schemas)}, PLANNED)
 
     def plan(self, length: int, *, schemas: bool = False) -> None:
         """Asks the compiler for the programs of a warm-up; the weights must be laid out. See `warm_up`."""
@@ -151,8 +152,10 @@ class Scheduler:
     def step(self) -> None:
         """Admits requests, and takes some steps with all running ones; an error is passed to their readers."""
         try:
-            if self._lacks_memory:
-                self._free()
+            if self._lacks_memory:  # a compilation ran out of memory: free unused batches and encodings
+                self._lacks_memory = False
+                self.encodings.clear()
+                self.lanes.free_unused()
             self.admit()
             for lane in self.lanes.in_use():
                 self.advance(lane)
@@ -170,12 +173,6 @@ class Scheduler:
             answer.give(error)
         self.failed += len(answers)
         self.encodings.clear()  # memory may have run out because of them
-
-    def _free(self) -> None:
-        """Frees unused batches and encodings, after a compilation ran out of memory."""
-        self._lacks_memory = False
-        self.encodings.clear()
-        self.lanes.free_unused()
 
     def admit(self) -> None:
         """Removes cancelled requests, and gives free places to the requests that have waited longest."""
@@ -223,7 +220,7 @@ class Scheduler:
         """Returns the lane for an answer, and the programs to compile before the answer can be admitted there."""
         kind, answer_format = answer.kind, answer.request.source.answer_format
         if WEIGHTS not in self.compiler.compiled:
-            return Lane(kind, self.places, None), {WEIGHTS: self._lay_out}
+            return Lane(kind, self.places, None), self._weights
         beside = self.waiting.has_others(answer, kind) or self.lanes.running_with(kind) > 0
         sizes = [self.places] if beside or self._had_company else [1, self.places]
         lanes = [Lane(kind, places, answer_format) for places in dict.fromkeys(sizes)]
@@ -236,9 +233,6 @@ class Scheduler:
         # The lane with fewer missing programs; at equal numbers the first.
         nearest = min(lanes, key=lambda lane: len(needs[lane]))
         return nearest, needs[nearest]
-
-    def _lay_out(self) -> None:
-        _ = self.generator.programs
 
     def _needs(self, lane: Lane, answer: Answer) -> Needs:
         """Returns the programs to compile before an answer can be added to a lane."""
