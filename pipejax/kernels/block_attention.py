@@ -4,15 +4,16 @@ Blocks of queries are combined with blocks of keys, as in FlashAttention (Dao et
 arXiv 2307.08691). The kernels compute three things for each block from vectors: the bias is looked up by the difference
 of two positions; the mask follows from the coordinates of queries and keys (paper section 3.2, eq. 4); and the bits of
 dropout are the hash of `pipejax.model.dropout`. So memory grows linearly with the length. Blocks in which no query sees
-a key are skipped. Blocks in which every query sees every key, with differences of positions that all have one bucket,
-are plain: a kernel visits them in a loop of their own, which computes no mask and adds one number as bias (`Order`).
+a key are skipped. A block is plain if every query sees every key and all differences of positions have the same bucket.
+A kernel visits plain blocks in a separate loop, which computes no mask and adds a single number as bias (`Order`).
 
 The forward kernel (`_attend`) keeps a running maximum and a running sum of each query's softmax, and stores the
 logarithm of the final sum (`sums`). With it the backward kernels compute the weights of a block again:
 `_backward_queries` for the gradient of the queries, and `_backward_keys` for the gradients of keys and values, in tiles
 [keys, queries]. Distances of W or more have one bucket on each side, whose gradients `_backward_queries` sums. For
-shorter distances it writes the gradient of the scores into a band, where positions are 0, 1, 2, ... (an encoder).
-Where several slots have one position (a decoder's rows), `_backward_buckets` sums the gradient by bucket instead.
+shorter distances, if positions are 0, 1, 2, ... (in an encoder), `_backward_queries` writes the gradient of the scores
+to a band, an array [queries, differences]. If several slots have the same position (in a decoder), `_backward_buckets`
+sums the gradient by bucket instead.
 
 `pipejax.model.attention.attend` is the reference: it computes the same sums in another order, with the same bits of
 dropout. For a query that sees no key, whose result is not used, the kernels return zeros, and `attend` an average.
@@ -109,18 +110,18 @@ class Facts(NamedTuple):
 class Order(NamedTuple):
     """The blocks of `others` that the program of a block visits; each field is i32 [B, blocks].
 
-    All visible pairs lie in the blocks from `first` up to `last`. Two runs of these blocks are plain: every query sees
-    every key, and all differences of positions have one bucket, so that neither a mask nor a gather is needed. Either
-    run may be empty.
+    All visible pairs are in the blocks `first` to `last` - 1. Two runs of these blocks are plain: every query sees
+    every key, and all differences of positions have the same bucket, so that neither a mask nor a gather is needed.
+    Each run may be empty.
     """
 
     first: Array
-    begin: Array  # of the run that comes first
-    end: Array
-    next_begin: Array  # of the other run
-    next_end: Array
-    last: Array
-    ahead: Array  # 1 if the run that comes first has the differences of W or more; 0 if it has those of -W or less
+    begin: Array  # the first block of the first plain run
+    end: Array  # the block after this run
+    next_begin: Array  # the first block of the second plain run
+    next_end: Array  # the block after the second run
+    last: Array  # the block after the last one to visit
+    ahead: Array  # 1 if the differences of the first run are W or more; 0 if they are -W or less
 
 
 def misfit(width: int, *, trains: bool) -> str:
@@ -311,13 +312,16 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     d_table += jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
-    nothing: Any = None  # the gradient of whole numbers
+    nothing: Any = None  # integers have no gradient
     of_seen = dataclasses.replace(seen, queries=nothing, keys=nothing, distances=of_distances)
     return d_queries, d_keys, d_values, of_seen, None
 
 
 def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
-    """Sums the band of `_backward_queries` over examples and queries, f32 [H, 2 W]; leaves out what was not written."""
+    """f32 [H, 2 W], the sums of the band of `_backward_queries` over examples and queries.
+
+    Entries that `_backward_queries` has not written are undefined and are left out.
+    """
     longest, query = band.shape[3] // 2, jnp.arange(band.shape[2])
     key = query[:, None] - jnp.arange(-longest, longest)  # at index 0, the difference -W, nothing is written
     first, last = (jnp.repeat(x, sizes.own, axis=1)[..., None] for x in (order.first, order.last))
@@ -422,8 +426,8 @@ def _visit(order: Order, example: Array, block: Array, add: Add, carry: tuple[Ar
     return jax.lax.fori_loop(0, last - first - count, general, carry)
 
 
-# In the kernels, `q` contains the indices of a block's queries, and `k` the indices of its keys. A tile is [q, k], or
-# [k, q] where keys are said to lie `down`.
+# In the kernels, `q` contains the indices of a block's queries, and `k` the indices of its keys. A tile is an array
+# [q, k], or [k, q] if `down` is True.
 
 
 def _of(slots: Slots, example: Array, places: Array) -> Slots:
@@ -454,7 +458,7 @@ def _dot(a: Array, b: Array, **transposed: bool) -> Array:
 
 
 def _across(of_queries: Array, of_keys: Array, *, down: bool = False) -> tuple[Array, Array]:
-    """Vectors of queries and of keys with the axes of a tile."""
+    """A vector of queries and a vector of keys, each with an additional axis, so that they broadcast to a tile."""
     return (of_queries[None], of_keys[:, None]) if down else (of_queries[:, None], of_keys[None])
 
 
@@ -476,7 +480,7 @@ def _differences(facts: Facts, of_queries: Slots, of_keys: Slots, *, down: bool 
 
 
 def _bias(facts: Facts, head: Array, of_queries: Slots, of_keys: Slots, side: Array | None, *, down: bool) -> Any:
-    """The bias of a tile, f32: a number for a plain block, else a tile. `side` as in `_visit`."""
+    """The bias of a tile, f32: a scalar for a plain block, otherwise a tile. `side` as in `_visit`."""
     if facts.lines is None:
         return 0.0
     if side is not None:
@@ -542,11 +546,11 @@ def _attend(
 
 
 class QueryBlock(NamedTuple):
-    """What the backward kernels read of a block of queries."""
+    """The data of a block of queries that the backward kernels read."""
 
     slots: Slots
-    rows: Array  # [q, K]
-    gradient: Array  # [q, K], of the outputs
+    rows: Array  # [q, K], the queries
+    gradient: Array  # [q, K], the gradient of the outputs
     sums: Array  # f32 [q], see `_attend`
     products: Array  # f32 [q], the term of the softmax's gradient that is subtracted from each row: see `_backward`
 
@@ -559,10 +563,10 @@ class QueryBlock(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """What the backward kernels read of a block of keys."""
+    """The data of a block of keys that the backward kernels read."""
 
     slots: Slots
-    rows: Array  # [k, K]
+    rows: Array  # [k, K], the keys
     values: Array  # [k, K]
 
     @classmethod
@@ -590,7 +594,7 @@ def _gradients(
       queries: a block of queries.
       keys: a block of keys.
       side: as in `_visit`.
-      down: whether keys lie down.
+      down: whether tiles are [k, q].
 
     Returns:
       Two f32 tiles: the weights after dropout, and the gradient of the scores.
@@ -741,7 +745,7 @@ def _backward_keys(
 ) -> None:
     """Computes the gradients of a block of keys and of its values, from all blocks of queries that may see them.
 
-    Keys lie down: so that both sums are products of a tile as it is, without a transposition between registers.
+    Tiles are [k, q] here, so both sums are products with a tile on the left, and no tile is transposed in registers.
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     k = block * sizes.own + jnp.arange(sizes.own)
