@@ -439,10 +439,10 @@ def test_a_directory_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch)
 
 def test_a_name_that_is_not_synced_is_not_called_unwritten(tmp_path, monkeypatch):
     refuse(monkeypatch, (os, "fsync"), errno.EIO, lambda handle: descriptor_of(handle) == str(tmp_path))
-    unsure = pytest.raises(UserError, match="b: is written, but a loss of power may undo that")
+    unsure = pytest.raises(UserError, match="b: written, but possibly lost")
     with unsure, new_directory(tmp_path / "b"):
         pass
-    with pytest.raises(UserError, match="a: is written, but a loss of power may undo that"):
+    with pytest.raises(UserError, match="a: written, but possibly lost"):
         write_text(tmp_path / "a", "words")
     assert (tmp_path / "a").read_text() == "words" and (tmp_path / "b").is_dir()
 

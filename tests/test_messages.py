@@ -68,6 +68,14 @@ def test_refused_setting_has_its_parts():
     }
 
 
+def test_refused_flag_is_the_place():
+    parser = cli.Parser(prog="x")
+    parser.add_number("--limit", "a number")
+    with pytest.raises(UserError) as refused:
+        parser.parse_args(["--limit", "0"])
+    assert refused.value.fields() == {"place": "--limit", "found": "0", "expected": "at least 1"}
+
+
 def test_json_line_of_an_error_has_its_parts(capfd, monkeypatch):
     monkeypatch.setattr(cli._lines, "as_json", True)
     error = UserError("grid.delay", found="-1", expected="at least 0")

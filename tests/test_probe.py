@@ -487,8 +487,8 @@ def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeyp
         (["--checkpoint", "absent"], "absent: no such checkpoint directory"),
         (["--set", "grid.delay=2"], "--set: grid.delay cannot change when rows are probed; expected one of data, "),
         (["--set", "data.targets=answers"], '.*labelled.jsonl:1: found no "answers"; expected a list of texts'),
-        (["--set", "data.separator= zebra "], "data.separator: found ' zebra ', which this tokenizer does not give"),
-        (["--batch-size", "0"], "argument --batch-size: found 0; expected at least 1"),
+        (["--set", "data.separator= zebra "], "data.separator: found ' zebra '"),
+        (["--batch-size", "0"], "--batch-size: found 0; expected at least 1"),
         (["--limit", "1"], ".*labelled.jsonl: found only one row in each of 1 answers"),
     ],
 )

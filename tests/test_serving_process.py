@@ -338,7 +338,7 @@ def test_a_second_sigterm_ends_it_at_once(trained: Path) -> None:
         (["--host", "192.0.2.1"], "error: --host 192.0.2.1 --port 0: cannot listen there (Cannot assign"),
         (["--api-key-file", "nowhere"], "error: --api-key-file nowhere: cannot be read (No such file"),
         (["--checkpoint", "nowhere"], "error: nowhere: "),
-        (["--places", "0"], "error: argument --places: found 0; expected at least 1"),
+        (["--places", "0"], "error: --places: found 0; expected at least 1"),
     ],
 )
 def test_what_cannot_start(tmp_path: Path, flags: list[str], said: str) -> None:

@@ -373,7 +373,9 @@ def test_it_is_taken_when_asked_for(
     _, tokenizer, _ = start._prepare_trainer(settings(begun, files, new_tokenizer=True, train=train))
     assert tokenizer.encode(words[0]) == [3]
     [line] = said
-    assert line.startswith(f"warning: data.tokenizer={files}: {counted} of its 23 ids mean") and line.endswith(hint)
+    assert line.startswith(f"warning: data.tokenizer={files}: {counted} of its 23 ids stand for") and line.endswith(
+        hint
+    )
 
 
 def copied(begun: Path, out: Path) -> Path:

@@ -104,7 +104,11 @@ class Parser(argparse.ArgumentParser):
                 guess = difflib.get_close_matches("--" + flag.lstrip("-").casefold(), known, n=1, cutoff=0.8)
                 hint = "a setting is given as --set SECTION.KEY=VALUE" if "--set" in known else ""
                 raise UserError(flag, "no such option", hint=f"did you mean {guess[0]}?" if guess else hint)
-        raise message if isinstance(message, UserError) else UserError(message)
+        if isinstance(message, UserError):
+            raise message
+        if parts := re.fullmatch(r"argument ([^:]+): found (.*); expected (.*)", message):  # an ArgumentTypeError
+            raise UserError(parts[1], found=parts[2], expected=parts[3])
+        raise UserError(message)
 
 
 def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
