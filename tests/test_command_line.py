@@ -18,6 +18,7 @@ from pipejax.system import cli, environment, extras
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.progress import Progress
 from pipejax.training.stop import Stop
+from support.refusals import refuses
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,51 +34,57 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    "command, line",
+    "command, place, texts",
     [
-        ("evaluate --checkpoint x --split tset", "--split: found 'tset'; .* train, dev, test .did you mean test"),
-        ("decode --checkpoint x --strategy seqential", "--strategy: .*pipelined, sequential .did you mean sequent"),
-        ("bulk --checkpoint x --strategy Pipelined", "--strategy: found 'Pipelined'; .*did you mean pipelined"),
-        ("export x y --strategy grid", "--strategy: found 'grid'; expected one of pipelined, sequential$"),
-        ("export x y --platforms cpu,cudda", "found 'cudda'; expected some of cpu,cuda,tpu .did you mean cuda"),
-        ("metrics rogue in.jsonl", "metric: found 'rogue'; expected one of exact, .*, rouge, .*did you mean rou"),
-        ("decode --checkpiont x", "--checkpiont: no such option .did you mean --checkpoint"),
-        ("decode --batch_size 3", "--batch_size: no such option .did you mean --batch-size"),
-        ("decode -checkpoint x", "-checkpoint: no such option .did you mean --checkpoint"),
-        ("convert from-hf --dtyp x a b", "--dtyp: no such option"),
-        ("convert to-hf --bestt a b", "--bestt: no such option .did you mean --best"),
-        ("convert from_hf a b", "pipejax convert: found 'from_hf'; expected one of .*did you mean from-hf"),
-        ("checkpoint verfy x", "action: found 'verfy'; expected one of verify .did you mean verify"),
-        ("checkpoint --jsno x", "--jsno: no such option .did you mean --json"),
-        ("data stat jsonl", "pipejax data: found 'stat'; expected one of .*did you mean stats"),
-        ("data stats msq", "TASK: found 'msq'; .*did you mean msqa"),
-        ("plan --config {root}/configs/jsonl.py --model v1_1-bse", "model: found 'v1_1-bse'; .*did you mean v1_1-base"),
-        ("plan --config {root}/configs/demo.py --target h10", "--target: found 'h10'; .*did you mean h100"),
-        ("decod --checkpoint x", "pipejax: found 'decod'; .*did you mean decode"),
-        ("Train", "pipejax: found 'Train'; .*did you mean train"),
-        ("xyzzy", "pipejax: found 'xyzzy'; expected one of train, .*, picture$"),
+        ("evaluate --checkpoint x --split tset", "--split", ["'tset'", "train, dev, test (did you mean test?)"]),
         (
-            "train --config {root}/configs/demo.py --workdir r --set train.objective=seq",
-            "'seq'; expected one of pipelined, ",
+            "decode --checkpoint x --strategy seqential",
+            "--strategy",
+            ["pipelined, sequential (did you mean sequential?)"],
         ),
+        ("bulk --checkpoint x --strategy Pipelined", "--strategy", ["'Pipelined'", "(did you mean pipelined?)"]),
+        ("export x y --strategy grid", "--strategy", ["'grid'", "pipelined, sequential"]),
+        ("export x y --platforms cpu,cudda", "--platforms", ["'cudda'", "cpu,cuda,tpu (did you mean cuda?)"]),
+        ("metrics rogue in.jsonl", "metric", ["'rogue'", "exact, ", "(did you mean rouge?)"]),
+        ("decode --checkpiont x", "--checkpiont", ["(did you mean --checkpoint?)"]),
+        ("decode --batch_size 3", "--batch_size", ["(did you mean --batch-size?)"]),
+        ("decode -checkpoint x", "-checkpoint", ["(did you mean --checkpoint?)"]),
+        ("convert from-hf --dtyp x a b", "--dtyp", []),
+        ("convert to-hf --bestt a b", "--bestt", ["(did you mean --best?)"]),
+        ("convert from_hf a b", "pipejax convert", ["'from_hf'", "(did you mean from-hf?)"]),
+        ("checkpoint verfy x", "action", ["'verfy'", "(did you mean verify?)"]),
+        ("checkpoint --jsno x", "--jsno", ["(did you mean --json?)"]),
+        ("data stat jsonl", "pipejax data", ["'stat'", "(did you mean stats?)"]),
+        ("data stats msq", "TASK", ["'msq'", "(did you mean msqa?)"]),
+        (
+            "plan --config {root}/configs/jsonl.py --model v1_1-bse",
+            "model",
+            ["'v1_1-bse'", "(did you mean v1_1-base?)"],
+        ),
+        ("plan --config {root}/configs/demo.py --target h10", "--target", ["'h10'", "(did you mean h100?)"]),
+        ("decod --checkpoint x", "pipejax", ["'decod'", "(did you mean decode?)"]),
+        ("Train", "pipejax", ["'Train'", "(did you mean train?)"]),
+        ("xyzzy", "pipejax", ["'xyzzy'", "train, ", ", picture"]),
+        (
+            "train --config {root}/configs/demo.py --workdir r --set train.objective=seqential",
+            "train.objective",
+            ["one of pipelined, sequential (did you mean sequential?)"],
+        ),
+        ("train --config {root}/configs/demo.py --workdir r --set train.objective=seq", "train.objective", ["'seq'"]),
         (
             "train --config {root}/configs/demo.py --workdir r --set train.init_best=true",
-            "init_best: .*without train.init",
+            "train.init_best",
+            ["train.init_from"],
         ),
     ],
 )
 def test_misspelt_argument_is_refused_and_writes_nothing(
-    command: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, place: str, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=line) as refused:
+    with refuses(place, *texts) as refused:
         main(command.format(root=ROOT).split())
     assert "none" not in str(refused.value).split(";")[0] and not any(tmp_path.iterdir())
-
-
-def test_suggestion_for_misspelt_objective_is_an_objective() -> None:
-    with pytest.raises(UserError, match=r"expected one of pipelined, sequential \(did you mean sequential\?\)$"):
-        main(["train", f"--config={ROOT}/configs/demo.py", "--workdir=r", "--set", "train.objective=seqential"])
 
 
 @pytest.mark.parametrize(

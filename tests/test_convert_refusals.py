@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipejax.config import T5Config
 from pipejax.convert import huggingface
-from pipejax.system.errors import UserError
+from support.refusals import refuses
 
 CONFIG = T5Config(
     vocab_size=50,
@@ -157,7 +157,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "factors with their adapter's name": (put("decoder.q.lora_B.default.weight", ones(2, 16)), ("LoRA factors",)),
     "twice, once wrapped": (put(f"_orig_mod.{WO}", ones(16, 24)), (f"{WO}: found twice, as _orig_mod.{WO} and {WO}",)),
-    "more than a T5, wrapped": (lambda d: prefixed(d, "model.", loss=ones(3)), (".safetensors: loss: found a tensor",)),
+    "more than a T5, wrapped": (lambda d: prefixed(d, "model.", loss=ones(3)), (".safetensors: loss: ",)),
     "encoder alone, wrapped": (both(drop("decoder"), lambda d: prefixed(d, "module.")), ("T5EncoderModel",)),
     "truncated": (truncate, ("model.safetensors", "damaged")),
     "bin": (rename("last.bin"), ("last.bin", "safetensors")),
@@ -266,11 +266,9 @@ def test_refused_in_one_line(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     damage, words = REFUSALS[case]
     damage(source)
-    with pytest.raises(UserError) as caught:
+    with refuses("", *words) as refused:
         huggingface.from_hf(source, tmp_path / "out")
-    message = str(caught.value)
-    assert "\n" not in message and all(word in message for word in words), message
-    said = message + capfd.readouterr().err
+    said = str(refused.value) + capfd.readouterr().err
     assert str(scratch) not in said and "tiktoken" not in said.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -287,6 +285,6 @@ def test_refused_in_one_line(
 def test_bad_parameters_are_not_exported(path: str, change: Any, words: str, tmp_path: Path) -> None:
     flat = flatten_dict(random_params(), sep="/") | {path: change}
     params = unflatten_dict({name: array for name, array in flat.items() if array is not None}, sep="/")
-    with pytest.raises(UserError) as caught:
+    with refuses(f"parameters: {path}", words) as refused:
         huggingface.write_hf(CONFIG, params, tmp_path / "out", None)
-    assert str(caught.value).startswith(f"parameters: {words}") and not list(tmp_path.iterdir())
+    assert str(refused.value).startswith("parameters: ") and not list(tmp_path.iterdir())

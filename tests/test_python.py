@@ -22,6 +22,7 @@ from pipejax.inference import programs, settings
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle
+from support.refusals import refuses
 from support.tiny import MODEL, RUN_ON_ONE, change, metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -103,40 +104,40 @@ def test_settings_of_a_stream_apply_to_that_stream_only(t5: pipejax.Generator) -
 
 
 @pytest.mark.parametrize(
-    "call, values, line",
+    "call, values, place, texts",
     [
-        ("decode", {"temprature": 1}, r"decode\(\): found the setting 'temprature'; .*did you mean temperature\?\)"),
-        ("decode", {"grid_delay": 1}, r"found the setting 'grid_delay'; expected a key of decode or grid"),
-        ("decode", {"max_source": 9}, r"found the setting 'max_source'; expected a key of decode or grid"),
-        ("decode", {"temperature": -1}, r"decode\(\): decode\.temperature: found -1; expected at least 0\.0"),
-        ("decode", {"temperature": "0.7"}, r"decode\.temperature: found '0\.7'; expected a number"),
-        ("decode", {"temperature": math.nan}, r"decode\.temperature: found nan; expected a number"),
-        ("decode", {"scores": 1}, r"decode\.scores: found 1; expected true or false"),
-        ("decode", {"batch_size": 0}, r"decode\.batch_size: found 0; expected at least 1"),
-        ("decode", {"batch_size": 2.0}, r"decode\.batch_size: found 2\.0; expected a whole number"),
-        ("decode", {"limit": "sauce"}, r"decode\.limit: found 'sauce'; expected one of none, source \(did you mean so"),
-        ("decode", {"delay": 10**9}, r"grid\.delay: found 1000000000; expected at most 32768"),
-        ("decode", {"row_names": "date:"}, r"grid\.row_names: found 'date:'; expected a list of texts"),
-        ("decode", {"samples": 2}, r"decode\.samples: found 2 with decode\.temperature = 0"),
-        ("decode", {"weights": "int8"}, r'weights: found \'int8\', which no call can change; .*"decode.weights": \'in'),
-        ("decode", {"dtype": "bfloat16"}, r"decode\(\): dtype: found 'bfloat16', which no call can change"),
-        ("decode", {"draft_checkpoint": "x"}, r"decode\(\): draft_checkpoint: found 'x', which no call can change"),
-        ("decode", {"draft": "model"}, r'draft: found \'model\', .*overrides={.*, "decode\.draft_checkpoint": DIREC'),
-        ("decode", {"strategy": "seqential"}, r"strategy: found 'seqential'; .*\(did you mean sequential\?\)"),
-        ("stream_rows", {"batch_size": 4}, r"stream_rows\(\): batch_size: found 4; expected none: one source"),
-        ("stream_rows", {"samples": 4}, r"stream_rows\(\): samples: found 4; expected none: one answer"),
-        ("stream_rows", {"top_p": 0}, r"stream_rows\(\): decode\.top_p: found 0; expected more than 0"),
-        ("warm_up", {"batch_size": 4}, r"warm_up\(\): batch_size: found 4; expected batch_sizes, a list"),
-        ("warm_up", {"time_max": 0}, r"warm_up\(\): grid\.time_max: found 0; expected at least 1"),
+        ("decode", {"temprature": 1}, "decode()", ["'temprature'", "(did you mean temperature?)"]),
+        ("decode", {"grid_delay": 1}, "decode()", ["'grid_delay'", "decode or grid"]),
+        ("decode", {"max_source": 9}, "decode()", ["'max_source'", "decode or grid"]),
+        ("decode", {"temperature": -1}, "decode(): decode.temperature", ["-1", "0.0"]),
+        ("decode", {"temperature": "0.7"}, "decode.temperature", ["'0.7'", "a number"]),
+        ("decode", {"temperature": math.nan}, "decode.temperature", ["nan", "a number"]),
+        ("decode", {"scores": 1}, "decode.scores", ["1", "true or false"]),
+        ("decode", {"batch_size": 0}, "decode.batch_size", ["0", "at least 1"]),
+        ("decode", {"batch_size": 2.0}, "decode.batch_size", ["2.0", "a whole number"]),
+        ("decode", {"limit": "sauce"}, "decode.limit", ["'sauce'", "none, source (did you mean source?)"]),
+        ("decode", {"delay": 10**9}, "grid.delay", ["1000000000", "32768"]),
+        ("decode", {"row_names": "date:"}, "grid.row_names", ["'date:'", "a list of texts"]),
+        ("decode", {"samples": 2}, "decode.samples", ["2", "decode.temperature = 0"]),
+        ("decode", {"weights": "int8"}, "decode(): weights", ["'int8'", "\"decode.weights\": 'int8'"]),
+        ("decode", {"dtype": "bfloat16"}, "decode(): dtype", ["'bfloat16'", '"decode.dtype"']),
+        ("decode", {"draft_checkpoint": "x"}, "decode(): draft_checkpoint", ["'x'", '"decode.draft_checkpoint"']),
+        ("decode", {"draft": "model"}, "decode(): draft", ["'model'", '"decode.draft_checkpoint": DIRECTORY']),
+        ("decode", {"strategy": "seqential"}, "strategy", ["'seqential'", "(did you mean sequential?)"]),
+        ("stream_rows", {"batch_size": 4}, "stream_rows(): batch_size", ["4"]),
+        ("stream_rows", {"samples": 4}, "stream_rows(): samples", ["4"]),
+        ("stream_rows", {"top_p": 0}, "stream_rows(): decode.top_p", ["0", "more than 0"]),
+        ("warm_up", {"batch_size": 4}, "warm_up(): batch_size", ["4", "batch_sizes"]),
+        ("warm_up", {"time_max": 0}, "warm_up(): grid.time_max", ["0", "at least 1"]),
     ],
 )
 def test_settings_are_refused_in_pythons_words(
-    t5: pipejax.Generator, call: str, values: dict[str, Any], line: str
+    t5: pipejax.Generator, call: str, values: dict[str, Any], place: str, texts: list[str]
 ) -> None:
     given = {"decode": TEXTS, "stream_rows": TEXTS[0], "warm_up": [16]}[call]
-    with pytest.raises(pipejax.UserError, match=line) as refused:
+    with refuses(place, *texts) as refused:
         getattr(t5, call)(given, **values)
-    assert "--" not in str(refused.value) and "\n" not in str(refused.value)
+    assert "--" not in str(refused.value)
 
 
 def test_each_setting_has_one_plain_name() -> None:
@@ -165,26 +166,26 @@ def test_overrides_are_texts_or_values(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides, line",
+    "overrides, place, texts",
     [
-        ("grid.delay=2", r"overrides: found 'grid\.delay=2'; expected a dict of values, or a list of \"key=value\""),
-        (3, r"overrides: found 3; expected a dict of values"),
-        (["grid.delay", 2], r"overrides grid\.delay: found no '='"),
-        ([("grid.delay", 2)], r"overrides: found \('grid\.delay', 2\) in the list; expected a text \"key=value\""),
-        (["grid.delay=x"], r"grid\.delay: found 'x'; expected a whole number"),
-        ({"grid.delay": "2"}, r"overrides: grid\.delay: found '2'; expected a whole number"),
-        ({"grid.delay": None}, r"overrides: grid\.delay: found None; expected a whole number"),
-        ({"grid.delay": True}, r"overrides: grid\.delay: found True; expected a whole number"),
-        ({"grid.delay": [*range(99)]}, r"overrides: grid\.delay: found \[0, 1, .*\.\.\.; expected a whole number"),
-        ({1: 2}, r"overrides: found the key 1; expected a text such as \"grid\.delay\""),
-        ({"grid.dely": 2}, r"grid\.dely: unknown key \(did you mean grid\.delay\?\)"),
-        ({"grid": 2}, r"grid: found a section; expected one of its keys, such as grid\.delay"),
-        ({"train": {"steps": 3}}, r"overrides: train\.steps cannot change when a checkpoint is decoded"),
-        ({"decode.beams": 99}, r"overrides: decode\.beams: found 99; expected at most half of model\.vocab_size"),
+        ("grid.delay=2", "overrides", ["'grid.delay=2'", '"key=value"']),
+        (3, "overrides", ["3", "a dict"]),
+        (["grid.delay", 2], "overrides grid.delay", ["'='"]),
+        ([("grid.delay", 2)], "overrides", ["('grid.delay', 2)", '"key=value"']),
+        (["grid.delay=x"], "grid.delay", ["'x'", "a whole number"]),
+        ({"grid.delay": "2"}, "overrides: grid.delay", ["'2'", "a whole number"]),
+        ({"grid.delay": None}, "overrides: grid.delay", ["None", "a whole number"]),
+        ({"grid.delay": True}, "overrides: grid.delay", ["True", "a whole number"]),
+        ({"grid.delay": [*range(99)]}, "overrides: grid.delay", ["[0, 1, ", "...", "a whole number"]),
+        ({1: 2}, "overrides", ["the key 1", '"grid.delay"']),
+        ({"grid.dely": 2}, "grid.dely", ["(did you mean grid.delay?)"]),
+        ({"grid": 2}, "grid", ["grid.delay"]),
+        ({"train": {"steps": 3}}, "overrides", ["train.steps"]),
+        ({"decode.beams": 99}, "overrides: decode.beams", ["99", "model.vocab_size"]),
     ],
 )
-def test_refused_overrides(run: Path, overrides: Any, line: str) -> None:
-    with pytest.raises(UserError, match=line) as refused:
+def test_refused_overrides(run: Path, overrides: Any, place: str, texts: list[str]) -> None:
+    with refuses(place, *texts) as refused:
         pipejax.load(run, overrides=overrides)
     assert "--set" not in str(refused.value)
 
@@ -340,32 +341,29 @@ def test_run_with_config_from_a_dict_resumes(
 
 
 @pytest.mark.parametrize(
-    "given, line",
+    "given, place, texts",
     [
-        ({"config": 3}, r"config: found 3; expected a Config, the path of one, or a dict of settings"),
-        ({"config": {"train.step": 3}}, r"train\.step: unknown key \(did you mean train\.steps\?\)"),
-        ({"config": {"train.steps": "3"}}, r"config: train\.steps: found '3'; expected a whole number"),
-        ({"config": "absent.py"}, r"absent\.py: no such file; expected a config file"),
-        ({"overrides": {"train.steps": 0}}, r"overrides: train\.steps: found 0; expected at least 1"),
-        ({"overrides": {"data.task": "msqa"}}, r"train: found records in memory with data\.task = msqa; expected jso"),
-        ({"overrides": {"data.split": "0.8,0.2"}}, r"data\.split: found '0\.8,0\.2' with records in memory"),
-        ({"overrides": {"data.stream": 9}}, r"data\.stream: found 9 with records in memory; expected 0"),
-        ({"train": []}, r"train: found no records; expected at least one"),
-        ({"train": ["a", "b"]}, r"train:1: found 'a'; expected a record"),
-        ({"train": [*records(3), {"source": "x"}]}, r'train:4: found no "targets"'),
-        ({"train": {"train": records(3)}}, r"train: found {'train': .*\.\.\.; expected a list, a data frame or anothe"),
-        ({"dev": [{"text": "x", "targets": []}]}, r'dev:1: found no "source"'),
-        ({"train": None}, r"data\.train: found nothing; expected the examples to train on"),
-        ({"train": Path("absent.jsonl")}, r"absent\.jsonl: no such file"),
-        (
-            {"train": "a.jsonl", "overrides": {"data.task": "demo"}},
-            r"train: found a file with data\.task = demo; expected",
-        ),
+        ({"config": 3}, "config", ["3", "a Config"]),
+        ({"config": {"train.step": 3}}, "train.step", ["(did you mean train.steps?)"]),
+        ({"config": {"train.steps": "3"}}, "config: train.steps", ["'3'", "a whole number"]),
+        ({"config": "absent.py"}, "absent.py", ["a config file"]),
+        ({"overrides": {"train.steps": 0}}, "overrides: train.steps", ["0", "at least 1"]),
+        ({"overrides": {"data.task": "msqa"}}, "train", ["data.task = msqa", "jsonl"]),
+        ({"overrides": {"data.split": "0.8,0.2"}}, "data.split", ["'0.8,0.2'"]),
+        ({"overrides": {"data.stream": 9}}, "data.stream", ["9", "0"]),
+        ({"train": []}, "train", ["at least one"]),
+        ({"train": ["a", "b"]}, "train:1", ["'a'", "a record"]),
+        ({"train": [*records(3), {"source": "x"}]}, "train:4", ['"targets"']),
+        ({"train": {"train": records(3)}}, "train", ["{'train': ", "...", "a list, a data frame"]),
+        ({"dev": [{"text": "x", "targets": []}]}, "dev:1", ['"source"']),
+        ({"train": None}, "data.train", ["nothing"]),
+        ({"train": Path("absent.jsonl")}, "absent.jsonl", ["no such file"]),
+        ({"train": "a.jsonl", "overrides": {"data.task": "demo"}}, "train", ["data.task = demo"]),
     ],
 )
-def test_refused_trainings(tmp_path: Path, given: dict[str, Any], line: str) -> None:
+def test_refused_trainings(tmp_path: Path, given: dict[str, Any], place: str, texts: list[str]) -> None:
     given = {"config": CONFIG, "train": records(3), **given}
-    with pytest.raises(UserError, match=line) as refused:
+    with refuses(place, *texts) as refused:
         pipejax.fit(workdir=tmp_path / "run", **given)
     assert "--" not in str(refused.value) and not (tmp_path / "run").exists()
 
