@@ -194,7 +194,7 @@ def test_changed_stock_t5_is_detected(place, name, monkeypatch):
     "model, weights",
     [
         (FEW_WORDS, "auto"),
-        (T5Config(**vars(TINY)), "int8"),
+        pytest.param(T5Config(**vars(TINY)), "int8", marks=pytest.mark.slow),
         pytest.param(FEW_WORDS, "int8", marks=pytest.mark.long),
         pytest.param(T5Config(**vars(TINY)), "auto", marks=pytest.mark.long),
     ],

@@ -141,7 +141,11 @@ def deep() -> tuple[Any, Any]:
     return DEEP.module(), oracle.random_params(DEEP, np.random.default_rng(3))
 
 
-@pytest.mark.parametrize("backbone", [DEEP, UMT5Config(**dataclasses.asdict(DEEP))], ids=["T5", "UMT5"])
+@pytest.mark.parametrize(
+    "backbone",
+    [pytest.param(DEEP, marks=pytest.mark.slow), UMT5Config(**dataclasses.asdict(DEEP))],
+    ids=["T5", "UMT5"],
+)
 def test_likelihoods_with_visible_rows_equal_training_loss(backbone: Any) -> None:
     rng, own = random.Random(2), (backbone.module(), backbone.init_params(jax.random.key(0)))
     targets = [sequential(drawn(rng))[0] for _ in range(6)]
