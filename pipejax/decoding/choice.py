@@ -54,7 +54,8 @@ class Sampling:
     @property
     def is_limited(self) -> Array:
         """bool [B], whether tokens are drawn from some tokens only."""
-        return jnp.asarray(self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+        found: Array = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+        return found
 
 
 MOST_LIKELY = Sampling()

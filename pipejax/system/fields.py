@@ -44,16 +44,16 @@ class Facts(typing.TypedDict, total=False):
     choices: tuple[str, ...]  # the legal texts
     untold: tuple[str, ...]  # legal texts that messages do not list
     keeps_spaces: bool  # whether --set keeps spaces at the ends of the value
-    commands: tuple[Command, ...]  # that may override it in a checkpoint; `pipejax train` overrides every setting
+    commands: tuple[Command, ...]  # commands whose --set may change it in a checkpoint; `pipejax train` sets every key
     with_weights: bool  # whether it is read when weights are loaded, so that no call of a `Generator` can change it
-    request: bool | tuple[int, int]  # whether a request may send it; or the range of a request, if it is another one
-    resume: bool | tuple[str, ...]  # whether a resumed run may change it; or if some fingerprints are equal, which ones
+    request: bool | tuple[int, int]  # whether a request may send it with the same range; a tuple: with this range
+    resume: bool | tuple[str, ...]  # whether a resumed run may change it; a tuple: if these fingerprints are unchanged
     records: Effect  # the effect of the setting on a record
     read_by: str  # the only method of pipejax that reads it
     ability: str  # the ability without which a method does not read it, a key of `methods.ABILITIES`
     asks: bool  # whether a value other than the default is an error, and not ignored, without the ability
     exported: bool  # whether exported programs support values other than the default
-    per_update: bool  # whether it is a number of updates that `pipejax teach` divides, as its updates are larger
+    per_update: bool  # whether it is a number of updates, which `pipejax teach` divides because its updates are larger
 
 
 def setting(default: Any = dataclasses.MISSING, **facts: typing.Unpack[Facts]) -> Any:
