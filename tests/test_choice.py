@@ -187,6 +187,18 @@ def test_log_probabilities_equal_the_models(strategy, draft):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pipelined", "sequential"])
+def test_drafts_do_not_change_samples_with_min_p(strategy):
+    """A drafted token is accepted if it equals the sample; without min_p other tokens are drawn."""
+    settings = {"temperature": 1.5, "seed": 3, "min_p": 0.2}
+    drafted, plain, wider = (
+        [record["row_ids"] for record in generator(strategy, **settings | more).decode(TEXTS)]
+        for more in ({"draft": "source"}, {}, {"min_p": 0.0})
+    )
+    assert drafted == plain != wider
+
+
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch():
     made = generator(temperature=1.0, samples=3, seed=1)
     records = made.decode(TEXTS)
