@@ -493,7 +493,10 @@ class Cut(Uneven):
     "kind, line",
     [
         (LateTime, "LateTime.target: target 0: the slot at row 1, time 2: found (row, time, token) "),
-        (OtherBlank, "OtherBlank.target: target 0: the slot at row 0, time 1: found (row, time, token) [(0, 1, 3)] in"),
+        (
+            OtherBlank,
+            "OtherBlank.target: target 0: the slot at row 0, time 1: found (row, time, token) [(0, 1, 3)] only in",
+        ),
         (NoBlank, "NoBlank.target: target "),
         (Turned, "Turned.read: target 1: found "),
         (Twice, "Twice.target: target 0: found two slots of one row and time; expected one each"),
