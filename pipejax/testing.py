@@ -34,7 +34,8 @@ from pipejax.system import Tree
 MOST, LONGEST = 64, 12  # the most tokens of a target, and of a source
 NEAR = 1e-4  # relative differences below this are explained by rounding
 TOY = T5Config(64, 16, 8, 24, 2, 1, 1, relative_attention_num_buckets=8, relative_attention_max_distance=20)
-TOLD: dict[str, dict[str, Any]] = {
+# The fields of sources that test the abilities "prefix" and "rows".
+PREFIXED: dict[str, dict[str, Any]] = {
     "prefix": {"row_prefixes": [[3]]},
     "rows": {"row_prefixes": [[3], [4]], "max_rows": 2},
 }
@@ -68,15 +69,17 @@ def check_method(
     params = random_params(model, strategy.eos)
     generator = Generator(Config(model=model, method=method, decode=DecodeConfig(scores="score" in can)), params, words)
     plain: list[Any] = [{"source_ids": [*_draw(rng, model, LONGEST - 1), ids.eos]} for _ in range(sources)]
-    listed = plain + [record | TOLD[key] for key in TOLD if key in can for record in plain[:3]]
+    listed = plain + [record | PREFIXED[key] for key in PREFIXED if key in can for record in plain[:3]]
     checked = [generator.source(record, f"source {i}", i) for i, record in enumerate(listed)]
     runs: dict[str, list[Any]] = {"decode": generator.decode(listed, batch_size=4)}
     if "draft" in can:
         runs["drafts"] = generator.decode(listed, batch_size=1, draft="source", draft_tokens=2)
     if {"stream", "serve"} & can:
         runs["stream"] = _streamed(generator, method, checked[:sources])
-    sure = _compare_records(model, params, method, checked, runs, method)
-    return f"{type(method).__name__}: {whole} layouts and {sure} answers agree with recomputation ({', '.join(runs)})"
+    compared = _compare_records(model, params, method, checked, runs, method)
+    return (
+        f"{type(method).__name__}: {whole} layouts and {compared} answers agree with recomputation ({', '.join(runs)})"
+    )
 
 
 def check_backbone(config: Backbone, *, sources: int = 8) -> str:
@@ -114,8 +117,8 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
     given = [[*_draw(rng, config, LONGEST - 1), config.eos_token_id] for _ in range(sources)]
     records = generator.decode(given, batch_size=4, strategy=method.name)
     checked = [generator.source(ids, "source", i) for i, ids in enumerate(given)]
-    sure = _compare_records(config, params, method, checked, {"step": records}, config)
-    return f"{name}: {len(shapes)} parameters, and {sure} answers agree with recomputation"
+    compared = _compare_records(config, params, method, checked, {"step": records}, config)
+    return f"{name}: {len(shapes)} parameters, and {compared} answers agree with recomputation"
 
 
 def _check_passes(config: Backbone, params: Tree) -> None:
@@ -184,8 +187,8 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     outputs = [np.asarray(x) for x in after_steps(params)]
     apart = abs(outputs[0] - outputs[1]).max()
     if not apart < NEAR * abs(outputs[0]).max():
-        said = f"outputs that change by {apart:.3g} after an undone step"
-        strategy_checks.refuse(config, "module: step", said, "the same outputs")
+        change = f"outputs that change by {apart:.3g} after an undone step"
+        strategy_checks.refuse(config, "module: step", change, "the same outputs")
 
 
 def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
@@ -233,10 +236,10 @@ def recompute(
         logits = np.asarray(_logits(model.module(), params, *given))[0, len(fed) - len(new) : len(fed)]
         chosen = np.array((strategy.choose or first_argmax)(jnp.asarray(logits.T)))
         for i, (r, t, _) in enumerate(new):
-            told = -1 if forced is None else int(forced[r, t])
-            chosen[i] = chosen[i] if told < 0 else told
+            forced_token = -1 if forced is None else int(forced[r, t])
+            chosen[i] = chosen[i] if forced_token < 0 else forced_token
             log_probs[r, t] = float(jax.nn.log_softmax(logits[i])[chosen[i]])
-            margins.append(np.inf if told >= 0 else float(np.diff(np.sort(logits[i])[-2:])[0]))
+            margins.append(np.inf if forced_token >= 0 else float(np.diff(np.sort(logits[i])[-2:])[0]))
         answers = np.zeros(query.live.shape, np.int32)
         answers[query.live] = chosen
         return answers
@@ -263,14 +266,14 @@ def _compare_records(
     Returns:
       The number of compared answers. A UserError is raised if it is less than half of the sources.
     """
-    strategy, words, sure = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
+    strategy, words, compared = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
     for i, source in enumerate(given):
         known = decoding_options.rows_of(source, method, words, model.end_token_ids)
         forced, content = decoding_options.forced_of(known, strategy), [int(x) for x in source.content]
         found, log_probs, margin = recompute(model, params, strategy, content, forced)
         if margin < NEAR:
             continue
-        sure, tokens, lengths = sure + 1, found.tokens[0], found.lengths[0].tolist()
+        compared, tokens, lengths = compared + 1, found.tokens[0], found.lengths[0].tolist()
         order = method.order(lengths)
         starts = [int(strategy.start(k)) for k in range(len(tokens))]
         scores = [[log_probs.get((k, starts[k] + j), 0.0) for j in range(n + 1)] for k, n in enumerate(lengths)]
@@ -290,11 +293,11 @@ def _compare_records(
                 strategy_checks.refuse(
                     owner, f"{run}: source {i}: {key}", runs[run][i][key], f"{expected[key]}, as recomputed"
                 )
-    if sure < len(given) // 2:
+    if compared < len(given) // 2:
         strategy_checks.refuse(
-            owner, "decode", f"{sure} of {len(given)} answers that rounding cannot change", "half or more"
+            owner, "decode", f"{compared} of {len(given)} answers that rounding cannot change", "half or more"
         )
-    return sure
+    return compared
 
 
 def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> list[Any]:
@@ -370,9 +373,9 @@ def _check_layout(
                     method, f"target: {where}: the slot at row {r}, time {t}", found, "to see the same"
                 )
     lengths = decoded.lengths[0].tolist()
-    said = method.read([words.decode(decoded.tokens[0, k, : lengths[k]]) for k in method.order(lengths)], " ; ")[1]
-    if whole and said != [*rows]:
-        strategy_checks.refuse(method, f"read: {where}", said, f"{[*rows]}, the rows of the target")
+    read = method.read([words.decode(decoded.tokens[0, k, : lengths[k]]) for k in method.order(lengths)], " ; ")[1]
+    if whole and read != [*rows]:
+        strategy_checks.refuse(method, f"read: {where}", read, f"{[*rows]}, the rows of the target")
     return whole
 
 
@@ -385,11 +388,11 @@ def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     drawn, fresh = flatten_dict(jax.eval_shape(config.init_params, key), sep="/"), dict[str, Any]()
     for path, x in drawn.items():
-        loud = 3 if re.search("(?<!cross_)attention/output", path) else 1
+        gain = 3 if re.search("(?<!cross_)attention/output", path) else 1
         if path.endswith("norm/scale"):
             center, scale = -1 if path == "decoder/norm/scale" else 1, 0.2
         elif path.endswith("kernel"):
-            center, scale = 0, loud * x.shape[0] ** -0.5
+            center, scale = 0, gain * x.shape[0] ** -0.5
         elif path.endswith("embedding"):
             center, scale = 0, 4 if "relative_bias" in path else 1.5
         else:
@@ -414,5 +417,5 @@ def _cells(query: Query) -> list[Cell]:
 
 
 def _draw(rng: np.random.Generator, model: Backbone, most: int, least: int = 1) -> list[int]:
-    """A random number of ids of words, from `least` to `most`. Ids that a method or `TOLD` may use are excluded."""
+    """A random number of ids of words, from `least` to `most`. Ids that a method or `PREFIXED` may use are excluded."""
     return rng.integers(5, min(model.vocab_size, 58) - 4, rng.integers(least, most + 1)).tolist()

@@ -26,7 +26,8 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
     # A comparison instead of an index: the gradient of an index is a scatter into all logits, while the gradient of the
     # comparison is computed in the same pass as the gradient of softmax.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    zero = (targets & 0)[..., None].astype(logits.dtype)  # a constant would be an array in `in_parts`: `dropout.left`
+    # A constant zero would be an array in `in_parts`, see `dropout.zero_dropped`.
+    zero = (targets & 0)[..., None].astype(logits.dtype)
     chosen = jnp.where(is_target, logits, zero).sum(-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     return (nll * weights).sum(), weights.sum()

@@ -58,7 +58,7 @@ def _attend(queries: Array, keys: Array, values: Array, bias: Array, lines: Line
 
 def _left(weights: Array, lines: Lines | None, rate: float) -> Array:
     """The weights after dropout, without rescaling: `sums` contains the probability that a weight is kept."""
-    return weights if lines is None else dropout.left(weights, lines, rate)
+    return weights if lines is None else dropout.zero_dropped(weights, lines, rate)
 
 
 Kept = tuple[Array, Array, Array, Array, Lines | None, Array, Array, Array]  # the residuals of the backward pass

@@ -173,7 +173,7 @@ def mask(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
     return mask_of(lines(seed, shape[:-1]), shape[-1], rate)
 
 
-def left(x: Array, lines: Lines, rate: float) -> Array:
+def zero_dropped(x: Array, lines: Lines, rate: float) -> Array:
     """x with zeros in place of dropped elements, without rescaling."""
     # `jax.lax.scan` would expand a constant zero to an array of the size of x before its loop, and every layer would
     # read this array. So the zero is computed from `hashes`, one for each line: a single one would have to be sent to
@@ -190,7 +190,7 @@ def drop(x: Array, seed: Array, rate: float) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _drop(x: Array, lines: Lines, rate: float) -> Array:
     # In float32, since bfloat16 cannot represent 1 - rate exactly.
-    return left((x.astype(jnp.float32) * (1 / share_kept(rate))).astype(x.dtype), lines, rate)
+    return zero_dropped((x.astype(jnp.float32) * (1 / share_kept(rate))).astype(x.dtype), lines, rate)
 
 
 def _forward(x: Array, lines: Lines, rate: float) -> tuple[Array, Lines]:
