@@ -136,6 +136,7 @@ def config_of(manifest: Manifest, place: Path) -> Config:
 
 
 def _check_arrays(where: str, arrays: object) -> None:
+    """Raises a UserError unless the fingerprints of an item have the right form: by path, four values each."""
     if not isinstance(arrays, dict):
         raise UserError(where, found=f"{_shown_briefly(arrays)}", expected="an object")
     for path, entry in arrays.items():

@@ -243,6 +243,13 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
 
 
 def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) -> tuple[str, dict[str, float]]:
+    """Returns a number by the patterns of module names that it applies to; the pattern "" is the default.
+
+    `key` is the setting of the default, and `pattern` the one with the exceptions; it is returned as well.
+
+    Raises:
+      UserError: a value is not a positive number.
+    """
     own = facts.get(pattern) or {}
     if not isinstance(own, dict):
         raise UserError(f"{file}: {pattern}", found=f"{own!r:.60}", expected="an object")

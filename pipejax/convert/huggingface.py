@@ -128,6 +128,11 @@ def write_hf(
 
 
 def _config_facts(model: Backbone) -> dict[str, object]:
+    """Returns the content of config.json.
+
+    Raises:
+      UserError: the backbone has no model type that is different from the types of transformers.
+    """
     kind, facts = type(model), model.facts()
     name = facts.get("model_type")
     is_own = kind is T5Config or any("model_types" in vars(x) for x in kind.__mro__ if not issubclass(T5Config, x))
@@ -288,6 +293,11 @@ def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: typ
 
 
 def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
+    """Returns the output of `pipejax evaluate --json` in a file.
+
+    Raises:
+      UserError: the file is about other weights.
+    """
     found, own = read_json(file.resolve()), digest(restored.arrays["params"])
     if found.get("params_fp") != own:
         raise UserError(

@@ -143,6 +143,11 @@ def damaged(file: Path, expected: str, error: Exception) -> UserError:
 
 
 def _open_safetensors(file: Path) -> dict[str, Stored]:
+    """Opens the tensors of a safetensors file by name.
+
+    Raises:
+      UserError: the file is damaged, cannot be read, or has too large a header.
+    """
     try:
         with file.open("rb") as content:  # safetensors would report every file that cannot be opened as missing
             header = int.from_bytes(content.read(8), "little")
@@ -197,6 +202,11 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
 
 
 def _shards_of(index: Path) -> dict[str, str]:
+    """Returns the shard of each tensor by name, from an index.
+
+    Raises:
+      UserError: the index is invalid, or names a file outside of its directory.
+    """
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(

@@ -186,6 +186,12 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
 
 
 def _named(file: Path, module: object, name: object) -> Name:
+    """Returns a name in a pickle if it is one of the supported functions and classes.
+
+    Raises:
+      UserError: the name is another one, which could run code.
+      ValueError: the name is not text.
+    """
     if not isinstance(module, str) or not isinstance(name, str):
         raise ValueError("a name that is no text")
     if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):

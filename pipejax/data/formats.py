@@ -66,6 +66,11 @@ def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> 
 
 @contextlib.contextmanager
 def _parquet(path: str | Path) -> Iterator[Any]:
+    """A context with an opened Parquet file, local or remote.
+
+    Raises:
+      UserError: there is no such file, it is not Parquet, or two columns have the same name.
+    """
     if not (remote := is_remote(path)) and not Path(path).exists():
         raise UserError(path, "no such file", expected=EXPECTED)
     library, arrow = module("pyarrow.parquet", "parquet", path), module("pyarrow", "parquet", path)

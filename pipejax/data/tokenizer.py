@@ -208,6 +208,11 @@ class Tokenizer:
             return Affixes(prefix, suffix, bool(suffix) and build([text, *suffix]) == ids)
 
     def _affixes_of_template(self) -> Affixes:
+        """Finds the affixes by encoding a text with special tokens.
+
+        The affixes are the ids before and after the text's own ids. The text is "a", "0", "." or else a piece that the
+        vocabulary has; if none has ids, the affixes of an empty text are the suffix.
+        """
         known = (piece for i in range(self.size) if (piece := self.piece(i)) and self.is_word(i))
         for text in itertools.chain("a0.", known):
             try:

@@ -304,6 +304,7 @@ def _task_of(generator: Generator, checkpoint: str, split: str, overrides: Seque
 def _predictions(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], strategy: str | None = None
 ) -> str:
+    """Returns the predictions as JSON lines, in the format that `pipejax metrics` reads."""
     lines, parts_text = [], generator.method(strategy or generator.default_strategy).parts_text
     separator = generator.config.data.separator if parts_text else ""
     for example, record in zip(examples, records, strict=True):

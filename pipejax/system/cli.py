@@ -167,6 +167,7 @@ class _LineHandler(logging.Handler):
     as_json = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record as a line or a JSON object, with the traceback of its exception, if any."""
         line, fields = record.getMessage() if self.as_json else line_of(record), getattr(record, "fields", {})
         trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
         if self.as_json and trace:

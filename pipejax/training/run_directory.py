@@ -157,6 +157,7 @@ class RunDirectory:
             shutil.rmtree(gone, ignore_errors=True)
 
     def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Writes the tokenizer's files, completely or not at all, if the run has none yet."""
         target = self.path / "tokenizer"
         if target.is_dir():
             return

@@ -110,6 +110,11 @@ def _tensorboard(directory: Path, step: int) -> tuple[Write, Callable[[], None]]
 
 
 def _wandb(project: str, directory: Path, name: str) -> tuple[Write, Callable[[], None]]:
+    """Starts or continues the run of this id in W&B; returns the functions that write values and that end it.
+
+    Raises:
+      UserError: W&B is not ready, as without a key or a network.
+    """
     wandb = module("wandb", "wandb", "train.wandb")
     try:
         run = wandb.init(project=project, name=directory.name, dir=str(directory), id=name, resume="allow")
@@ -123,6 +128,11 @@ def _wandb(project: str, directory: Path, name: str) -> tuple[Write, Callable[[]
 
 
 def _mlflow(experiment: str, directory: Path, name: str) -> tuple[Write, Callable[[], None]]:
+    """Starts or continues the run of this id in MLflow; returns the functions that write values and that end it.
+
+    Raises:
+      UserError: MLflow is not ready, as without a server.
+    """
     mlflow = module("mlflow", "mlflow", "train.mlflow")
     try:
         mlflow.set_experiment(experiment)

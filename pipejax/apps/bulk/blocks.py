@@ -135,6 +135,7 @@ class Reader:
             yield from read_objects(lines, block.path, block.first, bad)
 
     def _open(self, path: str) -> None:
+        """Opens a file in place of the previous one, and reads a table's line of names."""
         self._stack.close()
         self._path = ""
         file = self._stack.enter_context(open_file(self.root / path, EXPECTED))

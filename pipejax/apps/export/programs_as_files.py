@@ -133,6 +133,7 @@ def export(
 
 
 def _prepare(config: Config, params: Tree, platforms: Sequence[str]) -> tuple[Module, Backend, Ready]:
+    """Returns the module, the backend and the weights that it has laid out."""
     assert config.model is not None
     wanted = "float32" if config.decode.weights == "float32" else config.decode.dtype
     if wanted == "auto":  # "auto" is resolved for the platform that runs the program, not for the exporting one

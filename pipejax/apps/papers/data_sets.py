@@ -116,6 +116,7 @@ PRESENT_END = "<peos>"  # separates present from absent phrases in target lines
 
 
 def _kp20k(manual: Manual) -> Mapping[str, Records]:
+    """Returns the records by split, from files of one of the two layouts."""
     pairs = {
         name: (source, manual.need(f"{prefix}_trg.txt"))
         for name, prefix in (("train", "train"), ("dev", "valid"), ("test", "test"))
@@ -128,6 +129,7 @@ def _kp20k(manual: Manual) -> Mapping[str, Records]:
 
 
 def _abstracts_in_pairs(name: str, source_file: File, target_file: File) -> Records:
+    """Yields the records of a pair of text files: sources, and targets line by line."""
     for number, (above, below) in enumerate(itertools.zip_longest(source_file.lines(), target_file.lines())):
         if above is None or below is None:
             there, lacks = (below, source_file) if above is None else (above, target_file)
@@ -376,6 +378,7 @@ SHARES = 20
 
 
 def _sumpubmed(manual: Manual) -> Mapping[str, Records]:
+    """Returns the records by split; the digest of an article's number decides its split."""
     articles, summaries = manual.inside("line_text"), manual.inside("shorter_abstract")
     numbers: dict[str, list[str]] = {"train": [], "dev": [], "test": []}
     for name in sorted(summaries):

@@ -203,6 +203,7 @@ def facts(grid: Grid) -> str:
 
 
 def _describe(grid: Grid) -> str:
+    """Describes the grid in words, for readers who do not see the picture."""
     names = [f" ({name})" if name else "" for name in (*grid.names, *[None] * len(grid.rows))]
     rows = [
         f"Row {i + 1}{names[i]} starts at time {i * grid.delay}: {' '.join(row)}." for i, row in enumerate(grid.rows)

@@ -215,6 +215,7 @@ class Expressions:
         return self._bytes((1 << (high + 1)) - (1 << low))
 
     def _join(self, first: int, rest: int) -> int:
+        """Returns the concatenation of two languages."""
         self._spend(1)
         if self.nothing in (first, rest):
             return self.nothing

@@ -92,6 +92,10 @@ class Table:
 
     @classmethod
     def _padded(cls, kinds: np.ndarray, moves: np.ndarray, accepts: np.ndarray) -> "Table":
+        """Returns a table padded to one of the common shapes.
+
+        The distances i32 [P] are found by a breadth-first search from the accepting states.
+        """
         states = moves.shape[1]
         ordered = np.sort(moves.T, axis=1)  # the next states of each state; duplicates are skipped below
         begins, which = np.nonzero(np.diff(ordered, axis=1, prepend=-1))

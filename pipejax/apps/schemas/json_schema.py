@@ -309,6 +309,7 @@ class _SchemaReader:
         return self._made.not_first(found, "-") if "minimum" in schema else found
 
     def _string(self, schema: Object, where: str) -> int:
+        """Returns the texts of a string schema, restricted by its length, pattern and format."""
         _known(schema, where, "minLength", "maxLength", "pattern", "format")
         least, most = self._bounds(schema, "Length", where)
         conditions = list[int]()

@@ -81,6 +81,7 @@ class _PatternReader:
         return self._made.either(*found)
 
     def _sequence(self) -> int:
+        """Parses one alternative. Without `^` or `$` around it, any text may precede or follow it."""
         top, parts = self._depth == 0, list[int]()
         begins = top and self._take("^")
         while self._peek() not in ("", "|", ")", "$"):

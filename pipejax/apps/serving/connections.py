@@ -137,6 +137,7 @@ class _Transport:
         return self._discards
 
     def _watch(self) -> None:
+        """Closes the connection after SILENCE seconds without input, and aborts it after LONGEST seconds."""
         if self._inner.is_closing():
             return
         now, unsent = self._loop.time(), self._inner.get_write_buffer_size()

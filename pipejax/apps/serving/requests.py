@@ -326,6 +326,7 @@ def _last_message(given: Object, field: str, config: Config) -> tuple[list[objec
 
 
 def _text_of_parts(content: object, place: str) -> str:
+    """Returns the text of a message's content: a text, or a list of parts with text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
