@@ -86,7 +86,7 @@ def ours(directory: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "patterns" else pytest.mark.slow) for kind in KINDS]
 )
-def test_an_adapter_of_peft_gives_the_same_logits_there_and_back(kind: str, base: Path, tmp_path: Path) -> None:
+def test_peft_adapter_round_trip_keeps_logits(kind: str, base: Path, tmp_path: Path) -> None:
     expected = adapt(base, tmp_path / "adapter", KINDS[kind])
     assert np.abs(expected - theirs(whole(base))).max() > 0.1
     from_hf(tmp_path / "adapter", tmp_path / "run")
@@ -246,7 +246,7 @@ def test_unsupported_adapter_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_directory_without_adapter_gives_none(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_directory_without_adapter_has_no_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
     from_hf(base, tmp_path / "plain")
     from_hf(adapter, tmp_path / "adapted")
     given: list[tuple[str, dict[str, Any], str]] = [

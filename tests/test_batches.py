@@ -100,7 +100,7 @@ def test_several_processes_share_the_encoding_of_the_same_batches(tokenizer, mon
         assert made[index] <= drawn * (1 / n + len(held) / 8) and made[index] < drawn
 
 
-def test_a_draw_has_neighbours_in_length_in_batches_that_come_in_another_order_each_time(tokenizer):
+def test_batches_of_similar_lengths_are_shuffled_in_each_draw(tokenizer):
     drawn = TrainingBatches(of_length(*range(1, 49)), tokenizer, DRAW, MODEL, SHAPES)
     # An epoch is a draw here. Each batch has six lengths that follow each other; the shortest one names it.
     order = [[min(drawn[i].lengths[:, 0]) for i in range(first, first + 8)] for first in (0, 8, 16)]
@@ -122,7 +122,7 @@ def test_each_batch_is_padded_as_at_its_own_step(tokenizer):
     assert drawn[9].ids and seen.steps == list(range(8, 16))
 
 
-def test_what_was_cut_is_counted(tokenizer):
+def test_cut_sources_and_targets_are_counted(tokenizer):
     config = change(CONFIG, data={"max_source": 8, "max_target": 8})
     sources, targets = ("apples " * 3, "apples " * 20), ("apples", "apples " * 20)
     given = [(0, 0), (1, 0), (1, 0), (0, 1), (1, 1)]  # which of them are longer than that

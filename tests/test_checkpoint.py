@@ -137,7 +137,7 @@ def test_metadata_is_of_a_step_that_is_whole(tmp_path, said):
     assert Store(tmp_path).steps() == [1]
 
 
-def test_a_step_that_a_kill_left_beside_its_successor_goes(tmp_path):
+def test_older_step_beside_its_successor_is_removed(tmp_path):
     save_all(Store(tmp_path, writable=True), 1, 2)
     assert Store(tmp_path).newest_metadata() == {"score": [2]} and Store(tmp_path).steps() == [2, 1]
     store = Store(tmp_path, keep=1, writable=True)

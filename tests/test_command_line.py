@@ -238,7 +238,7 @@ def test_a_terminal_without_a_size_shows_progress(monkeypatch: pytest.MonkeyPatc
     assert max(map(len, shown.split("\r"))) <= (columns or 80)
 
 
-def test_a_second_interrupt_says_that_nothing_was_saved(
+def test_second_interrupt_reports_that_nothing_was_saved(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipejax")

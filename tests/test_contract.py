@@ -693,7 +693,7 @@ class Louder(t5.Decoder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("says", [True, False])
-def test_a_backbone_whose_attention_in_blocks_is_another_is_one_line(says: bool) -> None:
+def test_backbone_with_different_block_attention_is_one_line(says: bool) -> None:
     decoder = Louder if says else type("Decoder", (Louder,), {"distances": t5.Decoder.distances})
     config = backbone(decoder, head_width=lambda self: self.d_kv)
     params = testing.random_params(config, 1)

@@ -198,7 +198,7 @@ def test_without_a_cache_the_message_recommends_convert(there: Path, monkeypatch
         pipejax.load(there)
 
 
-def test_a_run_that_is_not_there_is_no_name_of_the_hub(there: Path, tmp_path: Path) -> None:
+def test_absent_run_is_not_looked_up_on_the_hub(there: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint directory"):
         pipejax.load(tmp_path / "runs")
     shutil.rmtree(there)
@@ -232,7 +232,7 @@ def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("of_hub", [True, False])
-def test_the_base_of_an_adapter_is_asked_for_no_more_than_a_model(
+def test_base_of_an_adapter_is_downloaded_at_most_once(
     there: Path, monkeypatch: pytest.MonkeyPatch, of_hub: bool
 ) -> None:
     """Not at all if what was downloaded last is converted; and once if it is another by now."""

@@ -41,7 +41,7 @@ def paths(page: str, run: int) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in one] for one in pairs]
 
 
-def test_points_lie_where_their_values_are(tmp_path: Path) -> None:
+def test_points_are_placed_by_their_values(tmp_path: Path) -> None:
     run = write(tmp_path / "one", *trained(4.0, 2.0, 1.0), evaluated(20, 30.0), evaluated(30, 60.0))
     loss, dev, score, rate = paths(curves.page(run), 0)
     assert len(loss) == 3 and len(dev) == len(score) == 2 and len(rate) == 3

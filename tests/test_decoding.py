@@ -106,7 +106,7 @@ def small_steps(config, strategy, batch):
     [*SETTINGS, *(pytest.param(setting, marks=pytest.mark.long) for setting in MORE_SETTINGS)],
     ids=lambda s: f"{'gated' if s[0] is GATED else 'tiny'}-" + "-".join(map(str, s[1:])),
 )
-def test_pipelined_is_algorithm_1(setting):
+def test_pipelined_equals_algorithm_1(setting):
     config, delay, time_max, sub_max, literal, batch = setting
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
     program = small_steps(config, strategy, batch)
@@ -157,7 +157,7 @@ def test_the_random_models_run_into_every_case():
         *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((4, 24, 5), (8, 40, 4), (25, 50, 2))),
     ],
 )
-def test_batches_whose_rows_leave_pauses_are_algorithm_1(delay, time_max, sub_max):
+def test_batches_with_pauses_equal_algorithm_1(delay, time_max, sub_max):
     """Where an example has no open row it goes on to the next start: its calls are of other times than the others'.
 
     The last two have fewer rows in time than they may have: all may end, and time goes on to its end.

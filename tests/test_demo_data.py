@@ -103,7 +103,7 @@ def test_long_answers_are_the_baskets_that_a_note_asks_for() -> None:
     assert rows == set(range(LONG_ROWS[0], LONG_ROWS[1] + 1))
 
 
-def test_baskets_differ_and_say_a_number_of_each_thing() -> None:
+def test_baskets_differ_and_have_a_number_of_each_item() -> None:
     thing = rf"({'|'.join(NUMBERS)})( ({'|'.join(ADJECTIVES[2])}))? ({'|'.join(n for n in NOUNS if n[-1] == 's')})"
     for name, row in BASKETS.items():
         assert re.fullmatch(rf"{name}( {thing}){{2,3}}", row), row

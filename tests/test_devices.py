@@ -54,7 +54,7 @@ def test_records_are_the_same_on_every_mesh(mesh, alone):
         assert not re.search(r"all-(reduce|gather|to-all)|collective|reduce-scatter", program.as_text())
 
 
-def test_new_weights_compile_nothing_anew(alone):
+def test_new_weights_compile_nothing(alone):
     """As at every evaluation of a training."""
     found = alone.decode(SOURCES[:2])
     before = dict(alone.programs._compiled)
@@ -65,7 +65,7 @@ def test_new_weights_compile_nothing_anew(alone):
     assert alone.programs._compiled == before and alone.decode(SOURCES[:2]) == found != changed
 
 
-def test_no_two_layers_of_float32_lie_on_a_device():
+def test_no_device_holds_two_layers_in_float32():
     """Of restored weights a layer at a time comes to the device and leaves it in the compute dtype."""
     config = dataclasses.replace(MODEL, num_layers=3, num_decoder_layers=3, tied_head=False)
     params = jax.tree.map(lambda x: np.asarray(x, np.float32), oracle.random_params(config, np.random.default_rng(0)))
@@ -119,7 +119,7 @@ def test_reports_of_processes_add_up():
     assert Report.of_all([sent[0], Report(other_steps=None)]).other_steps is None
 
 
-def test_weights_lie_once_on_a_device():
+def test_device_holds_weights_once():
     """Whatever number of devices decodes: a last chunk may be too small for all of them."""
     spread = programs.Programs(MODEL, jnp.dtype("float32"), devices=jax.local_devices()[:3])
     spread.set_params(PARAMS)

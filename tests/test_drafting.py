@@ -181,7 +181,7 @@ def test_unfinished_answer_counts_only_finished_calls():
     assert strategy.result(state).calls.tolist() == [3]
 
 
-def test_a_trace_is_of_its_example_and_costs_nothing_unless_asked_for():
+def test_trace_belongs_to_its_example_and_is_optional():
     """In a batch each example has its own; without it the loop carries nothing more, and does the same."""
     answers = [[[2, 3, 4], [5]], [[6] * 5, [7, 8], [2]], []]
     tables = [[[*row, 1, *[3] * GUESSED][:GUESSED] for row in [*answer, [], [], [], []][:4]] for answer in answers]

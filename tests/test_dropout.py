@@ -70,7 +70,7 @@ def test_runs_are_as_long_as_chance_has_them():
             assert np.abs(counts - expected).max() < 6 * np.sqrt(expected)
 
 
-def test_the_gradient_goes_where_the_value_went_and_sums_are_kept():
+def test_gradient_has_the_mask_of_the_value_and_sums_are_kept():
     x, seed = jnp.ones((200, 300)), dropout.make_seed(jax.random.key(1))
     value, back = jax.vjp(lambda x: dropout.drop(x, seed, 0.25), x)
     assert set(np.unique(value)) == {np.float32(0), np.float32(1) / np.float32(0.75)}

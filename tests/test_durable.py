@@ -84,7 +84,7 @@ class Disk:
         return at
 
 
-def test_a_step_is_on_the_disk_before_it_counts_and_before_older_ones_go(tmp_path, monkeypatch):
+def test_step_is_synced_before_commit_and_before_removal_of_older_steps(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, tmp_path)
     save(tmp_path / "checkpoints", 4, 8, keep=1)
     disk.check(tmp_path / "checkpoints/4")
@@ -538,7 +538,7 @@ def test_a_best_step_waits_for_the_disk(tmp_path, monkeypatch, said):
     assert Store(tmp_path).steps() == [2]
 
 
-def test_of_equal_scores_the_first_stays_the_best(tmp_path):
+def test_first_of_equal_scores_stays_the_best(tmp_path):
     best = Best(tmp_path, CONFIG)
     for step in (1, 2):
         best.offer(step, (2.0,), tree(float(step))["params"])

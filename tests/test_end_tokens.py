@@ -450,7 +450,7 @@ def test_answers_of_a_schema_end_at_each_end_token() -> None:
 # Methods and strategies of one's own.
 
 
-def test_a_method_that_knows_one_end_token_ends_rows_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_method_with_one_end_token_ends_rows_at_it(caplog: pytest.LogCaptureFixture) -> None:
     """A line says once which of the model's end no row."""
     config = Config(model=dataclasses.replace(FEW_WORDS, other_eos_token_ids=(5, 7)), method=Uneven())
     generator = Generator(config, None, None)

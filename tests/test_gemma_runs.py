@@ -61,7 +61,7 @@ def trained(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_it_trains_on_eight_devices_as_on_one(trained, tmp_path):
+def test_training_on_eight_devices_equals_one_device(trained, tmp_path):
     one = change(config_lib.load(trained / "config.json"), mesh={"data": 1, "fsdp": 1, "tensor": 1})
     pipejax.fit(one, tmp_path / "one")
     several, alone = (metrics(place) for place in (trained, tmp_path / "one"))
@@ -149,7 +149,7 @@ SOURCES = [[*NUMBERS.integers(3, 9, NUMBERS.integers(2, 9)).tolist(), 1] for _ i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [ONE, *(pytest.param(x, marks=pytest.mark.long) for x in (TWO, UMT5))], ids=KINDS)
-def test_drafts_streams_and_batches_whose_examples_come_and_go_write_the_same(model, tmp_path):
+def test_drafts_streams_and_running_batches_equal_decode(model, tmp_path):
     """As alone, one after the other: what is accepted of a draft lies in slots of any order."""
     few, params = few_words(model, 5)
     small = jax.tree.map(lambda x: x + 0.1 * x.std() * NUMBERS.standard_normal(x.shape).astype(np.float32), params)

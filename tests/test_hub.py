@@ -138,7 +138,7 @@ NotHere.AutoTokenizer = NotHere  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_say_what_to_do(name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_recommend_a_command(name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, of a model and of a tokenizer; no status of HTTP alone."""
     with pytest.raises(
         UserError, match=rf"^{name}: found neither a directory nor a reachable hub id \({REFUSED[name]}"

@@ -213,7 +213,7 @@ def test_the_card_names_a_license(license: str, in_rows: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "delay, words", [(1, "a new one every step ("), (2, "every 2 steps ("), (7, "every 7 steps (")]
 )
-def test_the_card_says_when_rows_begin(delay: int, words: str) -> None:
+def test_card_describes_when_rows_begin(delay: int, words: str) -> None:
     config = Config(grid=GridConfig(delay=delay), train=TrainConfig(objective="pipelined"))
     text = description.card("k", config, tokenizer=True)
     assert words in text and "every 1 steps" not in text

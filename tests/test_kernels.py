@@ -422,7 +422,7 @@ def test_decodes_equal_decodes_without_the_kernel(kernel, kernel_cache, monkeypa
     assert rows > 20
 
 
-def test_it_is_compiled_once(kernel, kernel_cache, monkeypatch, said):
+def test_kernel_is_compiled_once(kernel, kernel_cache, monkeypatch, said):
     monkeypatch.setenv(compile_cache.VARIABLE, str(kernel_cache))
     monkeypatch.setattr(cpu_kernel, "_tried", {})
     before = {file: file.stat().st_mtime_ns for file in kernel_cache.iterdir()}
@@ -430,7 +430,7 @@ def test_it_is_compiled_once(kernel, kernel_cache, monkeypatch, said):
     assert {file: file.stat().st_mtime_ns for file in kernel_cache.iterdir()} == before
 
 
-def test_a_shipped_kernel_needs_neither_compiler_nor_cache(kernel, kernel_cache, tmp_path, monkeypatch, said):
+def test_shipped_kernel_needs_no_compiler_and_no_cache(kernel, kernel_cache, tmp_path, monkeypatch, said):
     compiled = max(kernel_cache.glob(f"t5-{kernel.name}-*.so"), key=lambda file: file.stat().st_atime_ns)
     level = kernel._replace(name="shipped")  # a name can be given once
     monkeypatch.setattr(cpu_kernel, "LEVELS", (level,))
@@ -473,7 +473,7 @@ def test_unknown_level_is_refused(monkeypatch):
         cpu_kernel.use()
 
 
-def test_a_file_that_others_may_write_is_made_anew(tmp_path, monkeypatch):
+def test_file_writable_by_others_is_recompiled(tmp_path, monkeypatch):
     """Whatever the umask is: the linker makes it as open as that allows."""
     compiler, runs = tmp_path / "c++", tmp_path / "runs"
     compiler.write_text(

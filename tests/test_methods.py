@@ -589,7 +589,7 @@ def test_custom_strategy_is_named_with_its_class(run: Path, tmp_path: Path) -> N
     assert decode([*places, "--strategy", "brought", "--set", BROUGHT]) == 0
 
 
-def test_exports_are_of_what_can_be_read_without_the_class(run: Path, tmp_path: Path) -> None:
+def test_export_of_a_custom_method_records_its_class(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^strategy: found modest; expected another, since it does not write rows"):
         export(run, tmp_path / "out", platforms=["cpu"], overrides=[f"method={HERE}:Modest"])
     export(run, tmp_path / "out", platforms=["cpu"], batch=1, length=16, overrides=[BROUGHT])

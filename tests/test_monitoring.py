@@ -532,7 +532,7 @@ def begin_from(monkeypatch, place, metadata):
     return start.start_run(CONFIG, RunDirectory(place), store, {"dev": ""})
 
 
-def test_a_run_keeps_its_id_and_a_new_one_has_another(tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_id_and_a_new_run_gets_a_new_id(tmp_path, monkeypatch):
     """Wherever it stands: a run that was moved goes on, and in its old place another one begins."""
     first, other = (begin_from(monkeypatch, tmp_path / "run", None) for _ in range(2))
     assert first.run != other.run and re.fullmatch(r"[0-9a-f]{16}", first.run)
@@ -629,7 +629,7 @@ def test_a_value_that_a_board_does_not_take_costs_no_other(boards, said, bad):
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_one_failure_is_not_the_end_of_a_board(boards, said, failing):
+def test_board_continues_after_one_failure(boards, said, failing):
     """The connection is lost once, in a line of several values and in one of a single value."""
     opening, _ = boards
     taken, failures = list[dict[str, float]](), [OSError("lost")] * failing
@@ -694,7 +694,7 @@ def test_the_logged_rate_is_the_one_that_was_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stop_whose_last_periodic_save_failed_saves_again(tmp_path, monkeypatch):
+def test_stop_after_a_failed_save_saves_again(tmp_path, monkeypatch):
     save, asked = checkpoint.Store.save, loop.Stop.asked
     failing = []
 

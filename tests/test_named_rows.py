@@ -122,7 +122,7 @@ def test_without_prefixes_rows_that_start_at_once_begin_alike():
     assert len(firsts) > 1
 
 
-def test_prefixes_alone_say_how_many_rows_start_at_once():
+def test_number_of_prefixes_is_the_number_of_rows():
     made, params = generator()
     (record,) = made.decode([{"source_ids": [5, 9, 1], "row_prefixes": [[4, 5], [6]]}])
     assert record["row_ids"] == contents(drawn(made, params, [5, 9, 1], [[4, 5], [6]], 2), 2)

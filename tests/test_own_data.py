@@ -125,7 +125,7 @@ def test_tables(pack, name, content, told, tmp_path, said):
     )
 
 
-def test_lines_of_old_macs_and_another_delimiter(tmp_path):
+def test_carriage_returns_and_other_delimiters_are_read(tmp_path):
     content = b"title^text^tags\rIce^a,b\rc^\rFire^burns^x\r"
     with pytest.raises(UserError, match=r"a\.csv:3: found 2 columns; expected 3"):
         read(tmp_path, content.replace(b"\rc", b"^\rc"), "a.csv", **CELLS, csv_delimiter="^")
@@ -175,7 +175,7 @@ def test_files_that_are_no_text_in_utf_8(name, content, words, tmp_path):
 # Dirty cells.
 
 
-def test_a_field_may_be_empty_here_and_there(tmp_path):
+def test_some_records_may_have_empty_fields(tmp_path):
     """Null, not a number, blank, or no field at all; but some record has each field, and each record some text."""
     values = [{"title": None, "text": "a"}, {"text": "b"}, {"title": " \t", "text": "c"}, {"title": "T", "text": ""}]
     settings = {"source_template": "{title}: {text}", "targets": "tags"}
@@ -558,7 +558,7 @@ def parted(path, shares="0.8,0.1,0.1", seed=0, **settings):
     return {split: task.examples(split) for split in ("train", "dev", "test")}
 
 
-def test_one_file_is_parted(tmp_path, said):
+def test_one_file_is_split(tmp_path, said):
     """About as asked for, each line once, by the source alone: new lines move no others, equal ones stay together."""
     path = tmp_path / "all.jsonl"
     values = [{"id": f"r{i}", "source": f"text {i % 1000}", "targets": [str(i)]} for i in range(1200)]

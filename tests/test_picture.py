@@ -301,7 +301,7 @@ class Drawn(PipelinedMethod):
     name: ClassVar[str] = "drawn"
 
 
-def test_records_say_their_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_names_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a run's own is drawn with its checkpoint alone, if it can be; of one that says none nobody knows."""
     plain = draw(tmp_path, ONE_ROW)
     assert plain == draw(tmp_path, ONE_ROW | {"method": "pipelined"})
@@ -557,7 +557,7 @@ def marks_of(page: str) -> list[tuple[int, str, int, float, str]]:
     return found
 
 
-def test_page_shows_what_became_of_drafts(tmp_path: Path) -> None:
+def test_page_shows_results_of_drafts(tmp_path: Path) -> None:
     page = draw(tmp_path, TRACED, output="x.html")
     found = marks_of(page)
     assert [(row, kind, call, text) for row, kind, call, _, text in found] == [

@@ -64,7 +64,7 @@ def test_processes_join_by_flags_or_environment(joined, flags, environment, expe
     assert joined == ([expected] if expected else [])
 
 
-def test_a_cloud_tpu_machine_is_asked_by_jax(joined, monkeypatch):
+def test_jax_detects_cloud_tpu_processes(joined, monkeypatch):
     """The machine's variables say nothing; its metadata server, here a dictionary, does. Without a TPU nobody asks."""
     metadata, asked = {"tpu-env": "", "agent-worker-number": "1", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}, []
 
@@ -231,7 +231,7 @@ else:
 
 
 @pytest.mark.slow
-def test_an_exchange_forgets_what_all_have_read_and_ends_with_those_who_take_part():
+def test_exchange_deletes_read_values_and_ends_with_its_members():
     place = f"127.0.0.1:{free_port()}"
     started = [
         subprocess.Popen(

@@ -71,7 +71,7 @@ def smaller(original, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", NARROW)
-def test_it_decodes_as_the_original_does_with_its_weights_rounded(weights, original, smaller):
+def test_quantized_checkpoint_decodes_as_original_with_rounded_weights(weights, original, smaller):
     found, expected = load(smaller[weights]), load(original, overrides=[f"decode.weights={weights}"])
     records = expected.decode(SOURCES)
     assert found.decode(SOURCES) == records

@@ -163,7 +163,7 @@ def test_records_equal_the_oracle(decoded, tokenizer):
     assert len({len(r["rows"]) for r in grids}) > 2
 
 
-def test_rows_hold_neither_eos_nor_empty_ones(decoded):
+def test_rows_contain_no_eos_and_no_empty_rows(decoded):
     """Under `literal` rows go on after an empty one."""
     found, _ = decoded([{"source": text} for text in SHORT], "--set", "grid.stop=literal", model="pipelined")
     rows = [row for record in found for row in record["row_ids"]]
@@ -201,7 +201,7 @@ def test_ids_are_returned_unchanged(decoded):
     assert [record["id"] for record in found] == [7, "7", "", "4", -1, 2**70, "Grüße 👋\n", "x" * 5000, 0, "10"]
 
 
-def test_without_a_tokenizer_there_are_ids_alone(checkpoints, decoded, tokenizer):
+def test_records_without_a_tokenizer_have_ids_only(checkpoints, decoded, tokenizer):
     bare = checkpoints / "bare"
     shutil.copytree(checkpoints / "pipelined", bare, ignore=shutil.ignore_patterns("tokenizer"))
     values = [{"source_ids": [*tokenizer.encode(text), 1]} for text in SHORT]
@@ -381,7 +381,7 @@ def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypa
         (5, "5"),
     ],
 )
-def test_python_refuses_what_would_decode_its_column_names(checkpoints, given, found):
+def test_python_refuses_values_that_iterate_over_column_names(checkpoints, given, found):
     with pytest.raises(UserError, match=f"sources: found {found}; expected a list"):
         load(checkpoints / "none").decode(given)
 
@@ -770,7 +770,7 @@ def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
     assert len(drawn) == 8 and f"{tmp_path}/in.jsonl: 8 bad lines skipped, 4 good ones kept" in err
 
 
-def test_a_blank_id_is_none():
+def test_blank_id_counts_as_absent():
     """As null; an empty one is an id, as in lines of JSON."""
     config = Config(model=MODEL)
     given = ({"id": " "}, {"id": None}, {"id": float("nan")}, {}, {"id": ""}, {"id": 7})

@@ -43,7 +43,7 @@ def test_buckets(elements, monkeypatch):
         np.testing.assert_allclose(gradient, wanted(direction)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_sequence_is_what_its_offsets_are():
+def test_bias_of_a_sequence_follows_its_offsets():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 3, "num_layers": 1, "num_decoder_layers": 1}
     model = T5Config(8, **sizes, relative_attention_num_buckets=8, relative_attention_max_distance=20)
     bias = RelativeBias(model, bidirectional=True)

@@ -243,9 +243,7 @@ def stream(memory: MemoryFileSystem, counts: Sequence[int], size: int) -> Stream
 
 
 @pytest.mark.parametrize("counts, size", [((23,), 5), ((23,), 23), ((23,), 100), ((9, 2, 12), 6)])
-def test_each_pass_has_each_example_once_in_another_order(
-    memory: MemoryFileSystem, counts: Sequence[int], size: int
-) -> None:
+def test_each_pass_shuffles_all_examples_once(memory: MemoryFileSystem, counts: Sequence[int], size: int) -> None:
     given = stream(memory, counts, size)
     assert sources(given) == [f"text {i}" for i in range(min(size, 23))]  # a sample: the first buffer
     drawn = Shuffled(given, seed=1)
@@ -264,7 +262,7 @@ def test_each_pass_has_each_example_once_in_another_order(
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_the_files_are_in_another_order_in_every_pass(seed: int) -> None:
+def test_file_order_differs_in_every_pass(seed: int) -> None:
     """Of four files six passes have at least four orders, each with all of them; the seed and the pass decide."""
     orders = list[tuple[str, ...]]()
 
@@ -317,7 +315,7 @@ def test_an_example_depends_on_its_number_and_the_seed_alone(
     assert [other[i] for i in range(23)] != wanted[:23]
 
 
-def test_the_last_examples_are_not_read_anew(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_examples_are_not_read_again(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     given, calls = stream(memory, (23,), 5), list[object]()
     read = given.read
 
@@ -344,7 +342,7 @@ def test_buffer_may_lack_fields_and_repeat_ids(memory: MemoryFileSystem) -> None
         of("memory://data/*.jsonl", stream=5, source_template="{source} {less}")
 
 
-def test_other_files_are_another_stream(memory: MemoryFileSystem) -> None:
+def test_changed_files_make_a_different_stream(memory: MemoryFileSystem) -> None:
     given = stream(memory, (9, 7), 5)
     put(memory, "/data/2.jsonl", RECORDS[:2])
     more = of("memory://data/*.jsonl", stream=5)

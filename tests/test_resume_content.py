@@ -132,7 +132,7 @@ def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.Monke
         ("separator", " # ", "data.separator: ' ; ' -> ' # '; expected no change on resume"),
     ],
 )
-def test_other_content_is_another_run(
+def test_changed_content_is_refused(
     here: Path, away: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str, line: str
 ) -> None:
     monkeypatch.chdir(here)
@@ -171,7 +171,7 @@ def test_run_of_former_version_resumes_at_equal_paths(here: Path, away: Path, mo
                 pytest.fail(name)
 
 
-def test_a_former_versions_fingerprint_is_compared_as_far_as_it_goes(here: Path, away: Path) -> None:
+def test_fingerprint_of_a_former_version_is_compared_in_part(here: Path, away: Path) -> None:
     """It was of a thousand examples at the most."""
     before = Examples.of(config(train=str(here / "train.jsonl"), dev="")).fingerprints
     now = Examples.of(config(train=str(away / "one.jsonl"), dev="")).fingerprints

@@ -82,9 +82,7 @@ def test_all_programs_by_which_sources_join_are_compiled_before(
     assert called.made == compiled.made
 
 
-def test_a_cache_grows_to_its_largest_size_and_is_full_only_there(
-    batch: RunningBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_full_only_at_its_largest_size(batch: RunningBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, seen = batch.cache_sizes, list[int]()
     assert len(sizes) > 2
     needed = sizes[-1]  # slots, for a step

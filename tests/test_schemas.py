@@ -68,7 +68,7 @@ def check(records: list[Any], asked: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_every_property_is_asked_for_in_thirty_schemas() -> None:
+def test_thirty_schemas_contain_every_property_kind() -> None:
     asked = many(30)
     assert {name for one in asked for name in one["properties"]} == {*PROPERTIES} and len(PROPERTIES) == 30
 
@@ -196,7 +196,7 @@ def test_streams_and_refilled_batches_give_the_same() -> None:
         engine.close(drain=False, seconds=10)
 
 
-def test_drafts_are_off_and_one_line_says_so(made: Any, said: list[str]) -> None:
+def test_schema_disables_drafts_with_one_warning(made: Any, said: list[str]) -> None:
     asked = schema("short", "range")
     drafting = generator(decode={"draft": "jacobi", "trace": True})
     found = [drafting.decode(SOURCES, schema=asked) for _ in range(2)]

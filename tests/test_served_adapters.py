@@ -116,7 +116,7 @@ def test_each_of_64_requests_gets_the_answer_of_its_adapter_alone(
 
 @pytest.mark.long
 @pytest.mark.parametrize("rounded", ["decode.weights=int8", "decode.weights=bfloat16", "decode.dtype=bfloat16"])
-def test_with_rounded_weights_a_mixed_batch_says_what_each_adapter_says_by_itself(
+def test_mixed_batch_with_rounded_weights_equals_each_adapter_alone(
     places: Places, sources: list[list[int]], rounded: str
 ) -> None:
     generator, names = load(places.base, adapters=places.adapters, overrides=[rounded]), [*places.alone]

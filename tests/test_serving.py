@@ -266,7 +266,7 @@ def test_fields_that_fill_no_template(tokenizer: Any, params: Any, prompt: Any, 
     assert found["message"].startswith(said) and found["param"] == "prompt" and not engine.requests
 
 
-def test_a_filled_template_is_cut_if_asked(tokenizer: Any, params: Any) -> None:
+def test_filled_template_is_cut_on_request(tokenizer: Any, params: Any) -> None:
     engine = with_data(tokenizer, params, **TEMPLATE)
     body = {"prompt": {"title": "lamps", "text": "river " * 30}, "truncate": True}
     usage = connect(service(engine)).post(PATH, json=body).json()["usage"]
@@ -537,7 +537,7 @@ def test_a_byte_order_mark_is_no_part_of_a_body(client: TestClient) -> None:
     assert client.post(PATH, content=content, headers={"Content-Type": "application/json"}).status_code == 200
 
 
-def test_a_long_prompt_is_cut_only_if_asked(client: TestClient, engine: ScriptedEngine) -> None:
+def test_long_prompt_is_cut_only_on_request(client: TestClient, engine: ScriptedEngine) -> None:
     ids = [*range(2, 40), 1]
     found = error(client.post(PATH, json={"prompt": ids}), 400)
     assert found["code"] == "context_length_exceeded"
@@ -566,7 +566,7 @@ def test_other_places(client: TestClient, method: str, path: str, status: int, s
     "path", ["/", *app.POSTS, "/v1/models", "/v1/models/tiny", "/health", "/livez", "/readyz", "/metrics"]
 )
 @pytest.mark.parametrize("keys", [(), ("secret",)])
-def test_every_path_says_which_methods_it_has(engine: ScriptedEngine, path: str, keys: tuple[str, ...]) -> None:
+def test_every_path_names_its_allowed_methods(engine: ScriptedEngine, path: str, keys: tuple[str, ...]) -> None:
     client = connect(service(engine, *keys))
     reply = client.options(path)
     assert reply.status_code == 204 and reply.content == b""
@@ -963,7 +963,7 @@ PLACES = ("/health/", "/metrics/", "/v1/models/", "/v1/models/tiny/", "/livez/",
 
 
 @pytest.mark.parametrize("path", [*PLACES, *(f"{path}/" for path in app.POSTS)])
-def test_no_path_leads_to_another_host(client: TestClient, path: str) -> None:
+def test_no_path_redirects_to_another_host(client: TestClient, path: str) -> None:
     for method in ("GET", "POST"):
         reply = client.request(method, path, headers={"Host": "evil.example"}, json={}, follow_redirects=False)
         assert reply.status_code in (404, 405) and "Location" not in reply.headers

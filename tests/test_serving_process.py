@@ -341,7 +341,7 @@ def test_a_second_sigterm_ends_it_at_once(trained: Path) -> None:
         (["--places", "0"], "error: --places: found 0; expected at least 1"),
     ],
 )
-def test_what_cannot_start(tmp_path: Path, flags: list[str], said: str) -> None:
+def test_invalid_server_arguments_are_refused(tmp_path: Path, flags: list[str], said: str) -> None:
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()

@@ -98,7 +98,7 @@ def test_few_short_examples_have_few_shapes(steps, most):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_long_runs_have_as_many_shapes_as_are_asked_for(name):
+def test_long_runs_have_the_requested_number_of_shapes(name):
     """Of the paper's runs the shortest has 1,907 steps."""
     sizes = {"size": 24, "group": 16, "pack": 3, "limit": LIMIT}
     shapes = choose_pairs(like(name), **sizes, most=22, steps=1907)
@@ -113,7 +113,7 @@ def test_larger_batches_double_the_largest_shape():
     assert shapes.fit((30, 65)) == shapes.fit((30, 71)) == (96, 72)  # of older limits, which were too low
 
 
-def test_shapes_come_into_use_by_and_by_and_survive_json():
+def test_shapes_are_introduced_gradually_and_survive_json():
     shapes = choose_pairs(like("spans", 500), size=24, group=16, pack=3, most=12, limit=LIMIT)
     assert len(shapes.pairs) == 12 and len(shapes.in_use(0)) == FIRST
     assert [len(shapes.in_use(step)) for step in (7, 8, 40, 1000)] == [4, 5, 9, 12]

@@ -366,7 +366,7 @@ def test_a_tasks_own_tokenizer_is_compared_too(begun: Path) -> None:
         (["other", *WORDS[1:]], {"lora_rank": 2}, 1, "but train.lora_rank leaves the table unchanged"),
     ],
 )
-def test_it_is_taken_when_asked_for(
+def test_other_tokenizer_is_used_on_request(
     words: list[str], train: dict[str, Any], counted: int, hint: str, begun: Path, tmp_path: Path, said: list[str]
 ) -> None:
     files = word_level(tmp_path / "other", ["<pad>", "</s>", "<unk>", *words], pad_token="<pad>", **EOS)

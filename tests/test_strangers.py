@@ -210,7 +210,7 @@ def test_the_hubs_cache_is_followed_and_no_other_place(tokenizer_files: Path, tm
     require_own(local / "own")
 
 
-def test_a_run_does_not_publish_what_its_tokenizer_links_to(tokenizer_files: Path, tmp_path: Path) -> None:
+def test_export_refuses_linked_tokenizer_files(tokenizer_files: Path, tmp_path: Path) -> None:
     """`push` uploads what `to-hf` copies from a run."""
     from pipejax import checkpoint
     from pipejax.convert import to_hf

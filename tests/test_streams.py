@@ -51,7 +51,7 @@ def test_closed_and_full_outputs_end_the_command(redirected, code, out, err, flu
         assert number > 2
 
 
-def test_a_reader_that_goes_away(tmp_path):
+def test_closed_standard_output_ends_the_command_and_closed_error_does_not(tmp_path):
     """Of standard error: the work goes on. Of standard output: it ends, as it does for any other tool."""
     loop = (
         "import sys, time\nfrom pipejax.system import cli\ndef main(argv):\n for i in range(9): SAY; time.sleep(0.02)\n"

@@ -32,7 +32,7 @@ def test_documents_are_paired():
     assert bootstrap(first, second, mean)["x"] == pytest.approx((2.0, 2.0, 2.0))
 
 
-def test_a_ratio_of_sums_is_taken_anew_in_each_sample():
+def test_ratio_of_sums_is_computed_in_each_sample():
     """Micro-averages: long documents weigh more, in samples as well."""
     gold = [["a", "b", "c", "d"]] * 10 + [["a"]] * 90
     right = [["a", "b", "c", "d"]] * 10 + [["z"]] * 90

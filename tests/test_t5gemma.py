@@ -241,7 +241,7 @@ def tokenizer_that_adds(added: str, place: Path) -> Any:
         ("<eos> $A <eos>", [4, 5, 4, 1]),  # it does not begin with the model's start
     ],
 )
-def test_sources_get_what_their_tokenizer_adds(added, former, tmp_path):
+def test_sources_have_the_tokens_that_their_tokenizer_adds(added, former, tmp_path):
     """And with data.special_tokens=eos what former versions added."""
     theirs, tokenizer = tokenizer_that_adds(added, tmp_path), Tokenizer.load(tmp_path)
 

@@ -383,7 +383,7 @@ def test_refused_places(given, taught, tmp_path, tokenizer_files):
         teach_command.main(["--checkpoint", "x", "--input", "absent.jsonl", "--workdir", "y"])
 
 
-def test_another_labelling_needs_another_directory(given, taught, tmp_path):
+def test_changed_settings_need_a_new_directory(given, taught, tmp_path):
     before = contents(taught)
     with pytest.raises(UserError, match=r"--held-out: 6 -> 7; expected no change"):
         run(given, taught, held_out=7)

@@ -405,7 +405,7 @@ def test_bad_directories(files: dict[str, str], message: str, tmp_path: Path) ->
     ],
     ids=["tokenizer_config.json", "config.json with a class", "config.json", "spiece.model"],
 )
-def test_code_in_a_directory_is_not_run_or_asked_about(
+def test_code_in_a_directory_is_never_run(
     files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first line of standard input is data: it must not be taken for an answer."""

@@ -190,7 +190,7 @@ def test_tokenizer_file_equals_transformers(case: str, made: dict[str, Path], tm
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_may_differ_is_left_to_transformers(case: str, made: dict[str, Path], tmp_path: Path) -> None:
+def test_files_that_may_differ_are_read_by_transformers(case: str, made: dict[str, Path], tmp_path: Path) -> None:
     kind, changes = OTHERS[case]
     directory = changed(made[kind], tmp_path / "changed", changes)
     ours = Tokenizer.load(directory)

@@ -235,7 +235,7 @@ def test_every_protocol_of_pickles(protocol: int, tmp_path: Path) -> None:
         np.testing.assert_array_equal(stored.read().astype(np.float32), in_numpy(TENSORS[name]))
 
 
-def test_one_storage_is_no_more_than_a_tied_table(tmp_path: Path) -> None:
+def test_tensors_may_share_a_storage_at_most_four_times(tmp_path: Path) -> None:
     """A small file of many names for the same numbers would fill the memory."""
     torch.save(dict.fromkeys("abcd", WIDE), tmp_path / "pytorch_model.bin")
     assert len(open_tensors(tmp_path)[1]) == 4

@@ -459,7 +459,7 @@ def test_an_example_without_rows_still_teaches_to_stop(tokenizer):
     assert collate([encoded]).arrays["weights"].sum() == 1
 
 
-def test_rows_that_vanish_are_none_for_either_objective(tokenizer):
+def test_rows_without_tokens_are_dropped_for_both_objectives(tokenizer):
     """Between separators, too, nothing is left of a row that the tokenizer leaves nothing of."""
     for objective in ("pipelined", "sequential"):
         config = change(CONFIG, train={"objective": objective})

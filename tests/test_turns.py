@@ -248,7 +248,7 @@ def check_stream(setting: Setting, seeds: range) -> int:
 GRID = Pipelined(delay=1, time_max=10, sub_max=4)
 
 
-def test_a_grid_whose_cache_grows() -> None:
+def test_grid_with_a_growing_cache() -> None:
     """A step that does not fit must not write: it would take slots that are used when a larger cache goes on."""
     seen = check(Setting(GRID, slots=(9,), turn=4), range(12))
     assert min(seen.values()) > 3, seen

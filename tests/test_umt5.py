@@ -121,7 +121,7 @@ def test_umt5_trains_on_eight_devices_as_on_one(trained, tmp_path):
 
 
 @pytest.mark.long
-def test_umt5_takes_low_rank_factors_and_goes_into_an_export(trained, tmp_path):
+def test_umt5_trains_low_rank_factors_and_is_exported(trained, tmp_path):
     config = config_lib.load(trained / "config.json")
     config = dataclasses.replace(
         change(config, train={"init_from": str(trained), "lora_rank": 2, "remat": "layers"}, mesh={"data": 1}),

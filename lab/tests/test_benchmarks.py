@@ -228,7 +228,7 @@ def test_bytes_of_a_step_equal_its_weights_and_source(params):
     assert systems.step_bytes(config, source=64, slots=0, itemsize=4) == matrices + source
 
 
-def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
+def test_chart_describes_patterns_and_is_reproducible(tmp_path):
     assert plot.in_words("8x14", 1) == "8 rows of 14 tokens"
     assert plot.in_words("8x14u", 8) == "8 rows of 14 tokens, one half as long again, 8 documents at a time"
     times = {"batch": 1, "encode_s": 0.5, "decode_s": 1.0, "steps": 7}
@@ -240,7 +240,7 @@ def test_a_chart_says_patterns_in_words_and_is_the_same_each_time(tmp_path):
 
 
 @pytest.mark.parametrize("seconds, cut", [((1.0, 1.1, 1.2), 0), ((1.0, 1.1, 9.0), 1), ((1.0, 9.0, 1.1, 1.2, 8.0), 2)])
-def test_a_bar_that_is_cut_has_gaps(seconds, cut, tmp_path):
+def test_shortened_bar_has_gaps(seconds, cut, tmp_path):
     results = [
         {"pattern": "3x4", "batch": 1, "system": f"system {i}", "encode_s": 0.1, "decode_s": x - 0.1}
         for i, x in enumerate(seconds)

@@ -34,7 +34,7 @@ def test_decoders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) 
     assert [record["turn"] for record in records["pipelined"]] == [9, 9, 9]  # type: ignore[typeddict-item]
 
 
-def test_the_table_says_both_ratios() -> None:
+def test_table_has_both_ratios() -> None:
     both: dict[str, Any] = {
         "sequential": {"examples": 512, "em_f1": 99.0, "steps": 50.0, "milliseconds": 8.0, "speed_up": 1.0},
         "pipelined": {"em_f1": 98.5, "steps": 12.5, "step_ratio": 4.1, "milliseconds": 4.0, "speed_up": 2.05},
@@ -93,7 +93,7 @@ def test_the_spread_leaves_out_one_slow_round() -> None:
     assert demo.spread([2.0]) == 0.0
 
 
-def test_a_load_that_is_not_known_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_load_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
         raise OSError
 

@@ -51,13 +51,13 @@ def _work(tmp_path, library, number, part=""):
     return ended.returncode, names, here
 
 
-def test_every_event_is_seen_and_none_elsewhere(tmp_path, library):
+def test_all_events_of_the_directory_are_recorded_and_no_others(tmp_path, library):
     code, names, here = _work(tmp_path, library, 0)
     assert code == 0 and names == SEEN and not any(here.iterdir())
 
 
 @pytest.mark.parametrize(("number", "left"), [(1, []), (3, ["a", "a/f"]), (6, ["a", "a/g"]), (7, ["a"])])
-def test_a_process_dies_at_the_chosen_event_and_leaves_what_was_done_before(tmp_path, library, number, left):
+def test_process_killed_at_an_event_keeps_earlier_writes(tmp_path, library, number, left):
     code, names, here = _work(tmp_path, library, number)
     assert code == -9 and names == [SEEN[number - 1]]
     assert sorted(str(path.relative_to(here)) for path in here.rglob("*")) == left
@@ -122,14 +122,14 @@ def test_a_fsync_that_comes_too_late_is_a_loss():
     assert losses(Path("/w"), _happened(*order)) == ["checkpoints/4: renamed with 1 not on disk (a, ...)"]
 
 
-def test_an_old_step_that_is_renamed_away_first_is_gone_as_well():
+def test_step_moved_away_before_its_successor_is_committed_is_lost():
     early = [*SAFE[:15], "rename checkpoints/2 checkpoints/old", SAFE[15], "unlink checkpoints/old/a"]
     assert "checkpoints/2: goes before a newer step is on disk" in losses(Path("/w"), _happened(*early))
     late = [*SAFE[:16], "rename checkpoints/2 checkpoints/old", "unlink checkpoints/old/a", "rmdir checkpoints/old"]
     assert losses(Path("/w"), _happened(*late)) == []
 
 
-def test_what_was_written_unseen_counts_as_lost():
+def test_unrecorded_writes_count_as_lost():
     happened = _happened("open a", "fsync a", "open d", "write d", "fsync .", "open c")  # b was called d
     there = (Path("/w", name) for name in "abc")
     at_risk = [f"{name} may not be on disk at the end" for name in ("c: its content", "c: its name", "b: its content")]

@@ -108,7 +108,7 @@ def test_a_tokenizer_that_is_not_the_one_of_the_run(what, trained, tmp_path):
         use()
 
 
-def test_older_checkpoints_do_not_say_which_tokenizer(trained, tmp_path):
+def test_checkpoint_without_tokenizer_fingerprint_opens(trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained[0], run)
     (manifest,) = (run / "checkpoints/1/manifest").glob("metadata")

@@ -89,7 +89,7 @@ def test_a_broken_part_stops_no_other(tmp_path):
     ]
 
 
-def test_parts_that_are_asked_for_share_the_time_of_all(capsys):
+def test_requested_parts_share_the_total_time(capsys):
     every = gpu.parts()
     few = gpu.only(every, ["kernels", "train"])
     assert [part.name for part in few] == ["train", "kernels"]
@@ -496,7 +496,7 @@ SUMMARY = {
         "**compiled: cut off**.",
     ],
 )
-def test_the_page_says_what_was_found(line):
+def test_page_shows_the_results(line):
     assert line in gpu_tables.page(json.loads(json.dumps(SUMMARY)))
 
 

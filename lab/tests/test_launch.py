@@ -277,7 +277,7 @@ def test_its_trial_finds_no_fault() -> None:
     assert trial.agrees(blocks(3))
 
 
-def test_it_is_tried_before_it_is_trusted(caplog, monkeypatch) -> None:
+def test_kernel_is_tried_before_use(caplog, monkeypatch) -> None:
     monkeypatch.setattr(trial, "_decoder", lambda: None)
     monkeypatch.setattr(trial, "compare", lambda *_, **__: (jnp.asarray(False), jnp.asarray(0.01)))
     assert trial.agrees(blocks(3))
@@ -294,7 +294,7 @@ def test_it_is_tried_before_it_is_trusted(caplog, monkeypatch) -> None:
     assert caplog.records[-1].message == "decoding goes without its one launch: division by zero"
 
 
-def test_a_machine_without_nvrtc_says_so(monkeypatch) -> None:
+def test_missing_nvrtc_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(OSError, match="found no NVRTC; expected the package nvidia-cuda-nvrtc"):
         nvrtc.ptx(3, 1, "90")

@@ -126,7 +126,7 @@ def test_a_slow_system_has_fewer_turns():
     assert systems.paired(runs["fast"], runs["slow"], whole=True) == 5.0
 
 
-def test_words_stand_for_ids():
+def test_each_id_has_a_word():
     assert words_of([0, 1, 2, 3, 40]) == ["<pad>", "</s>", "<unk>", "t3", "t40"]
     assert ids_of(words_of(range(9))) == [*range(9)]
 

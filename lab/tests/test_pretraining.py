@@ -38,7 +38,7 @@ def by_name():
     }
 
 
-def test_phrases_stand_more_than_once_in_rare_words_and_come_in_order():
+def test_phrases_are_repeated_rare_words_in_order():
     found = by_name()
     source, target = found["0/0/phrases"]
     # "barn", "owl" and "vole" are as rare as "barn owl" but say less, or are a part of it; "night" stands there once.
@@ -48,7 +48,7 @@ def test_phrases_stand_more_than_once_in_rare_words_and_come_in_order():
     assert "2/0/phrases" not in found  # nothing in it is rare
 
 
-def test_sentences_are_the_first_ones():
+def test_sentences_are_taken_from_the_start():
     source, target = by_name()["0/0/sentences"]
     assert target == "The barn owl hunts at night. A vole hides from the barn owl."
     assert source.startswith(f"summarize: {target} The vole is small. So it was")

@@ -129,7 +129,7 @@ def test_pictures(collected):
         assert f"({name})" in (collected / "tables.md").read_text()
 
 
-def test_the_papers_own_numbers_agree_with_one_another():
+def test_reported_numbers_of_the_paper_are_consistent():
     """What the paper says twice: Table 5 repeats Table 4, and speed-ups are ratios of the rates beside them."""
     for task in paper.TABLES[4]:
         assert paper.TABLE_5[task, 1].scores["test"] == paper.REPORTED[task, "base", "pipelined"].scores["test"]

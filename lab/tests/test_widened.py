@@ -18,7 +18,7 @@ GATED = {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False}
 
 
 @pytest.mark.parametrize("kind", [{}, GATED], ids=["v1.0", "v1.1"])
-def test_its_logits_are_the_small_ones(kind):
+def test_widened_model_has_the_logits_of_the_small_one(kind):
     small = dataclasses.replace(SMALL, layer_norm_epsilon=1e-2, **kind)
     large = sizes_of(small, LARGER)
     rng = np.random.default_rng(1)
