@@ -74,7 +74,7 @@ def export(
       batch: B; None: `decode.batch_size`.
       length: L; None: `data.max_source`.
       best: use the step of the best evaluation instead of the newest one.
-      overrides: settings KEY=VALUE of the sections in KEYS.
+      overrides: settings KEY=VALUE, of those that declare the command "export".
 
     Raises:
       UserError: a setting or method cannot be exported, or the directory cannot be written.
@@ -92,7 +92,9 @@ def export(
         found = getattr(config.decode, field.name)
         if not field.metadata.get("exported") and found != field.default:
             raise UserError(
-                f"decode.{field.name}", found=found, expected=f"{field.default}, the only value that an export supports"
+                f"decode.{field.name}",
+                found=f"{found}",
+                expected=f"{field.default}, the only value that an export supports",
             )
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
