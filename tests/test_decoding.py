@@ -90,6 +90,34 @@ def decode_scripted(strategy, answers):
     return jax.device_get(decoding.run(stretch, sizes).decoded)
 
 
+def test_one_program_with_all_cache_sizes_decodes_like_one_for_each() -> None:
+    strategy, grown = Scripted(delay=1, time_max=12, sub_max=4), set()
+    sizes = Sizes.fit(strategy, 2, slots=(14, 22))
+
+    def begin(script):
+        state = scripted.State(strategy.init(2), script)
+        return decoding.begin(strategy, NoModel(), state, sizes)
+
+    @jax.jit
+    def whole(script):
+        return decoding.run_in_one_program(
+            lambda slots, carry: decode_stretch(strategy, carry or begin(script), sizes, slots), sizes
+        )
+
+    for length in (1, 5, 11):
+        answers = [[[2] * length, [3] * length, [4]], [[5] * length]]
+        script, used = jnp.asarray(scripted.script(answers, strategy.rows, strategy.time_max + 1, strategy.eos)), []
+
+        def stretch(slots, carry, script=script, used=used):
+            used.append(slots)
+            return decode_stretch(strategy, carry or begin(script), sizes, slots)
+
+        expected = decoding.run(stretch, sizes).decoded
+        jax.tree.map(np.testing.assert_array_equal, whole(script), expected)
+        grown.add(len(used))
+    assert len(sizes.slots) == 3 and grown == {1, 2, 3}
+
+
 @partial(jax.jit, static_argnums=(0, 2, 3))
 def decode_stretch(strategy, carry, sizes, slots):
     return decoding.decode(strategy, NoModel(), carry, sizes=sizes, slots=slots)

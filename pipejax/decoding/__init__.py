@@ -8,7 +8,7 @@ from pipejax.config import DecodeConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
 from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, DecodingOptions, Sampling
-from pipejax.decoding.core import QUERIES, Carry, Segment, Sizes, begin, decode, grow, refill, run
+from pipejax.decoding.core import QUERIES, Carry, Segment, Sizes, begin, decode, grow, refill, run, run_in_one_program
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
@@ -76,6 +76,7 @@ __all__ = [
     "list_calls",
     "refill",
     "run",
+    "run_in_one_program",
     "with_drafts",
 ]
 

@@ -125,6 +125,30 @@ def run(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) ->
     raise sizes.full()
 
 
+def run_in_one_program(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) -> Decoded:
+    """Decodes with growing caches like `run`, but traced: one program contains the loops of all cache sizes.
+
+    A larger cache is used only if an example of the batch is not done. For programs that are exported: all sizes are
+    compiled, however short the answers are.
+
+    Args:
+      decode_segment: as for `run`, but traced.
+      sizes: the sizes of the caches.
+
+    Returns:
+      The final result. If the strategy fills more slots than the largest cache has, the rows so far.
+    """
+
+    def continue_with(slots: tuple[int, ...], carry: Carry | None) -> Decoded:
+        found = decode_segment(slots[0], carry)
+        if not slots[1:]:
+            return found.decoded
+        result: Decoded = jax.lax.cond(found.over, lambda: found.decoded, lambda: continue_with(slots[1:], found.carry))
+        return result
+
+    return continue_with(sizes.slots, None)
+
+
 def begin(
     strategy: Stepper,
     model: Model[Cache],

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 from jax import export as jax_export
 
-from pipejax import checkpoint, methods
+from pipejax import checkpoint, decoding, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import TRUNCATIONS, Carry, Decoded, DecodingOptions, SourceIds, Strategy
+from pipejax.decoding import TRUNCATIONS, Carry, DecodingOptions, Segment, SourceIds, Strategy
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
 from pipejax.inference.decoding_options import forced_of, rows_of
@@ -197,16 +197,11 @@ def _decode(
 
     options = DecodingOptions(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
 
-    def stretches(slots: Sequence[int], carry: Carry | None) -> Decoded:
-        """Decodes with growing caches, as `decoding.run` does, but within one program."""
+    def decode_segment(slots: int, carry: Carry | None) -> Segment:
         given = ready.decoding, memory, carry, read, options
-        found = programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots[0], backend=backend)
-        if not slots[1:]:
-            return found.decoded
-        result: Decoded = jax.lax.cond(found.over, lambda: found.decoded, lambda: stretches(slots[1:], found.carry))
-        return result
+        return programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots, backend=backend)
 
-    decoded = stretches(sizes.slots, None)
+    decoded = decoding.run_in_one_program(decode_segment, sizes)
     return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
 
 
