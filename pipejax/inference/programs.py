@@ -245,11 +245,11 @@ class Programs:
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         options = options.take(numbers)
 
-        def decode_stretch(slots: int, carry: Carry | None) -> Segment:
+        def decode_segment(slots: int, carry: Carry | None) -> Segment:
             found: Segment = self._run(strategy, slots, (weights, memory, carry, read, options), shape, report)
             return found
 
-        decoded: Decoded = jax.device_get(decoding.run(decode_stretch, sizes).decoded)
+        decoded: Decoded = jax.device_get(decoding.run(decode_segment, sizes).decoded)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
         return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))

@@ -256,7 +256,7 @@ class Method:
         return grid.sequential_steps(lengths, separator=separator)
 
     def learned(self) -> dict[str, object]:
-        """The settings that training bakes into the weights, by key: decoding with other values gives poor output."""
+        """The settings that the weights have learned, by key: decoding with other values gives poor output."""
         return {f"method.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def require(self, ability: str, place: str = "", found: str = "", expected: object = "none") -> None:
