@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: Any) -> Path:
-    """A T5 v1.1 with a head of its own."""
+    """A T5 v1.1 with a separate head."""
     torch.manual_seed(0)
     settings = {**SIZES, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings))
@@ -201,7 +201,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore")  # PEFT's, that it does not follow some of these
 @pytest.mark.parametrize("kind", PLAIN)
 def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapter: Path, tmp_path: Path) -> None:
-    """The merged matrices are those that PEFT merges."""
+    """The merged matrices equal PEFT's."""
     shutil.copytree(adapter, tmp_path / "adapter")
     change(**PLAIN[kind])(tmp_path / "adapter")
     merged = peft.PeftModel.from_pretrained(whole(base), tmp_path / "adapter").merge_and_unload().state_dict()

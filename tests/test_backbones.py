@@ -1,4 +1,4 @@
-"""Backbones of somebody else's, and a T5 with a layer changed: decoding says what the teacher-forced module says."""
+"""Custom backbones, and a T5 with a changed layer: decoding equals the teacher-forced module."""
 
 import dataclasses
 import importlib
@@ -201,7 +201,7 @@ def test_changed_stock_t5_is_detected(place, name, monkeypatch):
     ids=["v1.0-auto", "v1.1-int8", "v1.0-int8", "v1.1-auto"],
 )
 def test_layer_by_layer_is_the_stock_decoder(weights, model):
-    """The step of the module's own layers finds what XLA's packed step finds, in whatever weights are held."""
+    """A step of the module's layers equals XLA's packed step, for all dtypes of stored weights."""
     params = oracle.random_params(model, np.random.default_rng(3))
     config = Config(model=model, grid=GRID, decode=DecodeConfig(max_length=20, weights=weights, scores=True))
     own, packed = (Generator(config, params, None, backend=kind(weights)) for kind in (Backend, Xla))
@@ -210,7 +210,7 @@ def test_layer_by_layer_is_the_stock_decoder(weights, model):
             assert a["row_ids"] == b["row_ids"] and a["log_prob"] == pytest.approx(b["log_prob"], abs=1e-2)
 
 
-# Backbones of classes of their own.
+# Backbones of custom classes.
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_unread_scales_and_factors_are_refused(monkeypatch):
 
 
 class Gated(t5.DecoderLayer):
-    """With a number of its own."""
+    """A T5 with one more parameter, a scalar."""
 
     def setup(self):
         super().setup()
@@ -306,7 +306,7 @@ def test_additional_parameters_are_checked_before_the_first_step(tmp_path, monke
 
 
 def test_classes_of_the_main_script_are_refused(monkeypatch):
-    """Nobody could open the run again."""
+    """No other program could open such a run."""
     monkeypatch.setattr(UMT5Config, "__module__", "<run_path>")
     with pytest.raises(UserError, match="model: found UMT5Config, a class of the script"):
         config_lib.to_json(Config(model=TINY))
@@ -350,7 +350,7 @@ def test_unknown_backbone_class_is_one_line():
 
 
 class Named(T5Config):
-    """It says a name of its own."""
+    """A T5 with a model_type of its own class."""
 
     model_types = ("named-t5", "t5")
 
@@ -557,7 +557,7 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
     "spelling", [["--set", "model=pipejax.backbones.umt5:{}"], ["--backbone", "pipejax.backbones.umt5:{}"]]
 )
 def test_commands_import_a_backbone_by_setting(spelling, tmp_path, capsys):
-    """In two spellings, of which the help shows the first."""
+    """In two spellings; the help shows the first."""
     theirs = tmp_path / "theirs"
     write_hf(TINY, varied(TINY, 0), theirs, None)
     flag, right, wrong = spelling[0], spelling[1].format("UMT5Config"), spelling[1].format("Nothing")

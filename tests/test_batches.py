@@ -1,4 +1,4 @@
-"""Training batches: a function of their number, the same whoever encodes them; which examples come together."""
+"""Training batches depend on their number only, not on the process that encodes them; and the examples in a batch."""
 
 import threading
 

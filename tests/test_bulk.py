@@ -1,4 +1,4 @@
-"""pipejax bulk: shards of blocks of lines, equal to what pipejax decode writes, whatever is killed on the way."""
+"""pipejax bulk: shards of blocks of lines equal the output of pipejax decode, after any kill."""
 
 import bz2
 import datetime
@@ -298,7 +298,7 @@ def test_unreported_shard_of_a_dead_worker_is_kept(run: Run, trained: Path, monk
 
 
 def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> None:
-    """With the line that pipejax decode says; once it is mended the same command goes on."""
+    """With the message of pipejax decode; after the line is mended the same command resumes."""
     bad = [*VALUES[:8], {"id": "x", "sauce": ""}, *VALUES[9:]]
     Path("a.jsonl").write_text(lines_of(bad))
     with pytest.raises(UserError) as told:
@@ -313,7 +313,7 @@ def test_a_bad_line_stops_after_the_blocks_in_work(run: Run, trained: Path) -> N
 
 
 def test_bad_lines_are_left_out_and_stay_known(run: Run, trained: Path, said: list[str]) -> None:
-    """The manifest says how many and which, also after a kill and of shards that nobody told of."""
+    """The manifest lists them, also after a kill and for shards whose worker died before its report."""
     bad = ['{"source": "x"', '{"sauce": 1}', "[]", '{"source": ""}']
     lines = lines_of(VALUES).splitlines()
     Path("a.jsonl").write_text("\n".join([lines[0], *bad[:2], *lines[1:9], *bad[2:], *lines[9:]]) + "\n")

@@ -20,7 +20,7 @@ from pipejax.system import compile_cache
 from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-STRANGER = 4242  # a user's number that is nobody's here
+STRANGER = 4242  # the number of a user who does not exist here
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 # Compiles a program; prints what became of the cache.
 CHILD = """

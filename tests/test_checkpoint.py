@@ -1,4 +1,4 @@
-"""Saving in the background, what stays, what a failed save costs, and what is said about damaged steps."""
+"""Saving in the background, kept steps, failed saves, and messages about damaged steps."""
 
 import contextlib
 import errno
@@ -268,7 +268,7 @@ def test_training_outlives_a_failed_save_but_for_the_last(config, finished, tmp_
 
 
 def host(value):
-    """What is wanted of an array like that."""
+    """The expected shape and dtype of an array."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=on_host())
 
 

@@ -120,7 +120,7 @@ def test_equal_logits_at_the_limit_stay_together():
 
 @pytest.mark.parametrize("share, token", [(0.0, 1), (0.249, 1), (0.26, 3), (0.999999, 600)])
 def test_a_share_finds_its_token(share, token):
-    """What has no weight is never found, whatever is rounded."""
+    """A token without weight is never found, with any rounding."""
     weights = jnp.zeros(700).at[jnp.asarray([1, 3, 600])].set(jnp.asarray([1.0, 2.0, 1.0]))
     assert choice._find(weights[:, None], jnp.asarray([share])).tolist() == [token]
     assert choice._find(weights[:, None] * 1e-30, jnp.asarray([share])).tolist() == [token]

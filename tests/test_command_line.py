@@ -103,7 +103,7 @@ def test_the_nearest_word(found: object, known: tuple[str, ...], hint: str) -> N
     assert did_you_mean(found, known) == (f"did you mean {hint}?" if hint else "")
 
 
-# What is absent.
+# Absent systems and libraries.
 
 HIDE = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
 
@@ -123,7 +123,7 @@ def test_system_without_required_modules_is_one_line(module: str) -> None:
     [
         ("win32", "AMD64", 2**63 - 1, {"fcntl", "resource"}, "native Windows.*; wsl --install sets up WSL2$"),
         ("darwin", "x86_64", 2**63 - 1, {"jax"}, "Python for a Mac with an Intel.*on Apple silicon$"),
-        ("darwin", "x86_64", 2**63 - 1, set(), ""),  # somebody built it
+        ("darwin", "x86_64", 2**63 - 1, set(), ""),  # built from source
         ("darwin", "arm64", 2**63 - 1, {"jax"}, ""),  # it can be installed, as another line says
         ("linux", "aarch64", 2**63 - 1, {"jaxlib"}, ""),
         ("linux", "armv7l", 2**31 - 1, {"jax"}, "Python of 32 bits"),

@@ -1,4 +1,4 @@
-"""Configs: every one in configs/ survives its ways through text, and what is wrong is one line that says where."""
+"""Configs: each file in configs/ round-trips through text, and an error is one line with its place."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ IMPORTS = "from pipejax.config import *\n"
 
 
 def refusal(function, *arguments, **options) -> str:
-    """What the UserError says, in one line."""
+    """The message of the UserError, in one line."""
     with pytest.raises(UserError) as caught:
         function(*arguments, **options)
     message = str(caught.value)

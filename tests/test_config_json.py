@@ -238,7 +238,7 @@ def check_read(kind: str, facts: Facts) -> str:
     backbone = CLASSES[kind][0]
     try:
         wanted = expected(kind, facts)
-    except Exception:  # of many kinds: those of transformers, for a value that it does not take
+    except Exception:  # transformers raises exceptions of many kinds for an invalid value
         with pytest.raises(UserError) as refused:
             check(Config(model=backbone(**backbone.read_facts(facts))), where="config.json")
         return str(refused.value)
@@ -343,7 +343,7 @@ ROPES: dict[str, Facts] = {
     "a partial factor": {"rope_parameters": ABSENT, "partial_rotary_factor": 0.5},
 }
 LINEAR = {"rope_type": "linear", "factor": 2.5}
-# The same of T5Gemma 2, whose full layers have rotations of their own.
+# For T5Gemma 2, whose full layers have separate rotations.
 TWO_ROPES: dict[str, Facts] = {
     "both thetas": {"rope_parameters": ABSENT, "rope_theta": 30.0, "rope_local_base_freq": 20.0},
     "one theta": {"rope_parameters": ABSENT, "rope_local_base_freq": 20.0},
@@ -511,7 +511,7 @@ def draw(kind: str, rng: np.random.Generator) -> Facts:
     return facts | ids | {"encoder": encoder, "decoder": sides[1]}
 
 
-# Keys without which a model is too large for a test; and those of both sides, which have to be equal.
+# Keys without which a model is too large for a test, and keys that must be equal on both sides.
 LARGE = {"hidden_size", "num_hidden_layers", "vocab_size", "d_model"}
 EQUAL = {"rms_norm_eps"}
 NEEDED = {"model_type", "eos_token_id", "decoder_start_token_id", "bos_token_id"}  # by `generate`
@@ -596,7 +596,7 @@ def saved(kind: str, place: Path, rng: np.random.Generator) -> None:
     randomize(model, centered="gemma" in kind, rng=rng)
     head = model.lm_head if "gemma" not in kind else model.lm_head.out_proj
     model.tie_weights()
-    # Published UMT5s have a head of their own, which transformers 5 scales, and nobody else: see its own tests.
+    # Published UMT5s have a separate head, which only transformers 5 scales: see test_umt5.py.
     if rng.random() < 0.5 and not (kind == "umt5" and facts.get("tie_word_embeddings") is False):
         head.weight = torch.nn.Parameter(torch.tensor(rng.standard_normal(head.weight.shape), dtype=torch.float32))
         model.all_tied_weights_keys = {

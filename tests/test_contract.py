@@ -1,4 +1,4 @@
-"""Methods and backbones of somebody else's: whoever breaks a rule reads it in one line; those that keep all decode."""
+"""Custom methods and backbones: a violated rule is one line, and those that follow all rules decode."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ def broken(base: type[Uneven] = Uneven, method: dict[str, Any] | None = None, **
 
 @contextlib.contextmanager
 def refused(line: str) -> Iterator[None]:
-    """By one line that begins so. JAX adds notes to what is raised while it traces; nobody is shown them."""
+    """Refused by one line that begins so. JAX adds notes to exceptions while it traces; users do not see them."""
     with pytest.raises(UserError) as caught:
         yield
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value), str(caught.value)
@@ -84,7 +84,7 @@ def turned_once_ended(self: Lines, state: Any) -> Decoded:
 
 
 def endless(self: Lines, state: Any, answers: Any) -> Any:
-    """Each row goes on to its width."""
+    """Each row continues up to its width."""
     return dataclasses.replace(Lines.advance(self, state, answers), ended=state.ended)
 
 
@@ -311,7 +311,7 @@ def test_wrong_shapes_are_refused_while_tracing() -> None:
 
 
 def test_built_in_strategies_skip_the_dry_run() -> None:
-    """Whatever their size: only facts are looked at."""
+    """Of any size: only their facts are checked."""
     made = methods.strategy_of(methods.PipelinedMethod(GridConfig(time_max=900, sub_max=400)), IDS)
     assert made.places == (400, 900)
 
@@ -320,7 +320,7 @@ def test_built_in_strategies_skip_the_dry_run() -> None:
 
 
 class Longer(Pipelined):
-    """Algorithm 1 with a rule of its own."""
+    """Algorithm 1 with one more rule."""
 
     def advance(self, state: Any, next_tokens: Any) -> Any:
         return super().advance(state, next_tokens)
@@ -332,7 +332,7 @@ def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
     line = rf"^Own\.{part}: drafts follow GridStrategy\.{part} instead; expected no drafts, or an `on_grid`"
     with pytest.raises(UserError, match=line):
         decoding.drafted(own(1, 9, 3), DecodeConfig(draft="source"))
-    again = type("Again", (own,), {})  # nor those of what it inherits
+    again = type("Again", (own,), {})  # nor those of its base class
     with pytest.raises(UserError, match=rf"^Again\.{part}: drafts follow"):
         decoding.drafted(again(1, 9, 3), DecodeConfig(draft="source"))
 
@@ -407,7 +407,7 @@ def test_more_slots_than_declared_are_one_line(slots: int, line: str) -> None:
         encode_example(example, tokenizer, dataclasses.replace(RUN, method=with_flat(**parts)), MODEL)
 
 
-# Settings that nobody reads.
+# Settings that no method reads.
 
 
 def test_settings_unread_by_a_method_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

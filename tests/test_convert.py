@@ -1,4 +1,4 @@
-"""Conversion from and to Hugging Face; transformers has the last word. Refusals have a file of their own."""
+"""Conversion from and to Hugging Face, compared with transformers; test_convert_refusals.py tests refusals."""
 
 import errno
 import itertools
@@ -54,7 +54,7 @@ def new_model(*, model_type: str = "t5", own_head: bool = False, **settings: Any
 
 
 def save(model: Any, directory: Path, **options: Any) -> Path:
-    """By save_pretrained, with a head of its own as well."""
+    """By save_pretrained, with a separate head if the model has one."""
     if model.lm_head.weight is not model.shared.weight:
         model.all_tied_weights_keys.pop("lm_head.weight", None)
     model.save_pretrained(directory, **options)
@@ -101,7 +101,7 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], Any]) -> No
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Nobody changes them."""
+    """Models that no test changes."""
     root = tmp_path_factory.mktemp("models")
     built = {kind: new_model(**settings) for kind, settings in KINDS.items()}
     return {kind: (model, save(model, root / kind)) for kind, model in built.items()}
@@ -109,7 +109,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture
 def source(models: Models, tmp_path: Path) -> Path:
-    """A v1.1 directory of one's own."""
+    """A v1.1 directory for one test."""
     return Path(shutil.copytree(models["t5 v1.1"][1], tmp_path / "source"))
 
 

@@ -34,7 +34,7 @@ def there(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is converted from now on."""
+    """The conversions from now on."""
     made: list[Any] = []
 
     def count(source: Any, out: Any) -> None:
@@ -151,7 +151,7 @@ def test_pieces_the_name_and_the_version_count(there: Path, tmp_path: Path, monk
 
 
 def test_a_blob_of_the_hub_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only within the hub's cache: a directory of somebody may have links that look so."""
+    """Only within the hub's cache: other directories may have similar links."""
     blob = tmp_path / "hub/models--a--b/blobs" / ("5" * 64)
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"content")
@@ -208,7 +208,7 @@ def test_absent_run_is_not_looked_up_on_the_hub(there: Path, tmp_path: Path) -> 
 
 
 def test_an_incomplete_download_is_completed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that an index names is not here yet: the hub is asked, nobody hears of a damaged directory."""
+    """A shard in the index is absent: it is downloaded, and the directory is not reported as damaged."""
     part = there.parent / "part"
     shutil.copytree(there, part)
     (part / "model.safetensors").unlink()

@@ -60,7 +60,7 @@ MODELS = 24  # random models a setting
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(Pipelined):
-    """A grid whose rows are known, whatever the model answers."""
+    """A grid with given rows, for any answers of the model."""
 
     def query(self, state):
         inner, query = super().query(state.inner)
@@ -79,7 +79,7 @@ class Scripted(Pipelined):
 
 
 def decode_scripted(strategy, answers):
-    """What a batch comes to whose examples write these rows."""
+    """Decodes a batch whose examples write these rows."""
     script = scripted.script(answers, strategy.rows, strategy.time_max + 1, strategy.eos)
     model, sizes = NoModel(), Sizes.fit(strategy, len(answers))
 

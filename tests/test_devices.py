@@ -1,4 +1,4 @@
-"""What runs on devices: each decodes by itself, whatever mesh the weights come from, and casts a layer at a time."""
+"""Devices: each decodes by itself with weights from any mesh, and casts one layer at a time."""
 
 import dataclasses
 import itertools

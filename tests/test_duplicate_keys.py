@@ -1,4 +1,4 @@
-"""Duplicate keys of objects, wherever JSON is read: JSON does not define which value counts."""
+"""Duplicate keys of JSON objects are refused in every input, because JSON does not define which value counts."""
 
 import json
 import types

@@ -1,4 +1,4 @@
-"""What is on the disk when, what is taken for damage, and what is left behind."""
+"""Files: the order in which they reach the disk, the detection of damage, and leftovers of kills."""
 
 import errno
 import json
@@ -260,7 +260,7 @@ def test_a_step_without_digests_opens(tmp_path, monkeypatch):
     assert Store(tmp_path).restore(4).items["params"]["a"][0, 0] == 4
 
 
-# A run that goes on under its readers.
+# A run that continues while others read it.
 
 
 def replacing(monkeypatch, directory, *, times):
@@ -291,7 +291,7 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
         newest_of(tmp_path)
 
 
-# Saves that fail, and what is left behind.
+# Failed saves, and their leftovers.
 
 
 def test_nothing_waits_for_a_save_that_failed(tmp_path, monkeypatch, said):
@@ -600,7 +600,7 @@ def test_the_best_of_a_run_with_another_tokenizer_is_kept_aside(tmp_path):
 
 
 def test_a_best_step_without_a_score_is_the_worst(tmp_path):
-    """Somebody has copied it there."""
+    """A user has copied the step there."""
     store = Store(tmp_path, writable=True)
     assert store.save(3, tree(3.0), config=CONFIG, metadata={"data": "x"}, wait=True) and store.close()
     best = Best(tmp_path, CONFIG)

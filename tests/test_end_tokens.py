@@ -353,7 +353,7 @@ def test_end_tokens_come_from_the_file_that_transformers_reads(
 
 
 class OneEnd(T5Config):
-    """Somebody's backbone from before there was such a field."""
+    """A custom backbone written before the field existed."""
 
     __dataclass_fields__: ClassVar = {
         key: x for key, x in T5Config.__dataclass_fields__.items() if key != "other_eos_token_ids"
@@ -447,7 +447,7 @@ def test_answers_of_a_schema_end_at_each_end_token() -> None:
     assert {*seen} == {1, end}
 
 
-# Methods and strategies of one's own.
+# Custom methods and strategies.
 
 
 def test_method_with_one_end_token_ends_rows_at_it(caplog: pytest.LogCaptureFixture) -> None:

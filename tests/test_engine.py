@@ -1,4 +1,4 @@
-"""The engine: whatever else it answers, each answer is what decoding that source alone gives."""
+"""The engine: each answer equals decoding its source alone, with any other requests at the same time."""
 
 import dataclasses
 import gc
@@ -381,11 +381,11 @@ def test_engine_reports_a_failure_and_continues(generator, monkeypatch):
     engine.close(drain=True, seconds=60)
 
 
-# The compiler beside the engine.
+# The background compiler.
 
 
 class Held:
-    """Holds back what an engine asks its compiler for, until it is let go."""
+    """Holds back the requests of an engine to its compiler until `let_go`."""
 
     def __init__(self, engine):
         self.engine, self.ask, self.kept = engine, engine.compiler.ask, []

@@ -1,4 +1,4 @@
-"""What a shell says to JAX: settings that a run's meaning depends on stay JAX's own, the rest is refused in a line."""
+"""Environment variables of JAX: settings that affect results are ignored, and invalid ones are refused in a line."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_every_pinned_setting_is_one_of_jax_and_its_default():
 
 @pytest.mark.slow
 def test_shell_variables_do_not_change_random_numbers():
-    """The numbers are those that JAX itself draws with nothing set."""
+    """The numbers equal those of JAX with no variable set."""
     plain = python("import pipejax; " + DRAW)
     assert plain.returncode == 0, plain.stderr
     drawn = json.loads(plain.stdout)

@@ -1,4 +1,4 @@
-"""The evaluation command: its scores are those of the predictions that it keeps, and its groups add up."""
+"""The evaluation command: its scores equal the scores of the predictions that it keeps, and its groups add up."""
 
 import json
 import subprocess

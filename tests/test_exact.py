@@ -1,4 +1,4 @@
-"""The exact rule for one's own data: cases that must and must not be told apart, and values by type."""
+"""The exact metric for custom data: differences that count and differences that do not, and values by type."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The first start on a machine: whatever is wrong is said before a kernel is compiled, which takes a minute."""
+"""The first start on a machine: errors are reported before a kernel is compiled, which takes a minute."""
 
 import dataclasses
 import json

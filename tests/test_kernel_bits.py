@@ -1,4 +1,4 @@
-"""Our own kernel gives a query and a source the same results, bit for bit, whatever is computed beside and before them.
+"""The CPU kernel gives a query and a source bit-identical results with any other queries and sources beside them.
 
 With int8 a last bit can become the step of a digit, and that another token. So an answer would depend on drafts and on
 the batch.

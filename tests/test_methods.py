@@ -1,4 +1,4 @@
-"""A method of somebody else's: whatever ours can do it can, or one line says that it cannot."""
+"""Custom methods have all abilities of ours, or are refused in one line."""
 
 import dataclasses
 import importlib

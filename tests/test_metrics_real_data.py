@@ -1,4 +1,4 @@
-"""The metrics on real documents, beside what the scripts published with One2Branch say for the same predictions.
+"""The metrics on real documents, compared with the scripts published with One2Branch for the same predictions.
 
 Those scripts (github.com/nju-websoft/One2Branch, `eval_scripts`) round keyphrase F1 to four digits and EM and PM to two
 digits of a per cent.

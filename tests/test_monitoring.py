@@ -1,4 +1,4 @@
-"""What is seen of a training run: clocks, log lines, steps that are left out, curves elsewhere."""
+"""Monitoring of a training run: clocks, log lines, skipped steps, and curves on boards."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Rows that begin as told, one after the other or all at once, wherever they run, against Algorithm 1."""
+"""Rows with given prefixes, one after the other or all at once, on all backends, against Algorithm 1."""
 
 import dataclasses
 import json

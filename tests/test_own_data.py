@@ -1,4 +1,4 @@
-"""Files of one's own: templates for the source, rules for the rows, and the text that tasks make of them."""
+"""Custom files: templates for the source, rules for the rows, and the text that tasks make of them."""
 
 import bz2
 import csv

@@ -1,4 +1,4 @@
-"""What an installed pipejax must do: decode without the libraries of its extras, and answer to all its commands."""
+"""An installed pipejax decodes without the libraries of its extras, and all of its commands start."""
 
 import importlib
 import json

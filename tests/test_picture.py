@@ -1,4 +1,4 @@
-"""The picture shows the paper's times, is well-formed whatever the tokens, and loads nothing."""
+"""The picture shows the paper's times, is well-formed with any tokens, and loads nothing."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The meter of dependence: known models have the known likelihoods, and what is hidden changes nothing."""
+"""The meter of dependence: known models have the known likelihoods, and hidden tokens change nothing."""
 
 import dataclasses
 import json

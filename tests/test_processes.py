@@ -1,4 +1,4 @@
-"""Several processes: who is told what by whom, and two real ones against one."""
+"""Several processes: the flags and variables that join them, and two real processes compared with one."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Published data sets: small files in their publishers' layouts, prepared and read back; and what is refused."""
+"""Published data sets: small files in the layouts of publishers are prepared and read, malformed ones refused."""
 
 import gzip
 import hashlib

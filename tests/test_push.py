@@ -1,4 +1,4 @@
-"""`pipejax push` against an endpoint of the hub's API that keeps what it is sent."""
+"""`pipejax push` against an endpoint of the hub's API that keeps all uploads."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""decode.py from end to end: lines of sources in, records out, in order, whatever the batch."""
+"""decode.py from end to end: lines of sources in, records out, in order, in batches of any size."""
 
 import bz2
 import contextlib

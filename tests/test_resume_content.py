@@ -1,4 +1,4 @@
-"""What makes a run go on: the content of what it is given, not how a path is spelled; and which step it begins at."""
+"""A run resumes with input of equal content at any path; and the step at which it resumes."""
 
 import dataclasses
 import gzip

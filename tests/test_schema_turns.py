@@ -1,4 +1,4 @@
-"""Work beside the event loop: clients take turns, and new schemas keep nobody from what is compiled."""
+"""Work outside the event loop: clients take turns, and new schemas do not block requests with compiled ones."""
 
 import functools
 import threading

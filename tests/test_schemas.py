@@ -1,4 +1,4 @@
-"""Answers that follow JSON schemas, wherever they are decoded: against jsonschema, Algorithm 1 and plain Python."""
+"""Answers that follow JSON schemas, in all ways to decode: against jsonschema, Algorithm 1 and plain Python."""
 
 import concurrent.futures
 import contextlib

@@ -1,4 +1,4 @@
-"""Several adapters on one base: each answer is that of its own checkpoint, opened alone."""
+"""Several adapters on one base: each answer equals the answer of its own checkpoint, opened alone."""
 
 import dataclasses
 import json

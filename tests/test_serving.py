@@ -1,4 +1,4 @@
-"""The HTTP server above an engine without a model: what may be asked, what is answered, what is refused, and limits."""
+"""The HTTP server above an engine without a model: requests, answers, refusals and limits."""
 
 import argparse
 import copy

@@ -1,4 +1,4 @@
-"""`pipejax serve` as a process of its own: real sockets, real clients, signals; its answers are those of `decode`."""
+"""`pipejax serve` as a process, with real sockets, clients and signals; its answers equal those of `decode`."""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""The ids of sources are those of transformers' tokenizers, cut and uncut, wherever a source is encoded."""
+"""The ids of sources equal those of transformers' tokenizers, cut and uncut, in every command that encodes sources."""
 
 import dataclasses
 import functools

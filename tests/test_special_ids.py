@@ -1,4 +1,4 @@
-"""The tokenizer's special ids beside the model's: wherever both meet they are compared, and pieces are as well."""
+"""The tokenizer's special ids are compared with the model's in every command, and pieces are compared as well."""
 
 import dataclasses
 import shutil

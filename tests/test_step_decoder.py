@@ -1,4 +1,4 @@
-"""The packed decoder: equal to the full grid, whatever the sizes it runs through, and without copies of the cache."""
+"""The packed decoder equals the full grid for all sizes, and does not copy the cache."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""The texts of a stream, joined, are the text of the record: for every kind of decoder, wherever an answer is cut."""
+"""The joined texts of a stream equal the text of the record, for every kind of tokenizer and every truncation."""
 
 import dataclasses
 import json

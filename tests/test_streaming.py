@@ -1,4 +1,4 @@
-"""Rows as they are written, beside the record that decoding gives at once."""
+"""Streamed rows, compared with the record that decoding gives at once."""
 
 import io
 import json

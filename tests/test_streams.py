@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or that nobody reads any more: what is done is not lost by what is said."""
+"""Standard streams that are closed, full, or without a reader: finished work is not lost by a failed message."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The bootstrap of scores, against the normal approximation and against cases that can be told by hand."""
+"""The bootstrap of scores, against the normal approximation and cases computed by hand."""
 
 import math
 import statistics

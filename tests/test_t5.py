@@ -1,4 +1,4 @@
-"""The T5 against transformers' torch T5, and what the pipelined mask must and must not let through."""
+"""The T5 against transformers' torch T5, and the visibility that the pipelined mask allows."""
 
 import dataclasses
 

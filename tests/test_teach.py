@@ -1,4 +1,4 @@
-"""Rows without labels: whose answers are learned, what is held out, what a kill costs, and what is refused."""
+"""Training on unlabelled sources: labels, held-out sources, resume after a kill, and refusals."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Files of tensors: what is opened, and that every damage is one line."""
+"""Files of tensors: the formats that are opened, and one line for every damage."""
 
 import json
 from collections.abc import Callable

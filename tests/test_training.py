@@ -1,4 +1,4 @@
-"""The trainer: its loss against independent ones, resume to the bit, meshes, and what it refuses."""
+"""The trainer: its loss against independent losses, bit-exact resume, meshes, and refusals."""
 
 import dataclasses
 import errno

@@ -1,7 +1,7 @@
-"""The loss and the update of a step by their definition, with a model of sums in place of the T5: it compiles at once.
+"""The loss and the update of a step by their definition, with a model of sums in place of the T5.
 
-What a token comes to is the sum over all that it may see, each thing seen by its distance. So a mask, a distance or a
-weight that is another one shows in the loss.
+A token's output is a sum over all visible tokens, weighted by distance. So a wrong mask, distance or weight changes the
+loss. The model compiles at once.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Several steps in one turn of the loop: answers, steps, pauses and what is kept are those of one step a turn."""
+"""Several steps in one turn of the loop: answers, steps, pauses and state equal those of one step a turn."""
 
 import dataclasses
 import re

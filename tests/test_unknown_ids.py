@@ -1,4 +1,4 @@
-"""The ids of unknown characters are those that a vocabulary's own file says."""
+"""The id of unknown characters is the one in the vocabulary's own file."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What is counted of a compiled program, on one written by hand; and what no decoding program may hold."""
+"""Counts of operations, bytes and buffers in a hand-written compiled program, and rules for decoding programs."""
 
 from types import SimpleNamespace
 

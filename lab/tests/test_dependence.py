@@ -1,4 +1,4 @@
-"""The experiment with the meter of dependence: its ranks, and what it reads of trained runs; nothing is trained."""
+"""The experiment with the meter of dependence: its ranks and the files of trained runs; nothing is trained."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the fault harness sees of a process's files, and what it makes of it."""
+"""File events that the fault harness records in a process, and the losses that it derives from them."""
 
 import os
 import shutil

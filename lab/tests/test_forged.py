@@ -1,4 +1,4 @@
-"""Sealed manifests that say what is not so: refused in a line that names the key, before anything is built."""
+"""Sealed manifests with false entries are refused in a line that names the key, before any array is built."""
 
 import dataclasses
 import json

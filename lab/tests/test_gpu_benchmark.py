@@ -1,4 +1,4 @@
-"""lab/benchmarks/gpu.sh: a broken part stops no other, what is known is on disk, and the tables say what was found."""
+"""lab/benchmarks/gpu.sh: a failed part does not stop others, results are saved at once, and the tables show them."""
 
 import dataclasses
 import json

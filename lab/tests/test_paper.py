@@ -1,4 +1,4 @@
-"""What the configs of the paper's experiments say of themselves, beside the tables."""
+"""The docstrings and settings of the paper's experiment configs, compared with the tables."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What may not be read or written, and names that are too long: one line each, and nothing that existed is touched.
+"""Files without permission and names that are too long are refused in one line, and existing files are not changed.
 
 Root may read and write everything. So as root those of these tests that are about permission run in a process that has
 given up root's capabilities.

@@ -1,4 +1,4 @@
-"""Examples without labels: their targets must stand in their sources, and be those that the rules name."""
+"""Unlabelled training examples: their targets occur in their sources and follow the rules."""
 
 import gzip
 import json

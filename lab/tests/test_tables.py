@@ -1,4 +1,4 @@
-"""The tables of the paper: what is ours stands under our columns, and what is the paper's under its own."""
+"""The tables of the paper: our results are in our columns, and the reported ones in the paper's columns."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A T5 that is filled up with zeros computes what the small one does, by the tests' own T5 in NumPy."""
+"""A T5 padded with zeros computes the logits of the small T5, as computed by the tests' T5 in NumPy."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The processes that a process has started, and those of them that are the workers of `pipejax bulk`."""
+"""Child processes of a process, and the workers of `pipejax bulk` among them."""
 
 from pathlib import Path
 

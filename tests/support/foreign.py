@@ -1,7 +1,7 @@
-"""A family of methods of somebody else's: rows with starts of their own, of which a step asks one token or two.
+"""A family of custom methods: rows start at any time, and a step asks one or two tokens of a row.
 
 Each row ends by eos, which is never fed. Where a step asks two tokens of a row, the second query feeds BLANK in the
-place of a token that nobody knows yet.
+place of a token that is not known yet.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A decoder of whole numbers: its logits hash what a query sees in a cache, so that any lost or foreign slot shows.
+"""A decoder of integers: its logits hash the visible cache slots, so that a missing or wrong slot changes them.
 
 Sums of whole numbers are the same in any order and with any number of empty slots: what two programs find is equal to
 the last bit.

@@ -1,4 +1,4 @@
-"""Asks a server by LangChain's and LiteLLM's clients, unmodified: python other_clients.py URL KEY PROMPT.
+"""Queries a server with the unmodified clients of LangChain and LiteLLM: python other_clients.py URL KEY PROMPT.
 
 Writes the text of each answer by the name of its way, as JSON. It runs in an environment of its own.
 """

@@ -157,7 +157,7 @@ def sources_in_two_digits() -> Iterator[None]:
 
 
 def memory(params: Params, config: Any, ids: Sequence[int]) -> np.ndarray:
-    """What the decoder's layers look into: keys and values [layers, 2, L, I] of a source of L tokens."""
+    """The memory that the decoder's layers attend to: keys and values [layers, 2, L, I] of a source of L tokens."""
     encoded = oracle.encode(params, config, ids)
     layers = [params["decoder"][f"layers_{i}"]["cross_attention"] for i in range(config.num_decoder_layers)]
     return np.array([[oracle.linear(encoded, layer[name]) for name in ("key", "value")] for layer in layers])

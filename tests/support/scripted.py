@@ -18,7 +18,7 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class State:
-    """That of the drafting strategy, and what the model is to say."""
+    """The state of the drafting strategy, and the answers of the scripted model."""
 
     inner: Any
     script: Array  # i32 [B, R, W], tokens of each row; an eos after the last
@@ -26,7 +26,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(Plain):
-    """Drafted decoding in which the model's answers are those of the script, whatever it is asked."""
+    """Drafted decoding in which the model answers as a script says, for any query."""
 
     inner: GridStrategy
 
@@ -49,7 +49,7 @@ class Scripted(Plain):
         return State(inner, state.script), query
 
     def advance(self, state: State, answers: Array) -> State:
-        """Puts what the script says in place of the answers."""
+        """Replaces the answers by those of the script."""
         columns = jnp.arange(self.inner.width)
         place = state.inner.length[:, None] + columns[:, None]  # [B, 1 + D, R]
         place = jnp.minimum(place, state.script.shape[2] - 1).swapaxes(1, 2)
@@ -90,7 +90,7 @@ def decode(
     length: int = 1,
     width: int = 1,
 ) -> Decoded:
-    """What the strategy makes of a batch if the model answers with these rows of ids, which have no eos.
+    """Decodes a batch with a model that answers with these rows of ids, which have no eos.
 
     `length`, `width`: of the padded sources, and of the padded rows with their eos, at least.
     """

@@ -26,7 +26,7 @@ def connect(asked_for: app.Service) -> TestClient:
 
 
 def chunks(reply: Any) -> list[dict[str, Any]]:
-    """What the events of a stream say; the last says that it is the last."""
+    """The data of a stream's events; the last event must mark the end."""
     events = [event for event in reply.text.split("\n\n") if event]
     assert events[-1] == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]

@@ -1,4 +1,4 @@
-"""A method that differs from ours in everything: layout, loss, strategy, shape of answers, the token that ends a row.
+"""A method that shares nothing with ours: layout, loss, strategy, shape of answers and end token are its own.
 
 Row i of `rows` begins at time 2 i, whatever the others do, and ends by a token of its own, which is never fed. At each
 place two tokens are right: the next one of the row, and the first of its next word; a setting says how much the second

@@ -52,7 +52,7 @@ def fail_with(number: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -
 
 
 def flip(directory: Path) -> None:
-    """One bit of every byte of the arrays of a step. Of one byte it might not matter: some are read by nobody."""
+    """Flips one bit of every byte of the arrays of a step. A single byte may not matter: some are never read."""
     for path in directory.rglob("d/*"):
         if path.is_file():
             path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))

@@ -1,4 +1,4 @@
-"""A tiny model, what trains it on the embedded task, and what a run of it has left behind."""
+"""A tiny model, configs that train it on the embedded task, and readers of the files of such a run."""
 
 import dataclasses
 import json
@@ -89,5 +89,5 @@ def metrics(run: str | Path) -> list[dict[str, Any]]:
 
 
 def untimed(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what the clock says."""
+    """The lines without times and rates."""
     return [{k: v for k, v in line.items() if "second" not in k and k != "compiled_shapes"} for line in lines]

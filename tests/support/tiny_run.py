@@ -40,7 +40,7 @@ def prepare(directory: Path) -> Path:
 
 
 def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl, without what the clock says; a torn last line is left out."""
+    """The whole lines of metrics.jsonl, without times and rates; a torn last line is left out."""
     path = workdir / "metrics.jsonl"
     lines = []
     for line in path.read_text().splitlines() if path.is_file() else ():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def drop() -> None:
-    """Gives up all capabilities of this thread and of those that it starts; the user stays who it is."""
+    """Gives up all capabilities of this thread and of the threads that it starts; the user stays the same."""
     if os.geteuid() != 0:
         return
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the third version of the interface; this thread

@@ -1,12 +1,12 @@
-"""Verified drafts from their definition, in plain lists: what one decoder call after the other may accept.
+"""Verified drafts by their definition, in plain lists: the tokens that each decoder call may accept.
 
-The model is perfect: it says the rows of `oracle.algorithm1`. A token counts for others once it was fed together with,
-or after, all that it can see, and only if it and all of that is right.
+The model is perfect: it answers with the rows of `oracle.algorithm1`. A token counts for other tokens once it was fed
+together with, or after, all tokens that are visible to it, and only if it and all of these are right.
 """
 
 from collections.abc import Callable, Sequence
 
-Drafts = Callable[[int, int], Sequence[int]]  # of row i with so many tokens: how it may go on
+Drafts = Callable[[int, int], Sequence[int]]  # the draft for row i after that many tokens
 Asked = tuple[int, int, int, list[int]]  # a row, tokens written to it, drafts accepted, and what was drafted
 
 
@@ -35,7 +35,7 @@ def trace(
     unique: bool = False,
     eos: int = 1,
 ) -> list[list[Asked]]:
-    """Of each decoder call until all is written the rows that are asked, and what comes of it.
+    """Returns, for each decoder call until all rows are written, the queried rows and the accepted tokens.
 
     Args:
       rows: the outcome of Algorithm 1, with bos and, where they ended, eos.
@@ -62,7 +62,7 @@ def trace(
         return newest(i) > i * delay and cells[i, newest(i)] == eos
 
     def none_starts() -> bool:
-        """Whether what is written says that no further row starts."""
+        """Returns whether the written rows imply that no further row starts."""
         if not delay:
             return False
         begun = [i for i in range(most) if newest(i) > i * delay]
@@ -87,7 +87,7 @@ def trace(
                 break
             guess = list(drafts(i, now - i * delay))
             guess = guess[: guess.index(eos) + 1] if eos in guess else guess
-            # Beyond the reach of the rows above nothing can count; at the last time-step nobody asks.
+            # Beyond the reach of the rows above nothing can count; at the last time-step there is no query.
             guess = guess[: max(min(reach, time_max - 1) - now, 0)]
             proposed[i] = guess
             for t, token in enumerate([cells.get((i, now), 0), *guess], now):
