@@ -262,7 +262,7 @@ def test_model_no_better_than_guessing_gets_no_advice(chance: float | None, advi
         assert found["says"].startswith("Δt = 1 costs") == advises and ("costs nothing" in found["says"]) <= advises
         assert all(bool(part["says"]) == advises for part in found["conditions"].values())
         if not advises:
-            assert found["says"].startswith("The model does not know these answers: 2.00 nats a token")
+            assert found["says"].startswith("The model does not know these answers: 2.00 nats per token")
             assert found["chance"] == chance and f"reaches {chance:.2f}. Its costs are" in found["says"]
 
 
