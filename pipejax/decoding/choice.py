@@ -37,7 +37,7 @@ class Sampling:
 
     @classmethod
     def of(cls, settings: object, seed: int) -> "Sampling":
-        """The distribution by the attributes of the same names, such as those of a `DecodeConfig`, but for the seed."""
+        """Reads all fields but the seed from the attributes of an object, such as a `DecodeConfig`."""
         return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)} | {"seed": seed})
 
     @classmethod
@@ -53,7 +53,7 @@ class Sampling:
 
     @property
     def is_limited(self) -> Array:
-        """bool [B], whether tokens are drawn from some tokens only."""
+        """bool [B], whether tokens are drawn from a part of the vocabulary: by top k, top p or min_p."""
         found: Array = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
         return found
 
@@ -176,7 +176,10 @@ def record_scores(log_probs: Array, found: Array, query: Query, counts: Array) -
 
 
 def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
-    """Draws a token i32 [N] from each column of the logits [V, N]; settings, row and time are [N]."""
+    """Draws a token i32 [N] from each column of the logits [V, N]; settings, row and time are [N].
+
+    The random number of a query is a function of the seed, the row and the time.
+    """
     warm = sampling.temperature > 0
     wide = (logits - logits.max(axis=0)) / jnp.where(warm, sampling.temperature, 1.0)
     weights = jax.lax.cond(sampling.is_limited.any(), _limit, lambda x, _: jnp.exp(x), wide, sampling)
@@ -189,12 +192,13 @@ def _draw(logits: Array, sampling: Sampling, row: Array, time: Array) -> Array:
 
 
 def _limit(logits: Array, sampling: Sampling) -> Array:
-    """Weights [V, N] for sampling: zero outside the top k, of these outside the top p, and of these below min_p.
+    """The weights [V, N] for sampling, with zeros for tokens that must not be drawn.
 
-    The order is that of transformers' `generate`: the share of min_p is one of the highest weight, and the top p is
-    taken of the probabilities before min_p.
+    The limits are applied in the order of transformers' `generate`: tokens outside the top k are removed, then tokens
+    outside the top p of the remaining weights, then tokens below the share min_p of the highest weight.
     """
-    # The bits of non-negative floats, as integers, have the order of the floats. Equal weights are treated alike.
+    # The bits of non-negative floats, as integers, have the order of the floats, so a bisection over bits finds a
+    # threshold without sorting. Tokens with equal weights are all kept or all removed.
     weights = jnp.exp(logits)
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
 
@@ -224,7 +228,8 @@ def _find(weights: Array, share: Array) -> Array:
     blocks = jnp.pad(weights, ((0, -weights.shape[0] % BLOCK), (0, 0))).reshape(-1, BLOCK, weights.shape[1])
     sums = jnp.cumsum(blocks.sum(axis=1), axis=0)
     wanted = share * sums[-1]
-    # By rounding, no sum may exceed the share; then the last token with a non-zero weight is taken.
+    # Because of rounding, it is possible that no sum exceeds the share; then the last token with a non-zero weight is
+    # taken.
     block = jnp.minimum((sums <= wanted).sum(axis=0), _last(blocks.any(axis=1)))
     inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
     before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[None], axis=0)[0], 0)
