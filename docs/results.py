@@ -16,10 +16,14 @@ SYSTEMS = {
     "pipejax-dense": "the whole grid",
 }
 
+INSTRUCTIONS = "python -m lab.benchmarks.instructions --targets h100,rtx4090 --json OUT"
+
 
 def page(name: str) -> str:
     """The table of a file, with the machine and the command below it."""
     found = json.loads((DIRECTORY / name).read_text(encoding="utf-8"))
+    if isinstance(found, list):
+        return "\n".join([*instructions(found), "", "```text", INSTRUCTIONS, "```"])
     if "results" not in found:
         return "\n".join(calls(found))
     keys = found["results"][0].keys()
@@ -140,6 +144,17 @@ def steps(results: list[dict[str, Any]]) -> list[str]:
         bytes_read = f"{loop['bytes'] / 1e6:,.0f}", f"{r['least_bytes'] / 1e6:,.0f}"
         rows.append([*which, sum(loop["kernels"].values()), *bytes_read, f"{loop['bytes'] / r['least_bytes']:.2f}"])
     return table(["device", "T5", "decoder", "batch", "operations", "MB a step", "least", "x"], rows, words=3)
+
+
+def instructions(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.instructions`: a thread's instructions for each score, in each kernel of block attention."""
+    rows = []
+    for r in results:
+        loops = ("" if r[key] is None else f"{r[key]:.1f}" for key in ("plain", "general", "mean"))
+        kernel = r["kernel"].strip("_").replace("_", " ")
+        rows.append([r["target"], r["attention"], kernel, *loops, r["registers"], r["spilled_bytes"]])
+    head = ["GPU", "attention", "kernel", "plain blocks", "other blocks", "mean", "registers", "spilled bytes"]
+    return table(head, rows, words=3)
 
 
 def first_answers(results: list[dict[str, Any]]) -> list[str]:
