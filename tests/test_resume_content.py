@@ -119,8 +119,8 @@ def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.Monke
     "key, value, line",
     [
         ("train", "away/one.jsonl", "data.train: found examples that differ"),
-        ("train", "away/fewer.jsonl", "data.train: found other examples"),
-        ("train", "away/order.jsonl", "data.train: found other examples"),
+        ("train", "away/fewer.jsonl", "data.train: found examples that differ"),
+        ("train", "away/order.jsonl", "data.train: found examples that differ"),
         ("dev", "away/dev2.jsonl", "data.dev: 'dev.jsonl' -> 'away/dev2.jsonl'; expected the same on resume"),
         ("dev", "", "data.dev: 'dev.jsonl' -> ''; expected the same on resume"),
         ("tokenizer", "away/tokenizer2", "data.tokenizer: 'tokenizer' -> 'away/tokenizer2'; expected the same"),
@@ -146,7 +146,7 @@ def test_the_same_path_with_other_content_is_refused(here: Path, monkeypatch: py
     old = (here / "train.jsonl").read_text()
     try:
         (here / "train.jsonl").write_text("".join(lines()[:777] + lines(COUNT, 1) + lines()[778:]))
-        with pytest.raises(UserError, match=r"data.train: found other examples"):
+        with pytest.raises(UserError, match=r"data.train: found examples that differ"):
             fit(config(), "run")
     finally:
         (here / "train.jsonl").write_text(old)

@@ -349,7 +349,7 @@ def test_refused_settings(given, tmp_path, overrides, message):
     [
         ("", r"in\.jsonl: found no lines; expected at least two sources"),
         ('{"source": "honey"}\n', r"--held-out: found 1; expected fewer than the 1 different sources"),
-        ('{"source": "honey"}\n{"source_ids": [3, 1]}\n', r'in\.jsonl:2: found "source_ids"; expected text'),
+        ('{"source": "honey"}\n{"source_ids": [3, 1]}\n', r'in\.jsonl:2: found "source_ids"; expected a text source'),
         ('{"source": "honey"}\n{"text": "bread"}\n', r'in\.jsonl:2: found no "source"'),
         ('{"source": "honey"}\n{"source"\n', r"in\.jsonl:2: not JSON"),
     ],

@@ -324,7 +324,7 @@ def test_other_training_examples_are_refused_on_resume(tokenizer, tmp_path):
     other = lines[9].replace('"source": "', '"source": "the ')
     Path(data["train"]).write_text("\n".join([*lines[:9], other, *lines[10:]]))
     before = metrics(tmp_path / "run")
-    with pytest.raises(UserError, match=r"data\.train: found other examples"):
+    with pytest.raises(UserError, match=r"data\.train: found examples that differ"):
         fit(further, tmp_path / "run")
     assert metrics(tmp_path / "run") == before
     Path(data["train"]).write_text("\n".join(lines))
