@@ -106,7 +106,8 @@ def test_one_program_with_all_cache_sizes_decodes_like_one_for_each() -> None:
 
     for length in (1, 5, 11):
         answers = [[[2] * length, [3] * length, [4]], [[5] * length]]
-        script, used = jnp.asarray(scripted.script(answers, strategy.rows, strategy.time_max + 1, strategy.eos)), []
+        script = jnp.asarray(scripted.script(answers, strategy.rows, strategy.time_max + 1, strategy.eos))
+        used: list[int] = []
 
         def stretch(slots, carry, script=script, used=used):
             used.append(slots)

@@ -93,7 +93,7 @@ def test_answers_equal_answers_decoded_alone(generator):
         rows = [[event.token for event in tokens if event.row == r] for r in range(5)]
         assert [row for row in rows if row] == [row for row in record["row_ids"] if row]
         assert all(isinstance(event, Event) for event in tokens)
-        if name == "pipelined":  # what is written in a step is told before what is written in a later one
+        if name == "pipelined":  # tokens of a step are sent before those of a later step
             seen, times = [0] * 5, []
             for event in tokens:
                 times.append(2 * event.row + seen[event.row])
@@ -137,7 +137,7 @@ def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
     for i, wanted in [*enumerate(expected), *((i, undrafted[i][-1]) for i in undrafted)]:
         *events, record = found[i]
         assert_same({**record, "calls": 0}, {**wanted, "calls": 0, "id": i})
-        if wanted["truncated"] != "max_tokens":  # calls go on until a pause shows that there are enough tokens
+        if wanted["truncated"] != "max_tokens":  # decoding continues until a pause shows that there are enough tokens
             assert record["calls"] <= wanted["calls"]
             saved += wanted["calls"] - record["calls"]
         if i in undrafted:  # the same tokens in the same order
@@ -180,7 +180,7 @@ def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
 
 @pytest.mark.slow
 def test_samples_depend_on_the_seed_only(generator):
-    """Whoever else is there; a greedy request stays greedy beside them."""
+    """With any other requests in the batch; a greedy request stays greedy beside sampled ones."""
     ids = texts(1)[0]
     engine = Engine(generator, places=4, queue=100)
     given = [request(0, ids, temperature=1.0, seed=seed, top_k=9, top_p=0.95, min_p=0.01) for seed in (1, 2, 1)]
@@ -193,7 +193,7 @@ def test_samples_depend_on_the_seed_only(generator):
 
 @pytest.mark.slow
 def test_answers_to_a_source_that_was_just_encoded(generator):
-    """Those that decoding gives, of sources in turn and together; the encoder reads each of them once."""
+    """Answers to repeated and simultaneous sources equal decoding; the encoder reads each source once."""
     given = [[5, 6, 7, 1], [8, 9, 1], [2, 3, 4, 5, 6, 1]]
     expected = generator.decode(given, strategy="sequential", batch_size=1)
     engine = Engine(generator, places=2, queue=9, encodings=2)
@@ -256,7 +256,7 @@ def test_waiting_request_fails_if_no_batch_can_be_made(generator, monkeypatch):
 
 @pytest.mark.slow
 def test_requests_have_a_batch_for_themselves_or_share_one(generator):
-    """One that comes alone, unless the last one was not; those that come together share."""
+    """A request that arrives alone gets its own batch, unless the last one had company; simultaneous requests share."""
     engine, given = Engine(generator, places=3, queue=9), [request(i, ids) for i, ids in enumerate(texts(6))]
 
     def lanes(requests):
@@ -271,7 +271,7 @@ def test_requests_have_a_batch_for_themselves_or_share_one(generator):
     assert set(lanes(given[:1])) == {1}
     assert set(lanes(given[:3])) == {1, 3}
     wide = engine.scheduler.lanes.batches.pop(next(lane for lane in engine.scheduler.lanes.batches if lane.places == 3))
-    assert wide.places == 3 and set(lanes(given[:1])) == {1, 3}  # somebody may come beside it, as before
+    assert wide.places == 3 and set(lanes(given[:1])) == {1, 3}  # another request may join, as before
     engine.close(drain=False, seconds=60)
 
 
@@ -404,7 +404,7 @@ def record_in(answer):
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["length", "strategy", "scores", "temperature"])
 def test_other_requests_run_while_one_waits_for_compilation(generator, other):
-    """Whatever is new about it; its answer is the one of decoding."""
+    """For any kind of new program; the answer equals decoding."""
     engine, short = Engine(generator, places=2, queue=9), [5, 6, 7, 1]
     for _ in range(2):  # alone and beside each other
         for answer in [engine.submit(request(0, short, log_probs=False)) for _ in range(2)]:
@@ -431,7 +431,7 @@ def test_other_requests_run_while_one_waits_for_compilation(generator, other):
 
 @pytest.mark.slow
 def test_answer_that_outgrows_its_cache_restarts_in_a_larger_one(generator, monkeypatch):
-    """It begins anew when the larger cache is there: no token is told twice, and all are those of decoding."""
+    """It restarts when the larger cache exists: no token is sent twice, and all equal decoding."""
     given = texts(4)
     decoded = generator.decode(given, batch_size=1)
     monkeypatch.setattr("pipejax.inference.programs.SLOTS", (8, 24))
@@ -553,7 +553,7 @@ def test_compiler_takes_awaited_programs_first():
     wait_until(lambda: len(done) == 7)
     assert [key for key, _ in done] == ["first", "wanted", "first", "planned", "bad", "later", "last"]
     assert [key for key, fine in done if not fine] == ["bad"] and "bad" not in compiler.compiled
-    assert compiler.prepared == 2  # the bad one is not there, so nobody is told that all is
+    assert compiler.prepared == 2  # the bad program is absent, so the warm-up is not reported as complete
     compiler.ask({"slow": lambda: time.sleep(0.2)})
     compiler.close()
     compiler.close()  # as a server does whose time to drain runs out

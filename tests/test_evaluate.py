@@ -132,7 +132,7 @@ def test_batches_change_no_score(run, tmp_path):
 
 @pytest.mark.slow
 def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
-    """A part of one file is scored, and a table of which some rows are bad."""
+    """A part of one file is scored, and a table with some bad rows."""
     table, out = tmp_path / "test.csv", tmp_path / "out.json"
     notes = [demo.examples("test")[i] for i in range(20)]
     table.write_text("source,targets\n" + "".join(f"{e.source},{'|'.join(e.targets)}\n" for e in notes) + "the baker\n")
@@ -212,7 +212,7 @@ class Canned:
 
 
 def evaluated(generator: Any, *examples: Example) -> dict[str, Any]:
-    """The scores, which also are those of the kept predictions and of the one group by rows."""
+    """The scores, which equal those of the kept predictions and of the only group by rows."""
     result, records = evaluation.evaluate(generator, examples)
     name = result["metric"]
     headline = metrics.HEADLINES[name]
@@ -222,7 +222,7 @@ def evaluated(generator: Any, *examples: Example) -> dict[str, Any]:
 
 
 def kept_scores(generator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], *examples: Example) -> Any:
-    """Those of `pipejax metrics` on the kept predictions."""
+    """The scores of `pipejax metrics` on the kept predictions."""
     result, records = evaluation.evaluate(generator, examples)
     (tmp_path / "kept.jsonl").write_text(evaluation._predictions(generator, examples, records))
     assert command.main([result["metric"], str(tmp_path / "kept.jsonl")]) == 0
@@ -287,7 +287,7 @@ def test_values_under_a_schema_are_compared_by_its_types():
 
 
 class CannedText(Canned):
-    """A generator whose answers are one text, of which the separator makes rows."""
+    """A generator whose answer is always one text, which the separator splits into rows."""
 
     default_strategy = "sequential"
 

@@ -19,7 +19,7 @@ def f1(gold: Any, predicted: Any, name: str = "exact") -> float:
 @pytest.mark.parametrize(
     "left, right",
     [
-        # all of which MultiSpanQA's rule calls equal, but for those of the last three lines
+        # MultiSpanQA's rule calls all of them equal, except those in the last three lines
         *[("1.5", "15"), ("-5", "5"), ("C++", "C#"), ("+", "-"), ("1/12", "11/2"), ("A", "the"), ("3 %", "3")],
         *[("$5", "5"), ("x_1", "x1"), ("a[i]", "ai"), ("f(x)", "fx"), ("<= 3", "3"), ("12:30", "1230"), ("a.m.", "am")],
         *[("The Who", "Who"), ("mW", "MW"), ("!x", "x"), (".NET", "NET"), ("1,5", "15"), ("re-sign", "resign")],

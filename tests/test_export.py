@@ -87,7 +87,7 @@ def following(printed: Iterator[Any], part: list[list[int]]) -> Any:
 def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, given = tmp_path / "out", sources(8)
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "SLOTS", (12,))  # most answers go on with a larger cache
+        patch.setattr(programs, "SLOTS", (12,))  # most answers need a larger cache
         run(trained, out, "--strategy", "pipelined", "--strategy", "sequential")
     for strategy in ("pipelined", "sequential"):
         code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n{loader(out, strategy)}"

@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Pat
 
 @pytest.fixture
 def here(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the runs, where nobody may compile a kernel."""
+    """A directory with the runs; compiling a kernel fails the test."""
     (tmp_path / "run").symlink_to(runs / "rows")
     (tmp_path / "line").symlink_to(runs / "line")
 
@@ -124,7 +124,7 @@ UNNEEDED = {"transformers", "torch", "orbax", "optax", "grain", "tensorflow", "p
 
 
 def test_decoding_imports_no_more_than_it_needs(here: Path) -> None:
-    """Nobody waits for libraries that train, save or read other tokenizers."""
+    """Libraries that train, save or read other tokenizers are not imported."""
     write(here / "in.jsonl", GOOD)
     code = f"import sys; from pipejax.__main__ import main; main(sys.argv[1:]); print({UNNEEDED} & set(sys.modules))"
     environment = {**os.environ, cpu_kernel.VARIABLE: "off", "PYTHONPATH": str(Path(pipejax.__file__).parents[1])}

@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def narrow(dtype: torch.dtype, **more: torch.Tensor) -> Callable[[Tensors], Tensors]:
-    """Puts a matrix into a dtype, and other tensors beside it."""
+    """Converts a matrix to a dtype, and adds other tensors."""
     return lambda found: (
         found | {f"{Q}.weight": found[f"{Q}.weight"].to(dtype)} | {f"{Q}.{name}": x for name, x in more.items()}
     )

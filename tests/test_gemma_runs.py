@@ -134,7 +134,7 @@ KINDS = ["1", "2", "umt5"]
 
 
 def few_words(model: Any, seed: int) -> tuple[Any, Any]:
-    """With nine words, and parameters of which answers vary."""
+    """A model of nine words with parameters for which answers vary."""
     few = dataclasses.replace(model, vocab_size=9)
     params = varied(few, seed, centered=model is not UMT5)
     if model is TWO:
@@ -150,7 +150,7 @@ SOURCES = [[*NUMBERS.integers(3, 9, NUMBERS.integers(2, 9)).tolist(), 1] for _ i
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [ONE, *(pytest.param(x, marks=pytest.mark.long) for x in (TWO, UMT5))], ids=KINDS)
 def test_drafts_streams_and_running_batches_equal_decode(model, tmp_path):
-    """As alone, one after the other: what is accepted of a draft lies in slots of any order."""
+    """They equal decoding one by one: accepted tokens of a draft lie in slots of any order."""
     few, params = few_words(model, 5)
     small = jax.tree.map(lambda x: x + 0.1 * x.std() * NUMBERS.standard_normal(x.shape).astype(np.float32), params)
     config = Config(model=few, grid=GRID)

@@ -30,7 +30,7 @@ MODEL = T5Config(
 )
 PARAMS = oracle.random_params(MODEL, np.random.default_rng(3), eos_scale=2.0)
 SOURCES = np.random.default_rng(1).integers(3, 40, (6, 5)).tolist()
-MOST = 14  # tokens, where nothing is said: transformers' 20 are nobody's wish
+MOST = 14  # tokens without a setting; transformers' default of 20 is rarely intended
 IDS = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 
 
@@ -42,7 +42,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """More of them wait for each other longer than such a small T5 takes."""
+    """Several threads wait for each other longer than such a small T5 computes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,7 +99,7 @@ FOLLOWED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path, capsys: Any) -> None:
-    """Told our ids and settings one by one, `generate` writes what it writes by itself with those files."""
+    """With our ids and settings as arguments, `generate` writes what it writes with those files alone."""
     generate, config, differs = FOLLOWED[case]
     source = directory(tmp_path / "hf", generate, config)
     model, _ = huggingface.read_hf(source)
@@ -145,7 +145,7 @@ def test_generate_runs_a_decoder_deeper_than_its_encoder(tmp_path: Path, capsys:
 
 
 def lines(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What is said of the file while it is converted."""
+    """The lines about the file during its conversion."""
     capsys.readouterr()
     huggingface.from_hf(source, out)
     return [line for line in capsys.readouterr().err.splitlines() if "no tokenizer files" not in line]

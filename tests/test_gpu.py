@@ -69,7 +69,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("queries, spread", [(1, 1.0), (5, 30.0), (20, 3.0), (33, 1.0)])
 def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> None:
-    """Slots that nobody sees, and an example whose slots all are such."""
+    """Masked slots, and an example whose slots are all masked."""
     batch, heads, width, length = 3, 2, 32, 192
     query, keys = spread * normal(1, heads * width, batch * queries), normal(2, batch, heads, width, length)
     values, mask = normal(3, batch, heads, length, width), np.arange(length) < np.asarray([[70], [192], [0]])
@@ -78,7 +78,7 @@ def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> Non
     by_head = query.astype(np.float64).reshape(heads, width, batch, queries)
     scores = np.einsum("hkbq,bhkl->bhql", by_head, keys) + np.where(mask, 0, -1e9)[:, None, None]
     expected = np.einsum("bhql,bhlk->hkbq", softmax(scores), values).reshape(query.shape)
-    real = np.s_[:, : 2 * queries]  # what the third finds nobody reads
+    real = np.s_[:, : 2 * queries]  # the third result is not used
     close(found[real], expected[real], rtol=1e-3, atol=1e-4)
     assert np.isfinite(found).all()
 

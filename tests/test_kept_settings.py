@@ -64,7 +64,7 @@ def run_of(directory: Path, tokenizer: Path | None, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def in_rows(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in rows; its Hugging Face directory lies beside it as `hf`. Nobody changes them."""
+    """A run in rows; its Hugging Face directory is beside it as `hf`. No test changes them."""
     root = tmp_path_factory.mktemp("rows")
     run_of(root / "run", tokenizer_files)
     huggingface.to_hf(root / "run", root / "hf")
@@ -90,7 +90,7 @@ def by_the_card(directory: Path, source: str) -> dict[str, Any]:
 
 
 def followed(directory: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Config, list[str]]:
-    """The config of the checkpoint that is made of a directory, and what is said meanwhile."""
+    """The config of the checkpoint converted from a directory, and the lines printed meanwhile."""
     capsys.readouterr()
     huggingface.from_hf(directory, out)
     lines = capsys.readouterr().err.splitlines()
@@ -193,7 +193,7 @@ def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("task, named", [("kp20k", "kp20k"), ("demo", "demo"), *((task, None) for task in OWN_FILES)])
 def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> None:
-    """A file of one's own has no name on the hub; its scores stand in the table alone."""
+    """A local file has no name on the hub; its scores are in the table only."""
     scores = {"task": task, "split": "test", "examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
     config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(objective="pipelined"))
     text = description.card("k", config, tokenizer=True, origin=description.ModelOrigin(scores=scores))

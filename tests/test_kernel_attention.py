@@ -264,7 +264,7 @@ def test_a_channel_may_be_a_hundred_times_the_others(
 def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
     look: Callable[..., np.ndarray], changes: list[tuple[int, Any, float, float]], count: int
 ) -> None:
-    """Whatever the queries are: they come when the keys are laid out already."""
+    """For any queries: the keys are laid out before the queries are known."""
     head = random()
     for which, channel, factor, add in changes:
         spoil(head, which, slice(None), channel, factor, add)
@@ -280,7 +280,7 @@ def test_a_channel_of_a_source_may_be_a_hundred_times_the_others(
 def test_long_tail_of_source_is_attended(
     look: Callable[..., np.ndarray], length: int, depth: float, value: int
 ) -> None:
-    """However many keys share it, and wherever the peak is."""
+    """For any number of keys in the tail, and any place of the peak."""
     queries, keys, values = np.zeros((2, 16)), np.zeros((length, 16)), np.ones((length, 16))
     queries[:, 0], keys[:, 0], keys[length // 3, 0], values[length // 3] = (1, 0.99), -depth, 0, value
     off = look(queries, keys, values) - softmax(queries, keys, values, np.zeros(length + 1))

@@ -474,7 +474,7 @@ def test_unknown_level_is_refused(monkeypatch):
 
 
 def test_file_writable_by_others_is_recompiled(tmp_path, monkeypatch):
-    """Whatever the umask is: the linker makes it as open as that allows."""
+    """With any umask: the linker makes the file as open as the umask allows."""
     compiler, runs = tmp_path / "c++", tmp_path / "runs"
     compiler.write_text(
         f'#!/bin/sh\nfor last; do :; done\necho broken > "$last"\nchmod 777 "$last"\necho x >> {runs}\n'

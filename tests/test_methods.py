@@ -173,7 +173,7 @@ class Modest(Staggered):
     ],
 )
 def test_unsupported_request_is_refused(more: dict[str, Any], line: str) -> None:
-    """A client is told which wish the method does not follow, and a setting that no method could follow at once."""
+    """The error names the setting that the method does not support, and invalid settings of any method at once."""
     made = Generator(Config(model=FEW_WORDS, method=Modest(width=5), grid=GridConfig(delay=0)), PARAMS, None)
     engine = Engine(made, places=1, queue=1)
     limits = app.Limits(body=4000, seconds=20, answers=1)
@@ -187,7 +187,7 @@ def test_unsupported_request_is_refused(more: dict[str, Any], line: str) -> None
 
 
 def test_model_list_works_with_any_settings() -> None:
-    """Those that can be served; an engine would refuse these settings before there is a server."""
+    """The methods that can be served; an engine would refuse these settings before the server starts."""
     made = Generator(change(CONFIG, decode={"beams": 2, "scores": False}), PARAMS, None)
     limits = app.Limits(body=4000, seconds=20, answers=1)
     engine: Any = ScriptedEngine(made)
@@ -217,7 +217,7 @@ def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
 
 @pytest.mark.parametrize("objective", ["pipelined", "none"])
 def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
-    """For all that a method learns, whatever the objective beside it says."""
+    """By the method's loss, with any train.objective."""
     drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
     config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"objective": objective})
     small = DraftModel("there", config, None)
@@ -285,7 +285,7 @@ def test_former_attribute_names_of_a_method_work_with_a_warning() -> None:
 
 
 def test_loss_of_the_method_is_used() -> None:
-    """Of a batch, beside the same numbers in NumPy."""
+    """The loss of a batch, compared with NumPy."""
     tokenizer = demo.DemoTask().tokenizer()
     encoded = [encode_example(e, tokenizer, RUN, MODEL) for e in demo.examples("train")[:5]]
     assert encoded[0].target.targets.shape[1:] == (2,)
@@ -316,7 +316,7 @@ class Apart(Pipelined):
 
 @dataclasses.dataclass(frozen=True)
 class RowsApart(Method):
-    """Its strategy has positions of its own."""
+    """A method whose strategy has custom positions."""
 
     name = "rows_apart"
     can = frozenset({"draft"})
@@ -362,7 +362,7 @@ def test_custom_positions_decode_and_train() -> None:
 
 @pytest.mark.slow
 def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
-    """What a run has in its config it has wherever it is opened; a stopped run comes to the same weights."""
+    """A run has its method wherever it is opened; a stopped and resumed run has the same weights."""
     whole = pipejax.fit(RUN, tmp_path / "whole")
     half = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, steps=2))
     pipejax.fit(half, tmp_path / "half")
@@ -425,7 +425,7 @@ def test_settings_of_a_custom_method_are_checked(setting: str, line: str) -> Non
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose class lies in a file that is imported no more, beside the run. Nobody changes them."""
+    """A run whose class is in a file that is no longer imported, beside the run. No test changes them."""
     root = tmp_path_factory.mktemp("saved")
     (root / "brought.py").write_text(
         "from support.staggered import Staggered\nclass Brought(Staggered):\n    name = 'brought'\n"
@@ -450,7 +450,7 @@ def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
-    """Whoever opens it may; what needs no class does without."""
+    """The caller may import it; operations that need no class work without."""
     places = [*sys.path]
     with pytest.raises(UserError, match=r"^method: found brought:Brought, by which .* --set method=brought:Brought"):
         pipejax.load(run)
@@ -495,7 +495,7 @@ def test_changed_method_settings_are_logged_once(run: Path, caplog: pytest.LogCa
 
 
 def test_changed_method_class_is_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Settings of the same name are compared though nobody has the class; no line is of the other objective."""
+    """Settings of equal name are compared without the class; no line is about the other objective."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding runs")
@@ -579,7 +579,7 @@ def test_rows_are_not_taught_by_another_method() -> None:
 
 
 def test_custom_strategy_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
-    """Without the class nobody knows the name; with it, another name is refused by the run."""
+    """Without the class the name is unknown; with the class, the run refuses another name."""
     (tmp_path / "in.jsonl").write_text('{"source_ids": [5, 1]}\n')
     places = ["--checkpoint", str(run), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     with pytest.raises(UserError, match=r"^--strategy: found 'brought'; expected one of pipelined, sequential$"):
@@ -598,7 +598,7 @@ def test_export_of_a_custom_method_records_its_class(run: Path, tmp_path: Path) 
 
 
 def test_converted_run_records_its_method(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And not what is true of our rows alone. Nobody need have the class for that."""
+    """Without statements that hold for our rows only. The class is not needed."""
     huggingface.to_hf(run, tmp_path / "hf")
     assert "transformers' generate does not know brought:Brought decoding" in capsys.readouterr().err
     card = (tmp_path / "hf" / "README.md").read_text()

@@ -191,7 +191,7 @@ def test_evaluation_scores_by_the_metric(name) -> None:
 
 @pytest.mark.slow
 def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
-    """Of a training run: its second evaluation has the highest ROUGE-Lsum, and the lowest of all else."""
+    """In a training run whose second evaluation has the highest ROUGE-Lsum and the lowest other scores."""
     headlines = iter([10.0, 30.0, 20.0])
 
     def scripted(name: str, *rest: Any) -> dict[str, float]:
@@ -231,7 +231,7 @@ def evaluations(*metric_and_score: tuple[str, float]) -> list[dict[str, Any]]:
     ],
 )
 def test_scores_by_a_former_default_are_not_compared(said, lines, kept, highest, without_better) -> None:
-    """A run that goes on from a version whose rule was another: best/ was chosen by numbers of another scale."""
+    """A run resumed from a version with another default metric: best/ was chosen by scores of another scale."""
     directory: Any = SimpleNamespace(logged=lambda event: lines)
     best: Any = SimpleNamespace(score=(95.0, -1.0))
     unused: Any = None

@@ -100,7 +100,7 @@ def test_cuts_and_losses_of_examples_are_logged_once(tmp_path, tokenizer_files, 
 
 
 def test_texts_changed_by_the_tokenizer_are_reported_at_the_start(tokenizer, said):
-    """With how many of those that were looked at, and the first in their random order."""
+    """With the number among the sampled examples, and the first in their random order."""
     rows = [("sang",), ("sang", "the ~ slept ."), ("</s>",), ()]
     examples = [Example(f"e{i}", "the  baker" if i % 10 else "the {", rows[i % 4], f"a.jsonl:{i}") for i in range(40)]
     warn_of_examples(examples, tokenizer, CONFIG)
@@ -272,7 +272,7 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path):
 
 @pytest.mark.parametrize("count, expected", [(0, []), (2, [("begins", 5), ("ends", 7)]), (9, [("begins", 5)])])
 def test_profile_covers_requested_steps_from_the_third(monkeypatch, tmp_path, count, expected):
-    """Of a run that goes on at step 3; steps are counted when they are made."""
+    """In a run resumed at step 3; steps are counted when they are made."""
     seen = []
 
     @contextlib.contextmanager
@@ -495,7 +495,7 @@ def test_mlflow_receives_log_numbers_and_resumes_its_run(tmp_path, monkeypatch):
     assert under_way == ["id 0 of run", ""] * 2
     assert [step for _, step, names in logged if "train/loss" in names] == [1, 2]
     assert {name for name, _, _ in logged} == {"id 0 of run"}
-    shutil.move(tmp_path / "run", tmp_path / "moved")  # it goes on, and a new one in its place is another
+    shutil.move(tmp_path / "run", tmp_path / "moved")  # it resumes, and a new run in its place gets another id
     fit(change(CONFIG, train={"steps": 3, "mlflow": "ours"}), tmp_path / "moved")
     fit(change(CONFIG, train={"steps": 1, "mlflow": "ours"}), tmp_path / "run")
     assert under_way[4:] == ["id 0 of run", "", "id 1 of run", ""]
@@ -533,7 +533,7 @@ def begin_from(monkeypatch, place, metadata):
 
 
 def test_resumed_run_keeps_its_id_and_a_new_run_gets_a_new_id(tmp_path, monkeypatch):
-    """Wherever it stands: a run that was moved goes on, and in its old place another one begins."""
+    """In any directory: a moved run resumes, and a new run begins in its old place."""
     first, other = (begin_from(monkeypatch, tmp_path / "run", None) for _ in range(2))
     assert first.run != other.run and re.fullmatch(r"[0-9a-f]{16}", first.run)
     for name in ("run", "moved"):

@@ -90,7 +90,7 @@ def asked(count, seed, *, all_begin):
     ],
 )
 def test_requested_rows_equal_algorithm_1(setting, native, request):
-    """Examples of one batch have rows and prefixes of their own; by XLA and by our kernel, with drafts or without."""
+    """Examples of a batch have different rows and prefixes; by XLA and by our kernel, with drafts or without."""
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
     cut = 0
     for seed in range(3):
@@ -111,7 +111,7 @@ def test_requested_rows_equal_algorithm_1(setting, native, request):
 
 
 def test_without_prefixes_rows_that_start_at_once_begin_alike():
-    """Which is why they are refused: of equal tokens, attention makes the same whatever its weights."""
+    """Therefore they are refused: for equal tokens attention gives equal results with any weights."""
     firsts = set()
     for seed in range(3):
         params = oracle.random_params(SIZES, np.random.default_rng(seed))
@@ -130,7 +130,7 @@ def test_number_of_prefixes_is_the_number_of_rows():
 
 @pytest.mark.slow
 def test_so_many_rows_by_the_literal_stop():
-    """By which rows go on starting after an empty one."""
+    """With the literal stop, rows start after an empty row too."""
     made, _ = generator(delay=1, time_max=20, stop="literal")
     rng = np.random.default_rng(1)
     texts = [[*rng.integers(2, 48, 9).tolist(), EOS] for _ in range(8)]

@@ -84,7 +84,7 @@ def test_a_row_that_starts_after_all_others_ended() -> None:
         (FIGURE_2, {"sub_max": 1}, [[A, B, C]], 4, "sub_max"),
         (FIGURE_2, {"sub_max": 3}, FIGURE_2, 4, None),
         ([[A]], {"sub_max": 1, "delay": 5}, [[A]], 2, "sub_max"),
-        # The second row would start at step 6, after time_max: time passes, and nobody knows what was lost.
+        # The second row would start at step 6, after time_max: time passes, and the lost rows are unknown.
         ([[A]], {"delay": 5, "time_max": 4}, [[A]], 4, "time_max"),
         ([[A]], {"delay": 5, "time_max": 4, "stop": "literal"}, [[A]], 2, None),
         ([[A]], {"delay": 5, "time_max": 6}, [[A]], 6, None),

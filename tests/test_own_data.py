@@ -363,7 +363,7 @@ def test_two_lines_are_rows_too_and_a_tenth_may_be_others(tmp_path):
 
 
 def test_multi_line_cells_with_delimiters_are_reported(tmp_path, said):
-    """Of prose they are right: the first is told with its lines, then how many there are, and the longest."""
+    """In prose they are right: the first is reported with its lines, then their number and the longest."""
     prose = '"It rained, it snowed,\nand then, at last, it stopped."'
     lines = ["id,source,targets", f"a,{prose},x", 'b,"no\ncomma",x', "c,one line,x"]
     lines += [f'd,"{prose[1:-1]}\nNo,\nit did not",x']
@@ -433,7 +433,7 @@ def test_cell_of_several_lines_is_read_if_other_cells_are_quoted_correctly(name,
 @pytest.mark.parametrize("other", ['a 12" b', 'say "no" to it', '"a" b'])
 @pytest.mark.parametrize("before", [True, False])
 def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_path, said):
-    """Wherever they are in the file, bad lines skipped or not; text of such quotes alone is no reason to refuse."""
+    """Anywhere in the file, with bad lines skipped or not; text with such quotes alone is not refused."""
     rows = ['s1,"x', "s2,x", 's3,x"']
     stray = f"{other},y"
     content = "\n".join(["source,targets", *([stray] if before else []), *rows, "t,z", *([] if before else [stray])])
@@ -533,7 +533,7 @@ def test_table_id_ending_in_0_is_reported(tmp_path, said):
 
 
 def test_examples_without_an_answer(tmp_path, tokenizer, said):
-    """Counted, left out or refused; a row of which the tokenizer leaves nothing is no answer."""
+    """They are counted, left out or refused; a row without any token is no answer."""
     rows = [["sang"], [], ["</s>"], ["</s> ", " </s></s>"], ["</s>", "slept"], ["~"]]
     examples = [Example(str(i), "x", tuple(row), f"a.jsonl:{i}") for i, row in enumerate(rows)]
     found = "3 of 6 training examples have no answer"

@@ -45,7 +45,7 @@ def python(
 
 @pytest.mark.slow
 def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rows by the command without them as by the API with them, and no line about what is absent."""
+    """The command without extras writes the rows of the API with extras, and reports nothing absent."""
     trained = tmp_path / "run"
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7))
     checkpoint.save_params(trained, tiny.RUN, params, tokenizer_source=tokenizer_files)

@@ -105,7 +105,7 @@ def test_output_through_an_absent_directory_is_refused_at_once(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_training_with_relative_paths_writes_nothing_elsewhere(tmp_path):
-    """Trained, resumed and decoded from a directory beside it, with the cache in another: nothing lies elsewhere."""
+    """Trains, resumes and decodes from a sibling directory, with the cache in another: no other files appear."""
     prepared = tiny_run.prepare(tmp_path / "work/data")
     prepared.write_text(prepared.read_text().replace(str(prepared.parent), "../data"))
     (tmp_path / "work/deep").mkdir()

@@ -167,7 +167,7 @@ def test_svg_survives_any_token() -> None:
 
 
 class Page(HTMLParser):
-    """What a page holds, and what it would load."""
+    """The elements of a page, and the resources that it would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_html_is_one_page_that_loads_nothing() -> None:
 
 @pytest.mark.parametrize("length", [1, 6, 12, 60])
 def test_texts_are_beside_the_grid_only_if_both_fit(length: int) -> None:
-    """In a window wider than what the style says they do, and none is wider than the widest page."""
+    """Texts are shown in a window wider than the limit in the style; no limit exceeds the widest page."""
     row = ["words"] * length
     text = html(fill([row], delay=1))
     drawn = int(re.search(r'<svg [^>]*width="(\d+)"', text)[1])  # type: ignore[index]
@@ -295,14 +295,14 @@ def checkpoint_of(tmp_path: Path, **sections: Any) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(PipelinedMethod):
-    """A method of somebody else's, whose rows are those of the grid."""
+    """A custom method whose rows are on the grid."""
 
     grid: config.GridConfig = dataclasses.field(default_factory=config.GridConfig)
     name: ClassVar[str] = "drawn"
 
 
 def test_record_names_its_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a run's own is drawn with its checkpoint alone, if it can be; of one that says none nobody knows."""
+    """A custom method is drawn with its checkpoint only; a record without a method is drawn as pipelined."""
     plain = draw(tmp_path, ONE_ROW)
     assert plain == draw(tmp_path, ONE_ROW | {"method": "pipelined"})
     own = checkpoint_of(tmp_path, data={"separator": " ; "})
@@ -531,7 +531,7 @@ TRACED |= {"pieces": {"1": "</s>", "4": "y", "5": "A", "6": "B", "7": "C", "8": 
 
 
 def section_of(page: str) -> str:
-    """What the page shows by call."""
+    """The part of the page that shows calls."""
     assert page.count('id="calls"') == 1
     return page[page.index('<section class="view" id="calls">') : page.index("<script>")]
 

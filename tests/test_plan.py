@@ -160,7 +160,7 @@ def test_a_target_is_known_or_a_topology():
         targets.find_target("rtx9090", "--target")
 
 
-# What the backward pass repeats, by the memory.
+# Rematerialisation, chosen by the memory.
 
 
 def known_needs(monkeypatch):

@@ -59,7 +59,7 @@ def known(seen: Sequence[int], token: int) -> float:
 
 
 def expected(rows: list[list[int]], condition: Condition, *, ends: Sequence[int], least: int = WHOLE) -> list[float]:
-    """The likelihoods of rows, each fed after a beginning of its own, in plain Python.
+    """The likelihoods of rows, each fed after its own beginning, in plain Python.
 
     Token j of a row sees the first Δt + j - 1 tokens of the row above, one Δt more of each row further up.
     """
@@ -157,7 +157,7 @@ def test_likelihoods_with_visible_rows_equal_training_loss(backbone: Any) -> Non
 
 
 def test_hidden_tokens_do_not_change_likelihoods(deep: tuple[Any, Any]) -> None:
-    """Not through a row between, and not through layers: three rows, of which the first gets other tokens."""
+    """Neither through a row between nor through layers: of three rows, the first gets other tokens."""
     rows = [[3, 4, 5, 6, 7], [4, 8, 5, 3], [7, 6, 4]]
     other = [[3, 4, 8, 8, 5], *rows[1:]]
     a, b = measured([sequential(rows)[0], sequential(other)[0]], *deep)
@@ -412,7 +412,7 @@ def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytes
 def test_weights_learn_to_do_without_first(
     run: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: an interrupted probe goes on with them, whether they had learned all or a part. The checkpoint stays."""
+    """Once: an interrupted probe resumes with these weights, trained in full or in part. The checkpoint stays."""
     few = ("--limit", "12", "--adapt", str(run / "labelled.jsonl"), "--updates", "20")
     fast = ("--set", "train.learning_rate=0.01")
     before = probe(run, tmp_path / "before", "--limit", "12")

@@ -65,7 +65,7 @@ def test_processes_join_by_flags_or_environment(joined, flags, environment, expe
 
 
 def test_jax_detects_cloud_tpu_processes(joined, monkeypatch):
-    """The machine's variables say nothing; its metadata server, here a dictionary, does. Without a TPU nobody asks."""
+    """The metadata server, here a dictionary, gives the processes. Without a TPU there is no query."""
     metadata, asked = {"tpu-env": "", "agent-worker-number": "1", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}, []
 
     def get(key):
@@ -158,7 +158,7 @@ def of(directory, event):
 
 @pytest.mark.slow
 def test_two_processes_equal_one_and_end_together(config, tmp_path):
-    """A signal to one of the two ends both, at the same step; what they go on to is what one process comes to."""
+    """A signal to one of the two ends both at the same step; the resumed pair ends as one process does."""
     settings = ("decode.batch_size=1", "train.evaluate_examples=0", "train.evaluate_every=6")
     alone, workdir = tmp_path / "alone", tmp_path / "run"
     assert fit(load(config, ["train.steps=8", "mesh.data=1", *settings]), alone) == 0  # this process is one, too

@@ -85,7 +85,7 @@ def test_random_access_and_slices(tmp_path):
 
 
 def test_msqa_takes_its_dev_from_train(tmp_path):
-    """By the digests of the ids, so whatever the order of the file; the unlabelled test file is left alone."""
+    """By digests of the ids, for any order of the file; the unlabelled test file is not used."""
     unlabelled = {"id": "x", "question": ["who"], "context": ["Ann"]}
     files = {"train.json": wrapped(*TRAIN), "valid.json": wrapped(MSQA), "test.json": wrapped(unlabelled)}
     turned = files | {"train.json": wrapped(*reversed(TRAIN))}
@@ -211,7 +211,7 @@ def test_cnn_dailymail_is_as_tfds_reads_it(tmp_path, scratch, monkeypatch):
     assert len(ours["train"]) == 2
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_rows_and_texts_are_counted_as_training_takes_them(tmp_path, tokenizer_f
 
 
 def test_rows_that_hold_the_separator_are_counted(tmp_path, tokenizer_files, capsys):
-    """Where the answer in one piece parts into others than the rows; on the grid they are what they are."""
+    """Examples whose joined answer splits into other rows; on the grid rows are not joined."""
     rows = [["the ; baker", "clerk"], ["baker", "clerk"], ["; the", "baker"], ["baker"], ["</s>"], []]
     lines = [{"source": "the baker", "targets": given} for given in rows]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

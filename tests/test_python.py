@@ -301,7 +301,7 @@ def fingerprints(workdir: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> tuple[dict[str, Any], list[Any]]:
-    """What is given besides the examples, and the fingerprints of a training on files."""
+    """The arguments besides the examples, and the fingerprints of a training on files."""
     import json
 
     here = tmp_path_factory.mktemp("files")

@@ -62,7 +62,7 @@ def original(tmp_path_factory, tokenizer_files):
 
 @pytest.fixture(scope="module")
 def smaller(original, tmp_path_factory):
-    """The same in fewer bytes, by what the weights are in."""
+    """The same checkpoint with smaller weights, by their dtype."""
     made = {weights: tmp_path_factory.mktemp("smaller") / weights for weights in NARROW}
     for weights, out in made.items():
         assert convert(["quantize", str(original), str(out), "--weights", weights]) == 0

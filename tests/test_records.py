@@ -164,7 +164,7 @@ def test_records_equal_the_oracle(decoded, tokenizer):
 
 
 def test_rows_contain_no_eos_and_no_empty_rows(decoded):
-    """Under `literal` rows go on after an empty one."""
+    """Under `literal` rows continue after an empty one."""
     found, _ = decoded([{"source": text} for text in SHORT], "--set", "grid.stop=literal", model="pipelined")
     rows = [row for record in found for row in record["row_ids"]]
     assert len(rows) > len(found) and all(row and 1 not in row for row in rows)
@@ -740,7 +740,7 @@ SPOILT = [
 
 
 def test_bad_lines_are_skipped(checkpoints, decoded, tmp_path, monkeypatch):
-    """Each with its place, then the count; by default the first one ends it. What is there is gone on with."""
+    """Each is reported with its place, then the count; by default the first one ends decoding, which can be resumed."""
     good = [{"id": f"g{i}", "source": text} for i, text in enumerate(SHORT[:4])]
     expected, _ = decoded(good)
     lines = [line.encode() for line in as_lines(good).splitlines()]

@@ -427,7 +427,7 @@ def test_invalid_path_is_refused(path, reason):
 
 
 def test_files_that_may_be_open(tmp_path):
-    """Fewer than a save needs: more are allowed if they may be, and if not that is said before anything hangs."""
+    """Fewer than a save needs: the limit is raised if possible; otherwise it is refused before anything hangs."""
     text = "from pipejax.system import cli; import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
     text += "cli.run(lambda argv: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) or 0)"
     for limit, code, out, err in (

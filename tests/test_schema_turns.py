@@ -173,7 +173,7 @@ def asking(**properties: Any) -> dict[str, Any]:
 
 
 def test_new_schemas_do_not_wait_for_bad_ones(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad ones take long in a thread of their own."""
+    """Bad schemas take long in a separate thread."""
     go_on, under, begun = threading.Event(), Generator.under, list[int]()
 
     def slow(generator: Generator, schema: Any, strategy: Any, **more: Any) -> Any:

@@ -98,7 +98,7 @@ def walk(found: Any, strategy: Any, rng: np.random.Generator, count: int = 16) -
 
 
 def test_every_allowed_answer_is_valid() -> None:
-    """Whatever tokens a model prefers: rows come to an end in time, and jsonschema finds the object good."""
+    """With any tokens that a model prefers, rows end in time, and jsonschema accepts the object."""
     made, rng, seen = generator(time_max=30, delay=2), np.random.default_rng(1), set[str]()
     for asked in many(30):
         texts = walk(made.under(asked).answer_format, made.make_strategy("pipelined"), rng)
@@ -597,7 +597,7 @@ def test_schemas_and_refusals_are_compiled_once(made: Any, monkeypatch: Any) -> 
                 with pytest.raises(UserError, match="without '\\)'"):
                     own.under(large, effort=None if at_once and len(calls) > 1 else Effort.WHOLE)
     assert len(calls) == 2
-    for i in range(9):  # what is refused takes nobody's place
+    for i in range(9):  # a refused request takes no place
         with pytest.raises(UserError):
             own.under(of(a={"enum": [[i]]}))
     count = len(calls)

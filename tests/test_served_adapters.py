@@ -181,7 +181,7 @@ def test_names_of_adapters() -> None:
 
 @pytest.mark.parametrize("kind", ["run", "peft", "peft by its main file", "peft by its pieces", "run of more words"])
 def test_an_adapter_of_another_tokenizer_is_refused(kind: str, tokenizer_files: Path, tmp_path: Path) -> None:
-    """It would be given other words than those that it learned; with the base's own it is read."""
+    """It would receive other words than in training; an adapter with the base's tokenizer is accepted."""
     other = tmp_path / "other"
     shutil.copytree(tokenizer_files, other)
     main = json.loads((other / "tokenizer.json").read_text())

@@ -971,7 +971,7 @@ def test_no_path_redirects_to_another_host(client: TestClient, path: str) -> Non
 
 
 def test_metrics_count_nothing_by_the_text(client: TestClient) -> None:
-    """All that is told: numbers of requests, answers and tokens, times, and the present state."""
+    """The metrics are numbers of requests, answers and tokens, times, and the present state."""
     client.post(PATH, json={"prompt": TEXT})
     names = {line.split()[2] for line in client.get("/metrics").text.splitlines() if line.startswith("# TYPE")}
     counted = {"requests_total", "answers_total", "prompt_tokens_total", "generated_tokens_total"}
@@ -1156,7 +1156,7 @@ def test_response_echoes_the_settings_of_the_request(client: TestClient) -> None
 def test_a_bound_under_a_schema_is_echoed_too(
     client: TestClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There it bounds each row, and the answer as a whole elsewhere: the response says what the client asked."""
+    """Under a schema it bounds each row, otherwise the whole answer; the response echoes the client's value."""
     monkeypatch.setattr(requests, "apply_format", lambda given, generator, strategy, apply: generator)
     for each, whole in ((3, None), (None, 9)):
         monkeypatch.setattr(requests, "bound_rows", lambda *given, each=each: each)
@@ -1188,7 +1188,7 @@ def test_a_method_that_cannot_stream_is_refused_in_one_line(
 def test_user_error_is_answered_with_status_400(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """Wherever it is found."""
+    """In every part of the server."""
     for name in ("requests.encode_source", "requests.bound_rows", "answering.Writing"):
         with monkeypatch.context() as patch:
 

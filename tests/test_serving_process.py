@@ -254,7 +254,7 @@ def test_curl(server: Server, expected: dict[str, list[Any]]) -> None:
 
 
 def test_clients_that_go_away(server: Server) -> None:
-    """At any moment, also while they send: places get free, and the others get what is theirs."""
+    """At any moment, also while they send: their places are freed, and other clients get their answers."""
     rng = np.random.default_rng(0)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     for i in range(30):

@@ -212,7 +212,7 @@ def test_no_step_copies_the_cache(strategy, batch, number, turn):
         elif " = " in line:
             inside.append(line)
     loops = [line for lines in computations.values() for line in lines if " while(" in line]
-    # A turn of several steps is one loop more, of which nobody asks the condition.
+    # A turn of several steps is one loop more, whose condition is not evaluated.
     assert len(loops) == (1 + (turn > 1)) * len(sizes.queries) + (len(sizes.queries) > 1)
     known = [line for line in loops if f'"known_trip_count":{{"n":"{turn}"}}' in line]
     assert len(known) == (turn > 1) * len(sizes.queries)

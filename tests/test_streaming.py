@@ -94,7 +94,7 @@ def test_streams_of_one_generator_may_run_side_by_side(caplog):
         assert record == wanted
         rows = [[e.token for e in events if e.row == row and not e.done] for row in range(len(wanted["row_ids"]))]
         assert rows == wanted["row_ids"]
-    first = made.stream_rows(given[0])  # one that nobody reads to its end
+    first = made.stream_rows(given[0])  # a stream that is not read to its end
     next(first)
     assert list(made.stream_rows(given[1]))[-1] == expected[1]
 

@@ -45,7 +45,7 @@ TEACHER = Config(
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory, tokenizer_files):
-    """Random weights as a converted checkpoint, and a file of 40 sources, of which two are the same."""
+    """Random weights as a converted checkpoint, and a file of 40 sources, two of them equal."""
     root = tmp_path_factory.mktemp("given")
     params = oracle.random_params(MODEL, np.random.default_rng(SEED))
     checkpoint.save_params(root / "teacher", TEACHER, params, tokenizer_source=tokenizer_files)

@@ -440,7 +440,7 @@ def test_a_flipped_bit_does_not_go_unseen(demo: Path, tmp_path: Path) -> None:
             check_digests(copy, expected)
         file.write_bytes(content)
     check_digests(copy, expected)
-    (copy / ".DS_Store").write_text("x")  # nobody reads it
+    (copy / ".DS_Store").write_text("x")  # it is never read
     check_digests(copy, expected)
     (copy / "added_tokens.json").write_text("{}")
     with pytest.raises(UserError, match=r"added_tokens\.json: found a file; expected none"):

@@ -81,7 +81,7 @@ def counted(of: Generator, one: Any, strategy: str, report: Report) -> None:
 
 
 def test_a_record_has_no_two_equal_rows(made):
-    """What is left out is told by its number on the grid, and all that is told of rows is of those that stay."""
+    """Omitted rows are listed by their number on the grid; all other fields describe the remaining rows."""
     written = [[A, B], [C], [A, B], [], [A], [C], [C, C], []]
     found = record(made, Source("x", [1]), "pipelined", decoded(written), 0)
     assert found["row_ids"] == [[A, B], [C], [A], [C, C]]
@@ -172,7 +172,7 @@ def answers(seed, *, end=True):
 
 @pytest.mark.parametrize("end", [True, False], ids=["whole", "cut"])
 def test_events_are_of_the_rows_that_stay(end):
-    """However the steps are cut into slices; those of a row come at once when it differs from all above it."""
+    """For any slices of steps; the events of a row are sent as soon as it differs from all rows above."""
     waited = 0
     for seed in range(200):
         rows, delay, ended = answers([seed, end], end=end)
@@ -212,7 +212,7 @@ class Letters:
 @pytest.mark.parametrize("as_written", [False, True], ids=["in order", "as written"])
 @pytest.mark.parametrize("end", [True, False], ids=["whole", "cut"])
 def test_chunks_add_up_to_the_record(made, end, as_written):
-    """Those of a server: their texts are the text of the record, and a row that is left out has none."""
+    """The joined texts of a server's chunks are the record's text; an omitted row has no chunk."""
     some_waited = 0
     for seed in range(200):
         rows, delay, _ = answers([seed, end, 7], end=end)
@@ -281,7 +281,7 @@ def test_batches_of_random_models_are_algorithm_1_with_unique_rows(setting, draf
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.3, 0.0])
 def test_streams_and_running_batches_give_the_records_of_decode(temperature):
-    """With places that are used again, and answers of so many tokens: the same rows stay, whoever is beside them."""
+    """With reused places and bounded answers: the same rows remain beside any other requests."""
     made = generator(model=MORE_WORDS, temperature=temperature)
     rng = np.random.default_rng(3)
     given = [Source(i, [*rng.integers(2, 12, rng.integers(1, 15)).tolist(), 1]) for i in range(16)]
