@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -144,6 +145,23 @@ def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
             tokens = [(event.row, event.token) for event in events]
             assert tokens == [(event.row, event.token) for event in undrafted[i][:-1]]
     assert saved > 0
+
+
+@pytest.mark.slow
+def test_64_clients_get_the_drafted_answers_of_offline_decoding(generator, drafting):
+    """Each client waits for its answer in a thread, so that requests join and leave a batch in any order."""
+    given = texts(64)
+    plain, offline = (one.decode(given, strategy="pipelined", batch_size=8) for one in (generator, drafting))
+    engine = Engine(drafting, places=8, queue=64)
+    with ThreadPoolExecutor(64) as clients:
+        answers = [
+            clients.submit(lambda i=i: list(engine.submit(request(i, given[i])).events())[-1]) for i in range(64)
+        ]
+        found = [answer.result(timeout=300) for answer in answers]
+    engine.close(drain=True, seconds=60)
+    for i, (record, one, other) in enumerate(zip(found, plain, offline, strict=True)):
+        assert_same({**record, "calls": 0}, {**one, "calls": 0, "id": i})
+        assert record["calls"] <= one["calls"] and record["row_ids"] == other["row_ids"]
 
 
 @pytest.mark.slow
