@@ -104,7 +104,7 @@ def test_to_hf_writes_all_files_and_reports_one_line(
     huggingface.to_hf(in_rows, out)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("hf: ") and "README.md" in line
-    assert "custom_generate/generate.py there writes rows in transformers" in line
+    assert "custom_generate/generate.py in the directory writes rows" in line
     tokenizer = {path.name for path in (in_rows / "tokenizer").iterdir()}
     assert {path.name for path in out.iterdir()} == FILES | tokenizer
     ids = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}

@@ -529,7 +529,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda root: (root / "out.jsonl.unfinished").unlink(), "found no out.jsonl.unfinished beside it"),
+        (lambda root: (root / "out.jsonl.unfinished").unlink(), "found no out.jsonl.unfinished in"),
         (lambda root: (root / "out.jsonl").write_text('{"id": "b"}\n'), r"out.jsonl:1: found no record .* the id '1'"),
         (
             lambda root: (root / "in.jsonl").write_text(as_lines([{"source": "x"}] * 3)),

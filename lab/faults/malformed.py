@@ -189,7 +189,7 @@ KINDS: tuple[Kind, ...] = (
     _run("other key", lambda d: None, "train.learning_rate: ", " -> ", more=("--set=train.learning_rate=1.0",)),
     _run("other model", lambda d: None, "model.d_ff: 24 -> 25", more=("--set=model.d_ff=25",)),
     _run("a file in the way", lambda d: _replace(d, "file"), "found a file"),
-    _run("other things in it", lambda d: _replace(d, "directory"), "other things"),
+    _run("other things in it", lambda d: _replace(d, "directory"), "other files"),
     Kind("run: no good step to decode", ("found no intact step",), "decode", DECODE, lambda h: _damage_all(h / "run")),
     Kind("run: no checkpoint to decode", ("found no checkpoints/",), "decode", ("--checkpoint={here}", *DECODE[1:])),
     Kind(
@@ -361,7 +361,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("no such input", "decode", ("--input={here}/no.jsonl",), "no such file"),
     _flags("no such checkpoint", "decode", ("--checkpoint={here}/no",), "no such checkpoint"),
     _flags("the hub's name for a checkpoint", "decode", ("--checkpoint=google/t5",), "nor a reachable hub id"),
-    _flags("a step for a checkpoint", "decode", ("--checkpoint={here}/run/checkpoints/4",), "it is a part of"),
+    _flags("a step for a checkpoint", "decode", ("--checkpoint={here}/run/checkpoints/4",), "it is part of"),
     _flags("decoding a model of another grid", "decode", ("--set=grid.delay=-1",), "grid.delay: found -1"),
     _flags(
         "--limit of none",
@@ -432,7 +432,7 @@ KINDS: tuple[Kind, ...] = (
     _source("both", b'{"source": "x", "source_ids": [3]}', 'found "source" and'),
     _source("nothing to read", b'{"text": "x"}', '"source"'),
     _source("an empty text", b'{"source": ""}', "found an empty text"),
-    _source("half a pair", b'{"source": "\\ud800"}', "half a surrogate"),
+    _source("half a pair", b'{"source": "\\ud800"}', "a lone surrogate"),
     _source("ids as text", b'{"source_ids": "3"}', "source_ids"),
     _source("no ids", b'{"source_ids": []}', "found no ids"),
     _source("a text among the ids", b'{"source_ids": ["3"]}', "among the ids"),
