@@ -52,7 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take minutes: first, so that no worker is left alone with one of them in the end.
 SLOW = (
-    *("drafting", "backbones", "processes", "trainer", "training", "named_rows", "engine", "decoding"),
+    *(
+        "drafting",
+        "backbones",
+        "backbone_behaviour",
+        "processes",
+        "trainer",
+        "training",
+        "named_rows",
+        "engine",
+        "decoding",
+    ),
     *("benchmarks", "records", "monitoring", "drafts", "lora", "kernels", "methods", "paper_configs"),
     *("step_decoder", "choice", "checkpoint", "faults", "tables", "unique_rows", "gpu", "python", "plan"),
     *("serving_process", "schemas"),
