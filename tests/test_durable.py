@@ -551,7 +551,7 @@ def test_too_few_open_files_are_refused_before_the_work(tmp_path, monkeypatch):
     for limits, refused in (((8, 8), True), ((8, 4096), False), ((4096, 4096), False)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
         if refused:
-            with pytest.raises(UserError, match=r"ulimit -n: found 8 files .*; expected at least 256"):
+            with pytest.raises(UserError, match=r"ulimit -n: found a limit of 8 open files; expected at least 256"):
                 Store(tmp_path / "checkpoints", writable=True)
         else:
             Store(tmp_path / "checkpoints", writable=True)
