@@ -33,14 +33,14 @@ def write(config: Backbone, params: object, strategy: Pipelined, source: list[in
 
     # 2. The loop. A strategy knows the grid and no model: it says which tokens are asked, and where they stand.
     width, used = strategy.most_queries, 0
-    rows, times = (np.full(strategy.slots + width, 2**30) for _ in "rt")  # where each slot of the cache stands
+    rows, times = (np.full(strategy.slots + width, 2**30) for _ in range(2))  # where each slot of the cache stands
     cache, state = model.empty_cache(1, len(rows)), strategy.init(1)
     ask, advance = jax.jit(strategy.query), jax.jit(strategy.advance)
     while not strategy.done(state)[0]:
         # 3. A new row may begin here; each open row asks for its next token.
         state, query = ask(state)
         live = np.flatnonzero(query.live[0])
-        tokens, row, time = (np.zeros(width, np.int32) for _ in "trt")
+        tokens, row, time = (np.zeros(width, np.int32) for _ in range(3))
         tokens[: len(live)] = query.tokens[0, live]
         row[: len(live)], time[: len(live)] = query.row[0, live], np.broadcast_to(query.time, query.live.shape)[0, live]
         rows[used : used + len(live)], times[used : used + len(live)] = row[: len(live)], time[: len(live)]

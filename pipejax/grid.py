@@ -57,16 +57,6 @@ def start(row: Numbers, delay: int) -> Numbers:
     return row * delay
 
 
-def is_start(time: Numbers, delay: int) -> Numbers:
-    """Whether a row starts at a time (line 5 of Algorithm 1)."""
-    return time % delay == 0 if delay else time == 0
-
-
-def next_start(time: Numbers, delay: int) -> Numbers:
-    """The first time at or after `time` at which a row starts. With a delay of 0 it is `time` itself."""
-    return -(-time // delay) * delay if delay else time
-
-
 def count_rows(delay: int, time_max: int, sub_max: int) -> int:
     """The number of rows of the grid: at most `sub_max`, and only rows that start before `time_max`."""
     return min(sub_max, -(-time_max // delay)) if delay else sub_max

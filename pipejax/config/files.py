@@ -305,7 +305,7 @@ def _names_backbone(key: str, value: object) -> bool:
 def backbone(overrides: Overrides) -> type[Backbone] | None:
     """Returns the class in `--set model=MODULE:CLASS`, or None without it.
 
-    For commands that accept no other setting.
+    Commands call it whose only setting is the class of a backbone.
 
     Raises:
       UserError: there is another setting.

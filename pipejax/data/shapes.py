@@ -83,7 +83,7 @@ class Shapes:
         return np.lexsort((np.where(level % 2, -1, 1) * lengths[:, 1], level))
 
     def in_use(self, step: int) -> tuple[Pair, ...]:
-        """Returns the pairs that batches may be padded to at a step (the first step is 0)."""
+        """Returns the padded sizes (source length, slots) in use at an update; updates are counted from 0."""
         return self.pairs[: FIRST + step // EVERY]
 
     def fit(self, need: Pair, step: int = 0) -> Pair:

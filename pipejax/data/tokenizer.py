@@ -424,7 +424,7 @@ def warn_of_start(tokenizer: Tokenizer, model: Backbone, place: str, name: str) 
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file that a tokenizer's directory may be read by, by name."""
+    """Returns, by file name, the SHA-256 of each file of a directory from which a tokenizer can be read."""
     if look(directory) != "directory":
         return {}
     try:

@@ -203,7 +203,7 @@ def _limit(logits: Array, sampling: Sampling) -> Array:
     order = jax.lax.bitcast_convert_type(weights, jnp.int32)
 
     def least(enough: Callable[[Array], Array]) -> Array:
-        """The largest i32 [N] such that the tokens with at least this order are `enough`; found bit by bit."""
+        """The highest threshold i32 [N] at which the tokens at or above it are still `enough`; found bit by bit."""
 
         def add(number: Array, order: Array) -> Array:
             higher = order | (1 << (30 - number))

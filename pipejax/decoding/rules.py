@@ -167,7 +167,7 @@ class Rule:
         return self._map(select)
 
     def put(self, place: int, one: Self) -> Self:
-        """The rule of a batch, with the example at `place` replaced by the example of `one`, a rule for one example."""
+        """This rule, with its entry at `place` taken from `one`, a rule for a single example."""
         others = {field.name: jax.tree.leaves(getattr(one, field.name)) for field in self._fields}
 
         def replace(name: str, x: Any) -> Any:

@@ -105,7 +105,9 @@ class RunningBatch:
         """
         self._programs = BatchPrograms(programs, strategy, places, compiled)
         self.strategy = self._programs.strategy
-        self.starts = np.asarray(strategy.start(np.arange(strategy.places[0])))  # i64 [R], times of first tokens
+        self.starts = np.asarray(
+            strategy.start(np.arange(strategy.places[0]))
+        )  # i64 [R], times of the queries that generate first tokens
         self.places = places
         # Whether rows may be generated ahead of others.
         self.has_drafts = getattr(self.strategy, "drafts", None) is not None

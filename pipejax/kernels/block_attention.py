@@ -212,7 +212,7 @@ def attend_in_blocks(
     If `seen.blocks.split` is a sharding, each device computes the attention of its own examples.
 
     Args:
-      queries: [B, H, Q, K]. Scores are not divided by sqrt(K), as in T5.
+      queries: [B, H, Q, K]. As in T5, scores are not divided by sqrt(K).
       keys: [B, H, C, K].
       values: [B, H, C, K].
       seen: the coordinates of queries and keys, the bias, and the options of the kernels.

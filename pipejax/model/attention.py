@@ -30,7 +30,7 @@ def attend(
     *,
     over_sources: bool = False,
 ) -> Array:
-    """Computes softmax(queries keys^T + bias) values, [B, H, Q, K]. Scores are not divided by sqrt(K), as in T5.
+    """Computes softmax(queries keys^T + bias) values, [B, H, Q, K]. As in T5, scores are not divided by sqrt(K).
 
     Scores and softmax are float32; the weights are rounded to the dtype of the values before the second product.
 

@@ -65,7 +65,7 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
 def _silent() -> Iterator[None]:
     """A context in which nothing is written to standard error.
 
-    Ray's C++ code writes there that it was asked to be quiet.
+    It hides a line in which Ray's C++ code reports that it was asked to be quiet.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
