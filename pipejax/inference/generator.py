@@ -291,7 +291,7 @@ class Generator:
         return other
 
     def formats(self, name: str) -> AnswerFormats:
-        """Returns the `AnswerFormats` of a name in `registry.RULES`, made once; it caches the formats that it compiles."""
+        """Returns the `AnswerFormats` of a name in `registry.RULES`, made once; it caches compiled formats."""
         if name not in self._formats:
             self._formats.setdefault(name, registry.find(registry.RULES[name])())
         return self._formats[name]
