@@ -256,7 +256,7 @@ def test_directory_without_adapter_has_no_adapter(base: Path, adapter: Path, tmp
     for name, settings, words in given:
         with pytest.raises(UserError, match=words):
             to_hf(tmp_path / name, tmp_path / "out", adapter=True, **settings)
-    with pytest.raises(UserError, match=r"found no adapter_config.json; expected an adapter"):
+    with pytest.raises(UserError, match=r"found no adapter_config.json, so this is not a LoRA adapter; expected an"):
         from_hf(base, tmp_path / "out", base_model=str(base))
     other = whole(base)
     torch.nn.init.zeros_(other.encoder.block[0].layer[0].SelfAttention.q.weight)

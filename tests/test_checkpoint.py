@@ -160,7 +160,7 @@ def test_step_removed_while_its_bytes_are_counted(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(Store, "verify", lambda store, step: {})
     monkeypatch.setattr(os, "scandir", scandir)
     assert main(["verify", str(tmp_path)]) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["good", "good"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["intact", "intact"]
 
 
 def test_verify(tmp_path, capsys):
@@ -170,9 +170,9 @@ def test_verify(tmp_path, capsys):
     told = capsys.readouterr()
     assert told.err == "2 steps and 1 best, 0 damaged\n"
     assert [line.split()[:2] for line in told.out.splitlines()] == [
-        ["checkpoints/4", "good"],
-        ["checkpoints/8", "good"],
-        ["best/4", "good"],
+        ["checkpoints/4", "intact"],
+        ["checkpoints/8", "intact"],
+        ["best/4", "intact"],
     ]
     flip(tmp_path / "checkpoints/8")
     (tmp_path / "checkpoints/99").mkdir()
@@ -334,7 +334,7 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said
     for step in (4, 8):
         flip(tmp_path / f"run/checkpoints/{step}/params")
     assert fit(config, tmp_path / "run") == 0
-    told = [line for line in said if "no good step" in line]
+    told = [line for line in said if "no intact step" in line]
     assert len(told) == 1 and "starts again from the beginning" in told[0]
     assert sum("kept aside as corrupt-" in line for line in said) == 2
     assert runs.metrics(tmp_path / "run") == runs.metrics(finished)

@@ -32,7 +32,7 @@ def save(directory, *steps, **options):
 
 
 def newest_of(run):
-    """The newest good step; numbers have no model, without which a run is not opened as a whole."""
+    """The newest intact step; numbers have no model, without which a run is not opened as a whole."""
     return Store(run / "checkpoints").newest(None)
 
 
@@ -285,7 +285,7 @@ def test_readers_look_again_when_a_step_is_replaced(tmp_path, monkeypatch, capsy
     with monkeypatch.context() as patch:
         replacing(patch, tmp_path / "checkpoints", times=2)
         assert main(["verify", str(tmp_path)]) == 0
-        assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["checkpoints/8", "good"]]
+        assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["checkpoints/8", "intact"]]
     replacing(monkeypatch, tmp_path / "checkpoints", times=1000)
     with pytest.raises(UserError, match="each step was replaced while it was read"):
         newest_of(tmp_path)

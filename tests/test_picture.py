@@ -495,7 +495,7 @@ def test_names_of_rows_are_shortened_and_escaped() -> None:
         (RECORD | {"steps": "3"}, (), "steps: found '3'; expected a whole number"),
         (RECORD | {"truncated": "max_length"}, (), "expected null, sub_max or time_max"),
         (RECORD | {"truncated": []}, (), "truncated: found \\[\\]"),
-        (RECORD | {"row_ids": [[5, 6, 3, 7]]}, (), "expected a record of the pipelined strategy"),
+        (RECORD | {"row_ids": [[5, 6, 3, 7]]}, (), "one for each row of row_ids, as in a record of the pipelined"),
         (ONE_ROW | {"method": "sequential"}, (), r"^\S+:3: method: found 'sequential'; expected pipelined, whose rows"),
         (ONE_ROW | {"method": "branching"}, (), "method: found 'branching'; expected pipelined, whose rows"),
         (ONE_ROW | {"method": ""}, (), "method: found ''; expected pipelined"),

@@ -363,7 +363,7 @@ def test_bad_lines_at_the_beginning_are_left_out(memory: MemoryFileSystem, caplo
 
 
 def test_a_stream_is_of_files() -> None:
-    with pytest.raises(UserError, match=r"^data.stream: found a stream with data.task = demo; expected jsonl or csv$"):
+    with pytest.raises(UserError, match=r"a stream with data.task = demo; expected data.task = jsonl or csv$"):
         Examples.of(change(CONFIG, data={"stream": 24}))
 
 

@@ -42,7 +42,7 @@ Parts, in the order of the table in docs/reliability.md:
 - hangs: directories that become immutable, a disk that answers with errors, eight and forty open files. The process
   must end within a minute, without a traceback, with exit code 1 (2 before the first step) and a last line "error:".
 - readers: `checkpoint verify`, `decode` and `convert to-hf` while a training with keep_checkpoints=1 saves at every
-  step. Each call must find a good step.
+  step. Each call must find an intact step.
 - meshes (data, fsdp, tensor): 1x1x1, 8x1x1, 1x8x1, 2x2x2, 1x1x4 and 4x1x2 on eight fake CPU devices.
 - damage: flipped bits (anywhere, and in the arrays), zeroed ranges, files truncated, deleted, lengthened and swapped,
   items and steps swapped, empty and foreign directories and files in the place of a step; every tenth time all steps.

@@ -2,8 +2,8 @@
 
     pipejax checkpoint verify DIR [--json]
 
-Exit codes: 0 if all steps are good; 1 if a step is damaged, cannot be read now, or was saved with another tokenizer; 2
-if DIR is not a run directory.
+Exit codes: 0 if all steps are intact; 1 if a step is damaged, cannot be read now, or was saved with another tokenizer;
+2 if DIR is not a run directory.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ def _bytes_in(path: Path) -> int:
 def _report_line(report: StepReport) -> str:
     items = ", ".join(f"{name} ({count} arrays)" for name, count in report["items"].items())
     if report["good"]:
-        return f"{report['place']:<20} good     {items}, {report['bytes'] / 1e6:.1f} MB"
+        return f"{report['place']:<20} intact   {items}, {report['bytes'] / 1e6:.1f} MB"
     return f"{report['place']:<20} {'damaged' if report['damaged'] else 'refused'}  {report['reason']}"
 
 

@@ -28,7 +28,7 @@ _warn_once = functools.cache(logger.warning)
 
 
 def open_run(directory: str | Path, *, best: bool = False, packed: bool = False, apart: bool = False) -> Restored:
-    """Reads the parameters of the newest good step or of the best step; merges low-rank factors into their matrices.
+    """Reads the parameters of the newest intact step or of the best step; merges low-rank factors into their matrices.
 
     The result's `arrays` are the fingerprints of the arrays on disk, before merging and conversion to float32.
 
@@ -39,7 +39,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
       apart: keep low-rank factors separate from their matrices.
 
     Raises:
-      UserError: this is not a run directory, or none of its steps is good.
+      UserError: this is not a run directory, or none of its steps is intact.
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"

@@ -247,7 +247,7 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
     def newest_metadata(self) -> Metadata | None:
-        """Returns the metadata of the newest good step, or None; removes the steps that are not kept beside it."""
+        """Returns the metadata of the newest intact step, or None; removes the steps that are not kept beside it."""
 
         def read(step: int) -> Restored:
             try:
@@ -300,14 +300,14 @@ class Store:
     def _newest(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
         for _ in range(LOOKS):
             try:
-                return self._first_good(read, set_aside=set_aside)
+                return self._first_intact(read, set_aside=set_aside)
             except Replaced:  # a training run has committed a newer step meanwhile
                 continue
         raise UserError(
             self.directory, found="that each step was replaced while it was read", expected="less frequent saves"
         )
 
-    def _first_good(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
+    def _first_intact(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
         """Returns the newest step for which `read` does not raise Damaged; logs each damaged step."""
         damaged = 0
         for step in distributed.same(self.steps()[:100]):

@@ -214,7 +214,11 @@ def from_hf(
         note(f"{given}: a LoRA adapter, added to the weights of {base_model}")
         directory = locate(base_model)
     elif base_model:
-        raise UserError(given, found=f"no {adapters.CONFIG}", expected="an adapter with --base-model")
+        raise UserError(
+            given,
+            found=f"no {adapters.CONFIG}, so this is not a LoRA adapter",
+            expected="an adapter, because --base-model is given",
+        )
     model, files = _read_architecture(directory, backbone)
     with tempfile.TemporaryDirectory() as scratch:
         own = given if _copy_tokenizer(given, Path(scratch) / "tokenizer") else directory

@@ -32,7 +32,7 @@ class Adapter(NamedTuple):
 
 
 def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
-    """Reads an adapter; of a run, its newest good step.
+    """Reads an adapter; of a run, its newest intact step.
 
     Args:
       directory: a run with low-rank factors, or a PEFT adapter.

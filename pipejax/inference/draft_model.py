@@ -28,7 +28,7 @@ class DraftModel:
 
 
 def load(config: Config) -> DraftModel | None:
-    """Opens the newest good step of `decode.draft_checkpoint`; returns None if `decode.draft` is not "model".
+    """Opens the newest intact step of `decode.draft_checkpoint`; returns None if `decode.draft` is not "model".
 
     Raises:
       UserError: the checkpoint cannot be used, or has another vocabulary.

@@ -52,7 +52,11 @@ def train_run(
     for split, source in (("train", train), ("dev", dev)):
         if isinstance(source, str | os.PathLike):
             if config.data.task not in OWN_FILES:
-                raise UserError(split, found=f"a file with data.task = {config.data.task}", expected="jsonl or csv")
+                raise UserError(
+                    split,
+                    found=f"a file, which is not read with data.task = {config.data.task}",
+                    expected="data.task = jsonl or csv",
+                )
             config = config_lib.override(config, {f"data.{split}": source}, where=split)
         elif source is not None:
             given[split] = examples_of(source, split, config.data, config.grid.row_names)
@@ -83,7 +87,7 @@ def examples_of(source: object, split: str, data: DataConfig, row_names: Sequenc
     A record without an id gets its number, counted from 1, as a line of a file does.
     """
     if data.task not in OWN_FILES:
-        raise UserError(split, found=f"records in memory with data.task = {data.task}", expected="jsonl")
+        raise UserError(split, found=f"records in memory with data.task = {data.task}", expected="data.task = jsonl")
     if data.split:
         raise UserError(
             "data.split", found=f"{data.split!r} with records in memory", expected="no split; pass train and dev"

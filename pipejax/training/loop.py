@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 def fit(
     config: Config, workdir: str | Path, *, given: Mapping[str, Sequence[Example]] | None = None, profile: int = 0
 ) -> int:
-    """Trains until `train.steps`, starting from the newest good checkpoint in `workdir` or, without one, from step 0.
+    """Trains until `train.steps`, starting from the newest intact step in `workdir` or, without one, from step 0.
 
     Args:
       config: the experiment.
@@ -136,7 +136,9 @@ class Examples:
                     return task.examples(split)
                 if not isinstance(task, FilesTask):
                     raise UserError(
-                        "data.stream", found=f"a stream with data.task = {config.data.task}", expected="jsonl or csv"
+                        "data.stream",
+                        found=f"a stream with data.task = {config.data.task}",
+                        expected="data.task = jsonl or csv",
                     )
                 return task.stream() if task.has(split) else []
 

@@ -1,4 +1,4 @@
-"""The start of a run: from its newest good checkpoint, from the weights of another run, or from random weights."""
+"""The start of a run: from its newest intact step, from the weights of another run, or from random weights."""
 
 import dataclasses
 import hashlib
@@ -43,7 +43,7 @@ class Start:
 
 
 def start_run(config: Config, directory: RunDirectory, store: Store, data: Mapping[str, str]) -> Start:
-    """Returns the run's newest good checkpoint, else the weights of `train.init_from`, else random weights.
+    """Returns the run's newest intact step, else the weights of `train.init_from`, else random weights.
 
     The choice is logged.
 

@@ -2,7 +2,7 @@
 
     pipejax train --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
 
-The same command again continues from the newest good checkpoint. Several processes, on one machine or many, find each
+The same command again continues from the newest intact step. Several processes, on one machine or many, find each
 other when srun, mpirun or a Kubernetes JobSet starts them; otherwise pass the flags below (docs/clusters.md). Compiled
 programs are cached in the user's cache directory, or in $PIPEJAX_CACHE if it is set ("off" disables it).
 """

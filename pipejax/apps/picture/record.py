@@ -51,8 +51,8 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
     if not isinstance(texts, list) or len(texts) != len(ids):
         raise UserError(
             f"{place}: rows",
-            found=f"no text for each of the {len(ids)} rows of row_ids",
-            expected="a record of the pipelined strategy, not of the sequential one",
+            found=f"{len(texts)} texts" if isinstance(texts, list) else "no list",
+            expected=f"{len(ids)}, one for each row of row_ids, as in a record of the pipelined strategy",
         )
     texts = [str(text) for text in texts]
     if found is None:

@@ -94,8 +94,10 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
     if absent := [name for name in required if name not in properties]:
         raise _schema_refusal(f"{where}: required", absent[0], "names that are in properties")
     if any(not name.strip() for name in properties):
-        raise _schema_refusal(
-            f"{where}: properties", "an empty name", "names that are not blank, since rows begin with them"
+        raise UserError(
+            f"{where}: properties",
+            found="a blank name",
+            expected="names that are not blank, since rows begin with them",
         )
     if long := [name for name in properties if len(name) > longest]:
         raise _schema_refusal(
@@ -133,7 +135,7 @@ class _SchemaReader:
         """Returns the valid texts of a property: a list or a single value, with an optional leading space."""
         schema = self.follow(given, where)
         is_list = schema.get("type") in ("array", ["array"])
-        found = self._list(schema, where) if is_list else self._single(schema, where, "beside null")
+        found = self._list(schema, where) if is_list else self._single(schema, where, "together with null")
         own = self._made.not_first(found.expression, " ")
         spaced = self._made.join(self._made.either(self._made.empty, self._made.text(" ")), own)
         return found._replace(expression=spaced, read=lambda text: found.read(text.removeprefix(" ")))
@@ -160,7 +162,10 @@ class _SchemaReader:
                     raise _schema_refusal(f"{where}: $ref", target, "a reference that does not lead back to itself")
                 followed.add(target)
             if not isinstance(other, Mapping):
-                raise _schema_refusal(f"{where}: {key}", other, "a reference to a schema, which is an object")
+                referred = f"{shown_value(target)}, which refers to " if key == "$ref" else ""
+                raise UserError(
+                    f"{where}: {key}", found=f"{referred}{shown_value(other)}", expected="a schema, which is an object"
+                )
             both = {*rest} & {*other} - {*SAY_NOTHING}
             if twice := [name for name in other if name in both and not equal(other[name], rest[name])]:
                 raise _schema_refusal(
@@ -199,7 +204,7 @@ class _SchemaReader:
             else:
                 lacks = "is neither an object nor a list"
             above = named("/".join(("#", *names[:depth])))
-            raise _schema_refusal(f"{where}: $ref", reference, f"a place in this schema, where {above} {lacks}")
+            raise _schema_refusal(f"{where}: $ref", reference, f"a place in this schema; {above} {lacks}")
         return found
 
     def _single(self, given: object, where: str, within: str, depth: int = 0) -> Texts:
@@ -293,7 +298,9 @@ class _SchemaReader:
         high = min(high, math.ceil(_number_of(schema, "exclusiveMaximum", high + 1, where)) - 1)
         bounds = f"whole numbers from {shown_value(low)} to {shown_value(high)}"
         if low > high and not schema.keys().isdisjoint(_LOWER) and not schema.keys().isdisjoint(_UPPER):
-            raise UserError(where, found=f"{bounds}, which exclude all numbers", expected="bounds that allow one")
+            raise UserError(
+                where, found=f"{bounds}, which exclude all numbers", expected="bounds that allow one or more"
+            )
         low, high = max(low, -LARGEST), min(high, LARGEST)
         if low > high:
             raise UserError(where, found=f"{bounds}", expected=f"bounds of at most {DIGITS} digits")
@@ -330,7 +337,7 @@ class _SchemaReader:
             raise UserError(where, found="no items", expected="a schema of the items")
         item = self._single(schema["items"], f"{where}: items", "in a list")
         if "" in item.literals:
-            raise _schema_refusal(f"{where}: items", "", "no empty text")
+            raise _schema_refusal(f"{where}: items", "", "texts of at least one character")
         if commas := [text for text in item.literals if "," in text]:
             raise _schema_refusal(f"{where}: items", commas[0], "texts without a comma, which separates items")
         made = self._made
@@ -375,7 +382,8 @@ def _known(given: object, where: str, *names: str) -> Object:
     for key in given:
         if key not in ("type", *names, *SAY_NOTHING):
             kind = f" with type {named(given['type'])}" if isinstance(given.get("type"), str) else ""
-            raise _schema_refusal(where, key, f"none but {', '.join(('type', *names))}{kind}, which rows can follow")
+            known = ", ".join(("type", *names))
+            raise _schema_refusal(where, key, f"one of {known}, the keys that are supported{kind}")
     return given
 
 
@@ -397,7 +405,7 @@ def _check_type(kind: object, given: object, where: str, within: str) -> None:
     if kind == "array":
         raise _schema_refusal(f"{where}: type", given, f"no list {within}")
     if kind == "object":
-        raise _schema_refusal(f"{where}: type", given, "a value or a list, since a row cannot hold an object")
+        raise _schema_refusal(f"{where}: type", given, "no object, since a row is a single value or a list")
     if kind not in TYPES:
         raise _schema_refusal(
             f"{where}: type", given, f"one of {', '.join(TYPES)}{in_parentheses(did_you_mean(kind, TYPES))}"

@@ -82,7 +82,7 @@ class Schema(AnswerFormat):
                 needed = int(first[b, i]) + nearest + 1 if bounds[b] is None else len(row.beginning) + nearest
                 where = f"{self.where}: properties.{named(row.name)}"
                 if nearest >= FAR:
-                    raise UserError(where, found="no text that this tokenizer can encode", expected="some")
+                    raise UserError(where, found="no text that this tokenizer can encode", expected="at least one")
                 raise UserError(where, found=f"{bound}", expected=f"at least {needed}, so that the row can end")
         return Grammar(self.table, starts, first, last, ends_of(strategy))
 
