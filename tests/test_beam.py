@@ -124,8 +124,8 @@ def test_generator_decodes_with_beams(in_torch):
 @pytest.mark.parametrize(
     "setting, line",
     [
-        ({"temperature": 0.5}, "temperature: found 0.5 @, which does not draw tokens by a temperature; expected 0.0"),
-        ({"scores": True}, "scores: found True @, which does not keep log-probabilities; expected False"),
+        ({"temperature": 0.5}, "temperature: found 0.5 @, which does not sample tokens; expected 0.0"),
+        ({"scores": True}, "scores: found True @, which does not return log-probabilities; expected False"),
         (
             {"limit": "source"},
             "limit: found source @, which does not restrict answers to tokens of the source; expected none",

@@ -132,8 +132,8 @@ def test_metadata_is_of_a_step_that_is_whole(tmp_path, said):
     flip(tmp_path / "3/params")
     (tmp_path / "2/manifest/metadata").write_text("{}")
     assert Store(tmp_path).newest_metadata() == {"score": [1]}
-    assert "damaged, params" in said[0] and said[0].endswith("kept aside as corrupt-3")
-    assert "damaged, manifest does not match its seal; kept aside as corrupt-2" in said[1]
+    assert "damaged, params" in said[0] and said[0].endswith("renamed to corrupt-3")
+    assert "damaged, manifest does not match its seal; renamed to corrupt-2" in said[1]
     assert Store(tmp_path).steps() == [1]
 
 
@@ -301,7 +301,7 @@ def test_orbax_and_we_read_each_other(tmp_path):
 @pytest.mark.parametrize(
     "wanted, problem",
     [
-        ({"a": np.zeros((2, 3), np.float32)}, r"array b is none of its tree"),
+        ({"a": np.zeros((2, 3), np.float32)}, r"array b is unexpected"),
         ({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2), "c": np.zeros(2)}, "array c is missing"),
         ({"a": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}, r"a: found float32 \[2, 3\]; expected"),
         ({"a": np.zeros((2, 3), np.int32), "b": np.zeros(2, np.float32)}, r"expected int32 \[2, 3\]"),
@@ -336,7 +336,7 @@ def test_with_no_good_step_left_it_starts_again(config, finished, tmp_path, said
     assert fit(config, tmp_path / "run") == 0
     told = [line for line in said if "no intact step" in line]
     assert len(told) == 1 and "starts again from the beginning" in told[0]
-    assert sum("kept aside as corrupt-" in line for line in said) == 2
+    assert sum("renamed to corrupt-" in line for line in said) == 2
     assert runs.metrics(tmp_path / "run") == runs.metrics(finished)
     whole, again = (Store(d / "checkpoints").describe(8).arrays for d in (finished, tmp_path / "run"))
     assert whole == again
@@ -348,7 +348,7 @@ def test_resume_keeps_damaged_best_step_aside(config, finished, tmp_path, said):
     flip(tmp_path / f"run/best/{Store(finished / 'best').steps()[0]}")
     longer = config_lib.override(config, ["train.steps=9"])
     assert fit(longer, tmp_path / "run") == 0
-    assert sum("best" in line and "kept aside as corrupt-" in line for line in said) == 1
+    assert sum("best" in line and "renamed to corrupt-" in line for line in said) == 1
     assert open_run(tmp_path / "run", best=True).step == 9  # the first that was evaluated since
 
 

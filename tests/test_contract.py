@@ -187,11 +187,11 @@ CASES: dict[str, tuple[Any, str]] = {
     "a stream without places": (broken(places=(0, 0), method={"can": STREAM}), "Steps.places: found (0, 0); expected"),
     "prefixes without places": (
         broken(places=(0, 0), method={"can": frozenset({"prefix"})}),
-        "Steps.places: found (0, 0); expected rows and times",
+        "Steps.places: found (0, 0); expected at least one row",
     ),
     "starts beyond the times": (
         broken(places=at_times(3)),
-        "Steps.start: found [0, 1, 4] for rows 0, 1, ...; expected 3 times below 3, its places",
+        "Steps.start: found [0, 1, 4] for rows 0, 1, ...; expected a time for each of 3 rows, below 3",
     ),
     "positions that fall with the row": (
         broken(position=lambda self, row, time: time - row),
@@ -207,11 +207,11 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "drafts without a grid": (
         broken(method={"can": frozenset({"draft"})}),
-        "Steps.cut: missing; expected the method that Strategy describes, for draft",
+        "Steps.cut: missing; expected the attribute that Strategy describes, for draft",
     ),
     "a list among its numbers": (
         broken(__hash__=None),
-        "Broken.strategy: found Steps, which has no hash; expected a frozen dataclass of numbers",
+        "Broken.strategy: found Steps, which is not hashable; expected a frozen dataclass of numbers",
     ),
 }
 
@@ -259,7 +259,7 @@ def test_a_number_of_all_examples_cannot_be_served() -> None:
         "done": lambda self, state: Lines.done(self, state.inner if isinstance(state, Shared) else state),
         "result": lambda self, state: Lines.result(self, state.inner),
     }
-    with refused("Steps.init: .clock: found int32[]; expected a first axis of the batch, for stream and serve"):
+    with refused("Steps.init: .clock: found int32[]; expected the batch as the first axis, for stream and serve"):
         methods.strategy_of(broken(**steps), IDS)
     assert methods.strategy_of(broken(method={"can": frozenset({"score"})}, **steps), IDS)  # whose batches stay
 

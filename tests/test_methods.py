@@ -168,7 +168,7 @@ class Modest(Staggered):
     "more, line",
     [
         ({"temperature": 0.5}, "temperature: found 0.5 with modest decoding"),
-        ({"logprobs": 0}, "logprobs: found some with modest decoding, which does not keep log-probabilities"),
+        ({"logprobs": 0}, "logprobs: found some with modest decoding, which does not return log-probabilities"),
         ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
     ],
 )
@@ -590,7 +590,7 @@ def test_custom_strategy_is_named_with_its_class(run: Path, tmp_path: Path) -> N
 
 
 def test_export_of_a_custom_method_records_its_class(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^strategy: found modest; expected another, since it does not write rows"):
+    with pytest.raises(UserError, match=r"^strategy: found modest; expected another value, since modest decoding"):
         export(run, tmp_path / "out", platforms=["cpu"], overrides=[f"method={HERE}:Modest"])
     export(run, tmp_path / "out", platforms=["cpu"], batch=1, length=16, overrides=[BROUGHT])
     facts = json.loads((tmp_path / "out" / "export.json").read_text())

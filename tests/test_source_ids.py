@@ -267,12 +267,12 @@ def test_a_trained_run_keeps_its_source_ids_and_a_conversion_is_corrected(
     own = Tokenizer.load(made[kind]).encode(text)
     assert list(trained.ids_of(Source("", text))) == [*own, eos]
     [line] = said
-    assert line.startswith(f"warning: {tmp_path / 'run'}: sources get [] before and [{eos}] behind a text, as in its")
+    assert line.startswith(f"warning: {tmp_path / 'run'}: sources are encoded with [] before and [{eos}] after")
     said.clear()
     converted = pipejax.load(as_of_former_version(run_of(tmp_path / "converted", made[kind], "none")))
     assert list(converted.ids_of(Source("", text))) == transformers_ids(made[kind], text, None)
     [line] = said
-    assert f"as in transformers; a former version added [] before and [{eos}] behind a text" in line
+    assert f"as in transformers; an earlier version of pipejax added [] before and [{eos}] after the text" in line
     said.clear()
     new = [pipejax.load(run_of(tmp_path / name, made[kind], name)) for name in ("pipelined", "none")]
     assert [list(x.ids_of(Source("", text))) for x in new] == [transformers_ids(made[kind], text, None)] * 2
@@ -348,7 +348,7 @@ def test_to_hf_directory_keeps_source_ids_of_training(
     """README.md there encodes as the run does, and pipejax.json brings the setting back."""
     run = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "sequential", max_source=6))
     huggingface.to_hf(run, tmp_path / "hf")
-    line = "transformers adds [1] before and [2] behind a text, the run learned [] before and [2] behind a text"
+    line = "transformers adds [1] before and [2] after the text, the run learned [] before and [2] after the text"
     assert line in capsys.readouterr().err
     huggingface.from_hf(tmp_path / "hf", tmp_path / "again")
     text = "the foxes jump over"

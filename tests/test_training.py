@@ -258,7 +258,7 @@ def test_a_damaged_step_is_kept_aside_and_the_one_before_is_used(tmp_path, said)
     assert (tmp_path / "checkpoints/6").is_dir()  # reading changes nothing
     said.clear()
     assert fit(CONFIG, tmp_path) == 0
-    assert "kept aside as corrupt-6" in said[0] and said[1].startswith("resuming at step 3")
+    assert "renamed to corrupt-6" in said[0] and said[1].startswith("resuming at step 3")
     assert (tmp_path / "checkpoints/corrupt-6").is_dir()
     assert checkpoint.open_run(tmp_path).step == 6
 

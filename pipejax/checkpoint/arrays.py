@@ -46,21 +46,23 @@ def check_place(path: Path) -> None:
     except UnicodeEncodeError:
         if is_misread(place):
             raise UserError(
-                os.fsencode(place).decode(), found="a path in UTF-8, which Python reads otherwise here", expected=UTF_8
+                os.fsencode(place).decode(),
+                found="a path in UTF-8, which Python decodes differently here",
+                expected=UTF_8,
             ) from None
         raise UserError(
             f"{os.fsencode(place)!r}",
             found="a path that is not UTF-8",
-            expected="one that is",
-            hint="a symbolic link to it will do",
+            expected="a UTF-8 path",
+            hint="a symbolic link to it with such a path also works",
         ) from None
     if found := _MISREAD.search(place):
         raise UserError(
             path,
             found=f"{found[0]!r} in the path",
-            expected="one without \\ [ ] * ?, without names that end in a colon and not below /gs, /s3, "
+            expected="a path without \\ [ ] * ?, without names that end in a colon and not below /gs, /s3, "
             "/az or /hf, which Orbax misreads",
-            hint="a symbolic link to it will do",
+            hint="a symbolic link to it with such a path also works",
         )
 
 
@@ -161,7 +163,7 @@ def _open_arrays(place: Path, template: Tree) -> list[ts.TensorStore]:
     }
     listed = ts.KvStore.open(kept, context=context).result().list().result()
     for name in sorted({key.decode().rpartition("/")[0] for key in listed} ^ wanted.keys()):
-        raise Damaged(f"{place.name}: array {name} is {'missing' if name in wanted else 'none of its tree'}")
+        raise Damaged(f"{place.name}: array {name} is {'missing' if name in wanted else 'unexpected'}")
     specs = [{"driver": "zarr", "kvstore": {**kept, "path": f"{name}/"}, **_ONCE} for name in wanted]
     stores = [opened.result() for opened in [ts.open(spec, read=True, context=context) for spec in specs]]
     for (name, leaf), store in zip(wanted.items(), stores, strict=True):

@@ -30,7 +30,7 @@ def _words(x: Array) -> Array:
         return x.astype(jnp.uint32)
     width = x.dtype.itemsize * 8
     if width not in (8, 16, 32):
-        raise ValueError(f"fingerprint: found dtype {x.dtype}; expected at most 32 bits an element")
+        raise ValueError(f"fingerprint: found dtype {x.dtype}; expected at most 32 bits per element")
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
 
 
@@ -89,7 +89,7 @@ def first_difference(found: Fingerprints, expected: Fingerprints) -> str | None:
         if path not in found:
             return f"array {path} is missing"
         if path not in expected:
-            return f"array {path} is not in the manifest"
+            return f"array {path} is unexpected"
         if found[path] != expected[path]:
             if found[path][:2] != expected[path][:2]:
                 was, now = (f"{p[path][0]} {p[path][1]}" for p in (expected, found))

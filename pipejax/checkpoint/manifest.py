@@ -119,7 +119,7 @@ def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
             raise UserError(f"{where}: {key}", found=f"{_shown_briefly(manifest.get(key))}", expected=expected)
     found = cast(Manifest, manifest)
     if found["step"] != step:
-        raise Damaged(f"manifest is of step {found['step']}")
+        raise Damaged(f"manifest belongs to step {found['step']}")
     for item, arrays in found["arrays"].items():
         _check_arrays(f"{where}: arrays.{item}", arrays)
     config = config_of(found, place)
@@ -142,7 +142,9 @@ def _check_arrays(where: str, arrays: object) -> None:
     for path, entry in arrays.items():
         above = {path[:i] for i, letter in enumerate(path) if letter == "/"}
         if not _PATH.fullmatch(path) or above & arrays.keys():
-            raise UserError(where, found=f"the path {path!r}", expected="different names, separated by /")
+            raise UserError(
+                where, found=f"the path {path!r}", expected="names separated by /, and no array within another"
+            )
         good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
         if not (good and isinstance(entry[1], list) and all(map(_is_whole_number, [*entry[1], *entry[2:]]))):
             raise UserError(
@@ -202,15 +204,15 @@ def _shown_briefly(value: object) -> str:
 
 def check_template(name: str, template: Tree, manifest: Manifest, place: Path) -> None:
     """Checks that a step has the arrays of `template` in item `name`, with the same shapes and dtypes."""
-    expected = manifest["arrays"].get(name)
-    if expected is None:
-        raise Damaged(f"holds no {name}")
-    if problem := first_difference(shapes_of(template), {path: entry[:2] for path, entry in expected.items()}):
+    saved = manifest["arrays"].get(name)
+    if saved is None:
+        raise Damaged(f"has no {name}")
+    if problem := first_difference({path: entry[:2] for path, entry in saved.items()}, shapes_of(template)):
+        versions = ", ".join(f"{package} {version}" for package, version in manifest["versions"].items())
         raise UserError(
             f"{place}: {name}",
             problem,
-            expected="what this version would save",
-            hint=f"it was saved with {', '.join((f'{k} {v}' for k, v in manifest['versions'].items()))}",
+            hint=f"this version of pipejax saves other arrays; the step was saved with {versions}",
         )
 
 

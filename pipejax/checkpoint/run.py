@@ -103,10 +103,10 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     trained = restored.config.train.objective != "none"
     check_special_ids(tokenizer, model, f"{place}: model.eos_token_id", str(files), trained=trained)
     if restored.is_former and (former := source_affixes(tokenizer, model, "eos")) != tokenizer.affixes:
-        now, why = tokenizer.affixes, f"as in transformers; a former version added {former}"
+        now, why = tokenizer.affixes, f"as in transformers; an earlier version of pipejax added {former}"
         if trained:
             now, why = former, f"as in its training; transformers adds {tokenizer.affixes}"
-        logger.warning(f"{place}: sources get {now}, {why}")
+        logger.warning(f"{place}: sources are encoded with {now}, {why}")
     return tokenizer
 
 

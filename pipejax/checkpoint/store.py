@@ -304,7 +304,7 @@ class Store:
             except Replaced:  # a training run has committed a newer step meanwhile
                 continue
         raise UserError(
-            self.directory, found="that each step was replaced while it was read", expected="less frequent saves"
+            self.directory, "each step was replaced while it was read", expected="a run that saves less often"
         )
 
     def _first_intact(self, read: Callable[[int], Restored], *, set_aside: bool) -> Restored | None:
@@ -317,7 +317,7 @@ class Store:
                     found = self.read_unless_replaced(step, read)
             except Damaged as damage:
                 damaged += 1
-                logger.warning(f"{path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'passed over'}")
+                logger.warning(f"{path}: damaged, {damage}; {self._set_aside(step) if set_aside else 'skipped'}")
                 continue
             if damaged and not set_aside:
                 logger.info(f"{path}: used instead, as the newest intact step")
@@ -332,7 +332,7 @@ class Store:
                     name = self._steps.set_aside(step)
             except OSError as error:
                 raise UserError(self.place(step), f"damaged, and cannot be renamed ({error.strerror})") from error
-        return f"kept aside as {name}"
+        return f"renamed to {name}"
 
     def _manifest(self, step: int) -> Manifest:
         place = self.place(step)

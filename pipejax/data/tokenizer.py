@@ -78,7 +78,7 @@ class Affixes(NamedTuple):
         return [*ids[: max(most - len(suffix), 0)], *suffix][:most]
 
     def __str__(self) -> str:
-        return f"{[*self.prefix]} before and {[*self.suffix]} behind a text"
+        return f"{[*self.prefix]} before and {[*self.suffix]} after the text"
 
     def _ends(self, ids: Sequence[int]) -> bool:
         return (*ids[max(len(ids) - len(self.suffix), 0) :],) == self.suffix

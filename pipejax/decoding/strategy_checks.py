@@ -50,7 +50,7 @@ def expect(owner: object, place: str, x: Any, kind: str, *shapes: tuple[int, ...
 def check_query(strategy: Stepper, query: Query, batch: int) -> None:
     """Raises a UserError for a query of another width than `most_queries` or of wrong dtypes; traced."""
     shape = batch, strategy.most_queries
-    expect(strategy, "query: live", query.live, "bool", shape, of=", for each example its most_queries")
+    expect(strategy, "query: live", query.live, "bool", shape, of=", most_queries for each example")
     expect(strategy, "query: tokens", query.tokens, "int32", shape)
     expect(strategy, "query: row", query.row, "int32", shape, (1, shape[1]))
     expect(strategy, "query: time", query.time, "int32", shape, (1, shape[1]))
@@ -72,7 +72,10 @@ def check_rows(owner: object, method: str, state: Tree, shape: tuple[int, int]) 
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if jnp.shape(x)[:2] != shape:
             refuse(
-                owner, f"{method}: {jax.tree_util.keystr(path)}", _kind(x), f"the first axes {[*shape]}, for each row"
+                owner,
+                f"{method}: {jax.tree_util.keystr(path)}",
+                _kind(x),
+                f"{[*shape]} as the first two axes, batch and rows",
             )
 
 
@@ -107,7 +110,7 @@ def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[
         yield query, answers, decoded, query.live & kept
         if done[0]:
             return
-    refuse(strategy, "done", f"an answer that continues after {most} steps", f"an end, with slots = {strategy.slots}")
+    refuse(strategy, "done", f"an answer that continues after {most} steps", f"its end, since slots = {strategy.slots}")
 
 
 @partial(jax.jit, static_argnums=0)
@@ -149,7 +152,9 @@ def dry_run(strategy: Strategy, *, ordered: str, grows: str) -> None:
     """
     for path, x in jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: strategy.init(7))) if grows else ():
         if x.shape[:1] != (7,):
-            refuse(strategy, f"init: {jax.tree_util.keystr(path)}", _kind(x), f"a first axis of the batch, for {grows}")
+            refuse(
+                strategy, f"init: {jax.tree_util.keystr(path)}", _kind(x), f"the batch as the first axis, for {grows}"
+            )
     rng, said, slots = np.random.default_rng(0), dict[tuple[int, int], int](), 0
     rows: list[list[int]] = []
 
@@ -164,12 +169,15 @@ def dry_run(strategy: Strategy, *, ordered: str, grows: str) -> None:
             refuse(strategy, "result", f"{before}, then {rows}", f"rows that grow at their end, for {grows}")
         said |= {(int(query.row[0, s]), int(query.time[0, s])): int(answers[0, s]) for s in np.flatnonzero(kept[0])}
     if slots > strategy.slots:
-        refuse(strategy, "slots", strategy.slots, f"{slots} or more, the most queries of each step added up")
+        refuse(strategy, "slots", strategy.slots, f"{slots} or more, the number of queries in all steps")
     for i, row in enumerate(rows) if ordered else ():
         found = [said.get((i, int(strategy.start(i)) + j)) for j in range(len(row))]
         if row != found:
             refuse(
-                strategy, "result: tokens", f"{row} in row {i}", f"{found}, answered from start({i}) on, for {ordered}"
+                strategy,
+                "result: tokens",
+                f"{row} in row {i}",
+                f"{found}, generated from time start({i}) on, for {ordered}",
             )
 
 

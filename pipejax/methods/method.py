@@ -37,19 +37,19 @@ class Ability(NamedTuple):
 
 # The abilities by name. A request that needs an ability raises a UserError unless `Method.can` contains the name.
 ABILITIES = {
-    "sample": Ability("draw tokens by a temperature"),
-    "score": Ability("keep log-probabilities", by_place=True),
+    "sample": Ability("sample tokens"),
+    "score": Ability("return log-probabilities", by_place=True),
     "limit": Ability("restrict answers to tokens of the source"),
-    "unique": Ability("leave out rows that repeat one above"),
+    "unique": Ability("leave out repeated rows"),
     "draft": Ability("verify drafts", needs=("on_grid", "cut")),
     "prefix": Ability("support row prefixes", by_place=True),
-    "rows": Ability("support prefixes of several rows or a number of rows", by_place=True),
+    "rows": Ability("support several row prefixes or a given number of rows", by_place=True),
     "stream": Ability("stream rows", by_place=True, grows=True, needs=("stop",)),
-    "serve": Ability("decode requests that come and go", by_place=True, grows=True, needs=("stop",)),
+    "serve": Ability("decode requests that join and leave a batch", by_place=True, grows=True, needs=("stop",)),
     "draw": Ability("write rows that `pipejax picture` can draw"),
     "probe": Ability("lay targets out in rows that `pipejax probe` can hide from one another"),
     "export": Ability("write rows that can be read without its class"),
-    "generate": Ability("be written by transformers' generate"),
+    "generate": Ability("write answers that transformers' generate also writes"),
 }
 
 # The present names of attributes of `Method`, by former names that subclasses may define until the next release.
@@ -272,7 +272,7 @@ class Method:
             lacks = f"not {ABILITIES[ability].does}"
             if not place:
                 place, _, name = self.setting.partition(": found ")
-                raise UserError(place, found=name, expected=f"another, since it does {lacks}")
+                raise UserError(place, found=name, expected=f"another value, since {self.label} does {lacks}")
             raise UserError(place, found=f"{found} with {self.label}, which does {lacks}", expected=f"{expected}")
 
     # The former names, which subclasses may also call on their base class; see `__init_subclass__`.

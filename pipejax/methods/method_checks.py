@@ -28,7 +28,7 @@ def strategy_of(method: Method, ids: Ids) -> "Strategy":
     made: Any = method.strategy(ids)
     if type(made).__hash__ is None:
         strategy_checks.refuse(
-            method, "strategy", f"{type(made).__name__}, which has no hash", "a frozen dataclass of numbers"
+            method, "strategy", f"{type(made).__name__}, which is not hashable", "a frozen dataclass of numbers"
         )
     _check(type(method).__name__, frozenset(method.can), made)
     found: Strategy = made
@@ -55,23 +55,25 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
     for part in sorted(parts):
         if not hasattr(made, part):
             raise UserError(
-                f"{type(made).__name__}.{part}", "missing", expected=f"the method that Strategy describes{parts[part]}"
+                f"{type(made).__name__}.{part}",
+                "missing",
+                expected=f"the attribute that Strategy describes{parts[part]}",
             )
     ordered = " and ".join(name for name, ability in able.items() if ability.by_place)
     grows = " and ".join(name for name, ability in able.items() if ability.grows)
     rows, times = made.places
     if ordered and not rows * times:
-        expected = f"rows and times of the answers that are tokens, or a method that cannot {ordered}"
+        expected = f"at least one row and one time, or a method without the abilities {ordered}"
         strategy_checks.refuse(made, "places", made.places, expected)
     starts = np.asarray(made.start(np.arange(rows)))
     if starts.shape != (rows,) or not ((starts >= 0) & (starts < times)).all():
         strategy_checks.refuse(
-            made, "start", f"{starts.tolist()} for rows 0, 1, ...", f"{rows} times below {times}, its places"
+            made, "start", f"{starts.tolist()} for rows 0, 1, ...", f"a time for each of {rows} rows, below {times}"
         )
     row, time = np.ogrid[: min(rows or SIDE, SIDE), : min(times or SIDE, SIDE)]
     position = np.asarray(made.position(row, time)) + 0 * (row + time)
     if position.dtype.kind != "i" or any((np.diff(position, axis=axis) < 0).any() for axis in (0, 1)):
-        expected = "whole numbers that never fall with row or time, because no query lies before a key that it sees"
+        expected = "whole numbers that do not decrease with row or time, since no key may come after its query"
         strategy_checks.refuse(
             made, "position", f"{position[:2, :4].tolist()} for rows 0, 1 and times 0 to 3", expected
         )

@@ -48,10 +48,12 @@ class SequentialMethod(Method):
     def about(self) -> str:
         """See `Method`. The sentence contains the separator."""
         between = self.separator
-        parted = (
-            f"Its rows are parted by {between!r}." if tells_rows_apart(between) else "Nothing tells its rows apart."
+        separated = (
+            f"Its rows are separated by {between!r}."
+            if tells_rows_apart(between)
+            else "Its rows are joined without a separator, so they cannot be distinguished."
         )
-        return f"A T5 that was trained to write an answer in one piece. {parted}"
+        return f"A T5 that was trained to write an answer in one piece. {separated}"
 
     @property
     def generated(self) -> str:
