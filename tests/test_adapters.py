@@ -110,7 +110,7 @@ def test_a_file_of_torch_and_a_base_by_name(base: Path, tmp_path: Path, capsys: 
     change(base_model_name_or_path="nowhere/t5")(tmp_path / "adapter")
     arguments = ["from-hf", str(tmp_path / "adapter"), str(tmp_path / "run"), "--base-model", str(base)]
     assert convert_main(arguments) == 0
-    assert f"adapter: a LoRA adapter, added to the weights of {base}" in capsys.readouterr().err
+    assert f"adapter: a LoRA adapter, which is saved with the weights of {base}" in capsys.readouterr().err
     np.testing.assert_allclose(ours(tmp_path / "run"), expected, atol=1e-4)
 
 

@@ -159,7 +159,7 @@ def test_kernel_in_cache_of_root_is_loaded_without_compiling(
     library.unlink()
     assert cpu_kernel._first_compiled([*level]) is None and runs.read_text() == "x\n"
     assert said[-1] == (
-        f"decoding runs without pipejax's kernel: {cache} has no kernel for this processor, and cannot get one"
+        f"decoding runs without pipejax's kernel: {cache} has no kernel for this processor, and is not writable"
     )
 
 

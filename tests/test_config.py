@@ -139,8 +139,8 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("grid.bound=2", "grid.bound: unknown key (the keys of grid are delay, time_max, sub_max, stop"),
         ("qqq=2", "qqq: unknown key (the sections are name, model, method, grid, data, train, decode, mesh)"),
         ("grid..delay=2", "grid..delay: unknown key (did you mean grid.delay?)"),
-        ("grid.delay.x=2", "grid.delay.x: delay is no section (did you mean grid.delay?)"),
-        ("name.x.y=2", "name.x.y: name is no section (did you mean name?)"),
+        ("grid.delay.x=2", "grid.delay.x: delay is not a section (did you mean grid.delay?)"),
+        ("name.x.y=2", "name.x.y: name is not a section (did you mean name?)"),
         # no assignment
         ("grid.delay", "--set grid.delay: found no '='; expected key=value"),
         ("", "--set : found no '='; expected key=value"),

@@ -281,7 +281,7 @@ def test_names_with_a_wrapper(wrapper: str, source: Path, capsys: pytest.Capture
     assert config == expected[0] and equal(params, expected[1])
     line = capsys.readouterr().err
     name = min(renamed.keys() & line.split())
-    assert line.startswith(f"{source}/model.safetensors: names of {count} tensors without their wrapper's: {name} is ")
+    assert line.startswith(f"{source}/model.safetensors: wrappers changed the names of {count} tensors: {name} is")
 
 
 # Whole conversions.

@@ -232,7 +232,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda directory: transformers.ByT5Tokenizer().save_pretrained(directory),
         ("source: found a tokenizer of 384 ids", "at most 50", "vocab_size"),
     ),
-    "broken tokenizer": (content("tokenizer.json", b"{"), (TOKENIZER, "tokenizer.json is no JSON")),
+    "broken tokenizer": (content("tokenizer.json", b"{"), (TOKENIZER, "tokenizer.json is not JSON")),
     "tokenizer a pointer": (content("tokenizer.json", LFS), (TOKENIZER, "tokenizer.json is a git-LFS pointer")),
     "spiece a pointer": (content("spiece.model", LFS), (TOKENIZER, "spiece.model is a git-LFS pointer")),
     "spiece damaged": (content("spiece.model", b"junk"), (TOKENIZER, "spiece.model is damaged")),

@@ -340,7 +340,7 @@ def test_end_tokens_come_from_the_file_that_transformers_reads(
     model, params = huggingface.read_hf(source)
     assert model.end_token_ids == ends
     told = capsys.readouterr().err
-    assert ("goes before config.json" in told) == bool(
+    assert ("takes precedence over config.json" in told) == bool(
         generate and config.get("eos_token_id", 1) != generate["eos_token_id"]
     )
     huggingface.write_hf(model, params, tmp_path / "again", None)

@@ -92,7 +92,8 @@ def test_quantised_weights_are_refused_with_the_method(kind: str, directory: Pat
     said = str(found.value)
     assert Q in said and f"; config.json: quantization_config ('{method}" in said, said
     assert said.endswith(
-        "quantised weights are not read (load it in transformers, dequantize() it there, and save_pretrained that)"
+        "quantised weights are not read "
+        "(load the model in transformers, call its dequantize(), and save it with save_pretrained)"
     )
     assert not (tmp_path / "run").exists() and "\n" not in said
 

@@ -132,7 +132,7 @@ def test_generate_runs_a_decoder_deeper_than_its_encoder(tmp_path: Path, capsys:
     """transformers' cache has as many layers as the encoder; its answers are those of the most likely token by hand."""
     config = dataclasses.replace(MODEL, num_layers=1, num_decoder_layers=3)
     huggingface.write_hf(config, oracle.random_params(config, np.random.default_rng(4)), tmp_path / "hf", None)
-    assert "generation_config.json: without a cache" in capsys.readouterr().err
+    assert "generation_config.json: has use_cache = false" in capsys.readouterr().err
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf").eval()
     for source, found in zip(SOURCES, theirs(tmp_path / "hf", max_new_tokens=5), strict=True):
         row = [0]
@@ -155,14 +155,14 @@ def test_differences_from_config_json_are_reported(tmp_path: Path, capsys: pytes
     source = directory(tmp_path / "hf", {"eos_token_id": 12, "decoder_start_token_id": 7, "pad_token_id": 0})
     file = source / "generation_config.json"
     assert lines(source, tmp_path / "out", capsys) == [
-        f"{file}: goes before config.json, as in transformers: eos_token_id 12 (there: 1), "
-        "decoder_start_token_id 7 (there: 0)"
+        f"{file}: takes precedence over config.json, as in transformers: eos_token_id 12 (config.json: 1), "
+        "decoder_start_token_id 7 (config.json: 0)"
     ]
     file.write_text('{"num_beams": 2, "max_length": 30}')
     assert lines(source, tmp_path / "out2", capsys) == [
-        f"{file}: lacks eos_token_id 1, decoder_start_token_id 0 of config.json, which is followed; transformers' "
-        "generate would fail without a start, and not end without an eos",
-        f"{file}: followed as decode.max_length=29, decode.beams=2",
+        f"{file}: lacks eos_token_id 1, decoder_start_token_id 0, which is read from config.json; transformers' "
+        "generate would fail without a start token, and not end without an eos",
+        f"{file}: used as decode.max_length=29, decode.beams=2",
     ]
     file.write_text(json.dumps(IDS | {"pad_token_id": -1}))  # which some write for none
     assert huggingface.read_hf(source)[0] == MODEL
@@ -217,7 +217,7 @@ NEUTRAL: dict[str, Any] = {
 def test_lost_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = directory(tmp_path / "hf", IDS | NOT_FOLLOWED)
     [line] = lines(source, tmp_path / "out", capsys)
-    assert line.startswith(f"{source}/generation_config.json: ignored, since pipejax has no such setting: ")
+    assert line.startswith(f"{source}/generation_config.json: ignored, because pipejax does not support it: ")
     for key, value in NOT_FOLLOWED.items():
         assert f"{key}={json.dumps(value)}" in line
     assert checkpoint.open_run(tmp_path / "out").config.decode == DecodeConfig()
@@ -257,4 +257,4 @@ def test_settings_of_draws_and_beams(given: Any, decode: Any, lost: str, tmp_pat
     assert huggingface._run_settings(source, MODEL).decode == dataclasses.replace(DecodeConfig(), **decode)
     said = capsys.readouterr().err.splitlines()
     assert [line.endswith(f": {lost}") for line in said if ": ignored" in line] == ([True] if lost else [])
-    assert any("followed as decode." in line for line in said) == bool(decode)
+    assert any("used as decode." in line for line in said) == bool(decode)

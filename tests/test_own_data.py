@@ -120,8 +120,8 @@ def test_tables(pack, name, content, told, tmp_path, said):
     path.write_bytes(pack(content.encode()))
     settings = {"task": "csv" if name.endswith("txt") else "jsonl", "csv_quotes": "quote" if "TSV" in name else "auto"}
     assert make_task(DataConfig(train=str(path), **settings, **CELLS)).examples("train") == TWO
-    assert [line for line in said if "parted by" in line] == (
-        [f"{path}: columns are parted by {told}, as the line of their names shows"] if told else []
+    assert [line for line in said if "separated by" in line] == (
+        [f"{path}: columns are separated by {told}, as detected from the line of column names"] if told else []
     )
 
 
@@ -321,7 +321,7 @@ def test_quotes_are_text_in_a_tsv(name, quotes, stray, pack, tmp_path, said):
         (name, source, tuple(filter(None, rows.split("/"))))
         for name, source, rows in (x.split("\t") for x in lines[1:])
     ]
-    told = [f"{path}:9: found a cell in quotes, which are text here, unless data.csv_quotes = quote"]
+    told = [f"{path}:9: found a cell in quotes, which are read as text, unless data.csv_quotes = quote"]
     assert [x for x in said if "in quotes" in x] == (told if "n9" in stray and quotes == "auto" else [])
 
 
@@ -369,22 +369,22 @@ def test_multi_line_cells_with_delimiters_are_reported(tmp_path, said):
     lines += [f'd,"{prose[1:-1]}\nNo,\nit did not",x']
     assert len(read(tmp_path, "\n".join(lines), "a.csv", **TARGETS)) == 4
     assert [line.rpartition("/")[2] for line in said] == [
-        "a.csv:2: found a cell that holds ends of lines and ',' in lines 2 to 3",
-        "a.csv: 2 rows have such a cell, the longest in lines 7 to 10",
+        "a.csv:2: found a cell that contains line ends and ',' in lines 2 to 3",
+        "a.csv: 2 rows have a cell that contains line ends, the longest in lines 7 to 10",
     ]
     said.clear()
     read(tmp_path, 'id,source,targets\na,"no\ncomma","x\ny"\n', "b.csv", **TARGETS)
     assert not said
     longer = 'id,source,targets\n1.0,"no\ncomma\nat\nall",x\n2.0,"a, b\nc, d",x\n3.0,"a, b\nc, d",x\n'
     read(tmp_path, longer, "c.csv", **TARGETS)  # the first row is told for its id
-    assert said[-1].endswith("c.csv: 2 rows have such a cell, the longest in lines 8 to 9")
+    assert said[-1].endswith("c.csv: 2 rows have a cell that contains line ends, the longest in lines 8 to 9")
     said.clear()
     # A comma in each line, as many as a row of two columns has, but with a space after it.
     prose = 'source,targets\n"Yes, it\ndid, no",x\nb,"Yes\nNo, no"\n'
     assert [e.source for e in read(tmp_path, prose, "e.csv", **TARGETS)] == ["Yes, it\ndid, no", "b"]
     settings = {"rows": "delimiter", "targets": "source"}
     assert len(read(tmp_path, 'source\na\n"b\nc"\nd\n', "one.csv", **settings)) == 3
-    assert said[-1].endswith("one.csv:3: found a cell that holds ends of lines in lines 3 to 4")
+    assert said[-1].endswith("one.csv:3: found a cell that contains line ends in lines 3 to 4")
 
 
 MANY_LINES = {
@@ -414,7 +414,7 @@ def test_two_column_cell_with_lines_like_rows_is_read(name, first, between, tmp_
         for skip in (False, True):
             found = read(tmp_path, file.getvalue(), "a.csv", skip_bad=skip, csv_delimiter=between, **TARGETS)
             assert [(e.source, e.targets) for e in found] == [(text, (f"x{i}",)) for i, text in enumerate(cells)]
-    assert any("a.csv:2: found a cell that holds ends of lines" in line for line in said)
+    assert any("a.csv:2: found a cell that contains line ends" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["code", "a table", "quotes"])
@@ -454,7 +454,7 @@ def test_two_column_lines_are_rows_beside_malformed_quotes(other, before, tmp_pa
 def test_quoted_cells_in_a_tsv_are_reported(tmp_path, said):
     """A row that falls apart says why; with the setting it is whole."""
     content = 'source\ttargets\n"a ""b"""\tx\n"c\td"\ty\n"e\nf"\tz\n'
-    unless = "text here, unless data.csv_quotes = quote"
+    unless = "read as text, unless data.csv_quotes = quote"
     message = refusal(tmp_path, content, "a.tsv", **TARGETS)
     assert "a.tsv:3: found 3 columns; expected 2 (source, targets); quotes are read as text, unless" in message
     assert [x.rpartition("/")[2] for x in said] == [f"a.tsv:2: found a cell in quotes, which are {unless}"]
@@ -522,7 +522,7 @@ def test_table_id_ending_in_0_is_reported(tmp_path, said):
     """It may be the number of a section, so it stays as it is."""
     content = "id,source,targets\n1.0,a,x\n,b,x\n2.0,c,x\n"
     assert [e.id for e in read(tmp_path, content, "a.csv", **TARGETS)] == ["1.0", "3", "2.0"]
-    line = "a.csv:2: found an id that ends in .0, as whole numbers do in a column with a gap; it stays so"
+    line = "a.csv:2: found an id that ends in .0, as whole numbers do in a column with a gap; it is not changed"
     assert [x.rpartition("/")[2] for x in said] == [line]
     said.clear()
     read(tmp_path, "id,source,targets\n1.1,a,x\nv1.0,b,x\n10,c,x\n", "b.csv", **TARGETS)

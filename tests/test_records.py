@@ -619,7 +619,7 @@ def test_tables_go_in_and_come_out(checkpoints, decoded, tmp_path):
         read = [*flags, "--set=data.csv_quotes=quote"] if ".tsv" in name else flags
         _, err = run(*read, "--input", tmp_path / name, "--output", tmp_path / "from.jsonl")
         assert [json.loads(line) for line in (tmp_path / "from.jsonl").read_text().splitlines()] == expected
-        assert ("columns are parted by ';'" in err) == (delimiter == ";")
+        assert ("columns are separated by ';'" in err) == (delimiter == ";")
     given = "--input", tmp_path / "in.jsonl"
     for name, delimiter in (("out.csv", ","), ("out.TSV", "\t")):
         run(*flags, *given, "--output", tmp_path / name)

@@ -289,7 +289,7 @@ def test_stream_of_tables_logs_once(memory: MemoryFileSystem, said: list[str]) -
     assert isinstance(given, Stream)
     drawn = Shuffled(given, seed=0)
     assert {drawn[i].source for i in range(33)} == {*[f'"s{i}"' for i in range(9)], "s9", "t"}
-    assert sum("a cell in quotes, which are text here" in line for line in said) == 1
+    assert sum("a cell in quotes, which are read as text" in line for line in said) == 1
     lost = ["source,targets", *[f's{i},12" x' for i in range(9)], 's9,"x', "s10,x", 's11,x"']
     memory.pipe("/c/a.csv", "\n".join(lost).encode())
     given = of("memory://c/a.csv", stream=4, rows="delimiter", skip_bad=True)

@@ -16,7 +16,15 @@ TARGET = ROOT / "tests" / "messages.txt"
 ERRORS = ("UserError", "LostRows", "_Lost")  # called with `place`, `problem`, `found`, `expected` and `hint`
 PLACED = ("unsuitable", "_schema_refusal", "refuse")  # called with place, found and expected
 OTHERS = {"ArgumentTypeError": (0, "error"), "Refused": (1, "error"), "add_number": (1, "help")}
-LOGGED = {"note": "note", "line": "note", "info": "log", "warning": "warning", "error": "log error", "warn": "warning"}
+LOGGED = {
+    "_say_once": "log",
+    "note": "note",
+    "line": "note",
+    "info": "log",
+    "warning": "warning",
+    "error": "log error",
+    "warn": "warning",
+}
 HELPS = ("help", "description", "epilog")
 Texts = Mapping[str, ast.expr]  # the expressions of local variables that hold a text, by name
 
@@ -91,9 +99,9 @@ def _joined(parts: Mapping[str, str]) -> str:
 
 
 def _is_logged(function: ast.expr) -> bool:
-    """Whether a call of a function named as in LOGGED writes a line: `note`, or a method of what can write lines."""
+    """Whether a call of a function named as in LOGGED writes a line: a function, or a method of a logger."""
     if isinstance(function, ast.Name):
-        return function.id == "note"
+        return function.id in ("note", "_say_once")
     owner = _name(function.value) if isinstance(function, ast.Attribute) else ""
     return owner in ("logger", "cli", "warnings", "progress")
 

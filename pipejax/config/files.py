@@ -413,7 +413,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
             raise UserError(full, found=f"no {keys[0]} in this config", expected="a config with that section")
         if not dataclasses.is_dataclass(old) or isinstance(old, type):
             parent = full.removesuffix("." + ".".join(keys[1:]))
-            raise UserError(full, f"{keys[0]} is no section", hint=f"did you mean {parent}?")
+            raise UserError(full, f"{keys[0]} is not a section", hint=f"did you mean {parent}?")
         return dataclasses.replace(node, **{keys[0]: _assign(old, keys[1:], value, full, written=written)})
     if dataclasses.is_dataclass(old) or kind not in (int, float, bool, str, *SEQUENCES):
         names = [field.name for field in dataclasses.fields(old if dataclasses.is_dataclass(old) else T5Config)]

@@ -118,7 +118,7 @@ def read_factors(directory: Path, model: Backbone) -> dict[str, np.ndarray]:
         raise UserError(
             f"{weights}: {min(tensors)}" if tensors else weights,
             found="a tensor that the config does not name" if tensors else "no factors",
-            expected=f"only factors of attention and feed-forward layers, {implied}",
+            expected=f"factors of attention and feed-forward layers only, {implied}",
         )
     return factors
 

@@ -215,7 +215,7 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
         raise UserError(
             f"{file}: format",
             found=f"{values.get('format')!r:.40}",
-            expected=f"{FORMAT}, because another version of pipejax wrote the file",
+            expected=f"{FORMAT}, the format of this version of pipejax",
             hint="without this file only the weights are converted",
         )
     saved = config_lib.from_saved(values.get("config"), where=f"{file}: config")

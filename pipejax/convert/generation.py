@@ -116,16 +116,16 @@ def special_ids(
         if value is not None:
             ids[key] = read(value, f"{file}: {key}"), file
             if known is not None and known not in (value, [value]) and [known] != value:
-                others.append(f"{key} {value!s:.20} (there: {known!s:.20})")
+                others.append(f"{key} {value!s:.20} (config.json: {known!s:.20})")
         elif known is not None:
             ids[key] = read(known, f"{config}: {key}"), config
             if file != config and key != "pad_token_id":  # the padding id has no effect on answers in either library
                 lacking.append(f"{key} {known}")
-    lines = [f"{file}: goes before config.json, as in transformers: {', '.join(others)}"] if others else []
+    lines = [f"{file}: takes precedence over config.json, as in transformers: {', '.join(others)}"] if others else []
     if lacking:
         lines.append(
-            f"{file}: lacks {', '.join(lacking)} of config.json, which is followed; transformers' generate would fail "
-            "without a start, and not end without an eos"
+            f"{file}: lacks {', '.join(lacking)}, which is read from config.json; transformers' generate would fail "
+            "without a start token, and not end without an eos"
         )
     return ids, lines
 
@@ -149,10 +149,10 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
         decode = replace(decode, top_k=DecodeConfig.top_k, top_p=DecodeConfig.top_p, min_p=DecodeConfig.min_p)
     file, lines = generation.file, []
     if taken := [f"decode.{key}={x}" for key, x in vars(decode).items() if x != getattr(DecodeConfig, key)]:
-        lines.append(f"{file}: followed as {', '.join(taken)}")
+        lines.append(f"{file}: used as {', '.join(taken)}")
     if lost:
         named = (f"{key}={json.dumps(generation.values.get(key))[:40]}" for key in lost)
-        lines.append(f"{file}: ignored, since pipejax has no such setting: {', '.join(named)}")
+        lines.append(f"{file}: ignored, because pipejax does not support it: {', '.join(named)}")
     return decode, lines
 
 

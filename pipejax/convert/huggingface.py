@@ -72,7 +72,7 @@ def _read_params(directory: Path, model: Model) -> tuple[Model, Params]:
         found = _read_floats(directory, model)
     except UserError as error:
         if quantization:
-            advice = "load it in transformers, dequantize() it there, and save_pretrained that"
+            advice = "load the model in transformers, call its dequantize(), and save it with save_pretrained"
             raise UserError(problem=f"{error}; {quantization}: quantised weights are not read", hint=advice) from error
         raise
     if quantization:
@@ -140,7 +140,7 @@ def _config_facts(model: Backbone) -> dict[str, object]:
         raise UserError(
             f"model: {kind.__name__}.model_types",
             found=f"{kind.model_types}, and {name!r} for config.json",
-            expected="a new name first in the list, since transformers computes a known name as that model",
+            expected="a new name, first in the list, since transformers loads a known name as its own model",
         )
     return facts
 
@@ -182,7 +182,7 @@ def _write_directory(
                     note(f"{out.name}: {line}")
         if "use_cache" in files.get(generation.FILE, {}):
             note(
-                f"{out.name}/{generation.FILE}: without a cache, because the cache of "
+                f"{out.name}/{generation.FILE}: has use_cache = false, because the cache of "
                 "transformers is too small for this decoder"
             )
     except (OSError, SafetensorError) as error:
@@ -211,7 +211,7 @@ def from_hf(
     given = directory = locate(str(source))
     if is_adapter := adapters.is_adapter(given):
         base_model = base_model or adapters.base_of(given)
-        note(f"{given}: a LoRA adapter, added to the weights of {base_model}")
+        note(f"{given}: a LoRA adapter, which is saved with the weights of {base_model}")
         directory = locate(base_model)
     elif base_model:
         raise UserError(
@@ -395,14 +395,14 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
             "the end (data.max_source)"
         )
     if size < most * 0.9:
-        note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}; the other ids are not text")
+        note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}; the other ids have no text")
 
 
 def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Any, dict[str, Path]]:
     """Reads config.json and generation_config.json into a backbone, with the files that set the special ids."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():
-        raise UserError(directory, found="a checkpoint of pipejax", expected="one of Hugging Face")
+        raise UserError(directory, found="a checkpoint of pipejax", expected="a Hugging Face model")
     if not look(file):
         below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"

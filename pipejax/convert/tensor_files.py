@@ -26,15 +26,15 @@ from pipejax.system.files import SMALL, look, read_small, require_own, stand_in
 # The accepted dtypes: safetensors' name, NumPy's name.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Unsupported weight formats, the more likely ones first, and how to convert them.
-RESAVE = "torch's: load it into its T5 there, and save_pretrained that as safetensors"
+RESAVE = "torch weights: load them into a T5 of transformers, and save it with save_pretrained as safetensors"
 OTHERS = {
-    "tf_model.h5": "TensorFlow's: open it with transformers 4, from_tf=True, and save_pretrained it",
+    "tf_model.h5": "TensorFlow weights: load them with transformers 4 (from_tf=True), and save with save_pretrained",
     "flax_model-*.msgpack": "a part of flax weights: save them in one file",
     "adapter_model.*": ("a LoRA adapter without its adapter_config.json, which describes what it adapts"),
     "model.*.safetensors": "a variant: rename it to model.safetensors",
     "*.safetensors": "another name: rename it to model.safetensors if these are the weights",
-    "rust_model.ot": "Rust's: convert the files that it was made from",
-    "*.gguf": "llama.cpp's: convert the files that it was made from",
+    "rust_model.ot": "Rust weights: convert the files that it was made from",
+    "*.gguf": "llama.cpp weights: convert the files that it was made from",
     "*.onnx": "an export: convert the files that it was made from",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt*"), RESAVE),
 }
@@ -62,7 +62,7 @@ class Stored:
         try:
             array = self.fetch()
         except (SafetensorError, OSError, *torch_files.DAMAGES) as error:
-            raise damaged(self.file, self.name, error) from error
+            raise damaged(self.file, f"the tensor {self.name}", error) from error
         check_finite(f"{self.file}: {self.name}", array)
         return array
 
@@ -87,7 +87,9 @@ def open_tensors(directory: Path, openers: "Openers | None" = None) -> tuple[Pat
             tensors = opener(file)
             for name, stored in tensors.items():
                 if not name.isprintable() or len(name) > LONGEST:
-                    raise UserError(stored.file, found=f"the name {name!r:.60}", expected="printable characters")
+                    raise UserError(
+                        stored.file, found=f"the name {name!r:.60}", expected=f"at most {LONGEST} printable characters"
+                    )
                 if stored.dtype not in DTYPES:
                     raise UserError(
                         f"{stored.file}: {name}", found=f"dtype {stored.dtype}", expected=f"one of {', '.join(DTYPES)}"

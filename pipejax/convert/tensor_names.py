@@ -40,7 +40,7 @@ def unwrapped(model: Backbone, weights: Path, tensors: dict[str, Stored]) -> dic
         )
     if changed:
         name = min(changed)
-        note(f"{weights}: names of {len(changed)} tensors without their wrapper's: {name} is {changed[name]}")
+        note(f"{weights}: wrappers changed the names of {len(changed)} tensors: {name} is read as {changed[name]}")
     return {inner: tensors[name] for name, inner in names.items()}
 
 
@@ -78,5 +78,5 @@ def check_names(file: Path, model: Backbone, weights: Path, tensors: dict[str, S
         raise UserError(
             f"{tensors[name].file}: {name}",
             found="an unknown tensor",
-            expected=f"the {len(names)} that config.json implies",
+            expected=f"the {len(names)} tensors that config.json implies",
         )

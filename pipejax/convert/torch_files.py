@@ -162,7 +162,7 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
                 items = popped(2 * int(name == "SETITEM"))
                 # Hashing another type may take arbitrarily long.
                 if not all(isinstance(key, str) for key in items[::2]):
-                    raise ValueError("a key that is no text")
+                    raise ValueError("a key that is not text")
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT" | "MEMOIZE" as name:
                 memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
@@ -177,7 +177,7 @@ def _unpickled(content: bytes, file: Path, root: str) -> object:
             case "BINPERSID":
                 _, storage, key, _, size = popped(1)[0]
                 if not (isinstance(storage, Name) and storage in STORAGES and isinstance(key, str)):
-                    raise ValueError("a persistent id that is no storage")
+                    raise ValueError("a persistent id that is not a storage")
                 stack.append(Storage(str(storage), f"{root}data/{key}", size))
             case name:
                 raise pickle.UnpicklingError(f"the operation {name}")
@@ -193,7 +193,7 @@ def _named(file: Path, module: object, name: object) -> Name:
       ValueError: the name is not text.
     """
     if not isinstance(module, str) or not isinstance(name, str):
-        raise ValueError("a name that is no text")
+        raise ValueError("a name that is not text")
     if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):
         raise UserError(
             file,
@@ -219,7 +219,7 @@ def _called(file: Path, name: object, given: Any) -> object:
             return _rebuild_tensor(storage, offset, shape, strides)
         case "_rebuild_parameter", (Tensor() as tensor, bool(), _):
             return tensor
-    raise ValueError("a call that makes no plain tensor")
+    raise ValueError("a call that does not make a plain tensor")
 
 
 def _rebuild_tensor(storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

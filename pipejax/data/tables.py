@@ -171,7 +171,9 @@ class TextTable:
         self.delimiter = dialect.delimiter or named or max(DELIMITERS, key=columns.__getitem__)
         self._spaced = self.delimiter == "\t" or f"{self.delimiter} " in line
         if tell and self.delimiter not in (",", dialect.delimiter, named):
-            _say_once(f"{where}: columns are parted by {self.delimiter!r}, as the line of their names shows")
+            _say_once(
+                f"{where}: columns are separated by {self.delimiter!r}, as detected from the line of column names"
+            )
         self.names = list[str]()
         # The rows after the names, in the form of `rows`.
         self.rest = self.rows(chain([first], lines)) if first else iter(())
@@ -244,16 +246,19 @@ class TextTable:
                         _say_once(f"{self.where}:{begun}: found {doubt}{_span(begun, begun + count)}")
             yield begun, count, cells
         if long > 1:
-            _say_once(f"{self.where}: {long} rows have such a cell, the longest{_span(longest[1], sum(longest))}")
+            _say_once(
+                f"{self.where}: {long} rows have a cell that contains line ends, "
+                f"the longest{_span(longest[1], sum(longest))}"
+            )
 
     def _doubts(self, cells: Sequence[str], is_long: bool, is_doubtful: bool) -> Iterator[str]:
         if is_long:
-            also = " (data.csv_quotes = letters would make rows of them)" if is_doubtful else ""
-            yield f"a cell that holds ends of lines{f' and {self.delimiter!r}' * (len(cells) > 1)}{also}"
+            also = " (with data.csv_quotes = letters its lines are rows)" if is_doubtful else ""
+            yield f"a cell that contains line ends{f' and {self.delimiter!r}' * (len(cells) > 1)}{also}"
         if self.letters and self.quotes == "auto" and any(map(_QUOTED.fullmatch, cells)):
-            yield "a cell in quotes, which are text here, unless data.csv_quotes = quote"
+            yield "a cell in quotes, which are read as text, unless data.csv_quotes = quote"
         if "id" in self.names and _WHOLE.fullmatch(dict(zip(self.names, cells, strict=False)).get("id", "")):
-            yield "an id that ends in .0, as whole numbers do in a column with a gap; it stays so"
+            yield "an id that ends in .0, as whole numbers do in a column with a gap; it is not changed"
 
     def records(
         self, lines: Iterable[bytes] | None = None, first: int = 1, bad: Refusal = refuse_line

@@ -379,7 +379,7 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
         if tokenizer.unknown == end:
             raise UserError(
                 place,
-                found=f"{found(end)}, which is also its unknown token",
+                found=f"{found(end)} and is also its unknown token",
                 expected="an end token that is not the unknown token",
             )
         unknown = (
@@ -473,7 +473,7 @@ def _read_directory(directory: Path, named: Path) -> "PreTrainedTokenizerBase | 
         raise UserError(named, f"cannot be read ({error.strerror})") from error
     there = " and ".join(name for name in names if _is_read(name, _VOCABULARIES))
     if not any(look(directory / name) == "file" for name in FILES):
-        found = f"{there}, but no file that names their class" if there else "no tokenizer"
+        found = f"{there}, but no file that names the tokenizer class" if there else "no tokenizer"
         raise UserError(named, found=found, expected=f"one of {', '.join(FILES)}")
     for file in (directory / name for name in names if _is_read(name) and look(directory / name) == "file"):
         require_own(file)
@@ -607,7 +607,7 @@ def _damage(directory: Path) -> str:
             try:
                 strict_json.loads(file.read_bytes())
             except (OSError, ValueError, RecursionError) as error:
-                return f"{file.name} is no JSON: {first_line(error)}"
+                return f"{file.name} is not JSON: {first_line(error)}"
     return ""
 
 

@@ -146,7 +146,7 @@ def trial(width: int, trains: bool) -> str:
     # The compiler raises errors of many types; with any of them, training continues without the kernels.
     except Exception as error:
         return str(error).partition("\n")[0][:200]
-    return "" if apart < TOLERANCE else f"on this GPU the kernels' results are wrong by {apart:.2g}"
+    return "" if apart < TOLERANCE else f"on this GPU the kernels' results differ from XLA's by {apart:.2g}"
 
 
 def difference(width: int, *, trains: bool = True, interpret: bool = False) -> Array:

@@ -110,7 +110,9 @@ def use() -> bool:
         logger.warning(f"decoding runs without pipejax's kernels: {str(error).partition(chr(10))[0][:200]}")
         return False
     if not apart < TOLERANCE:
-        logger.warning(f"decoding runs without pipejax's kernels: on this GPU their results are wrong by {apart:.2g}")
+        logger.warning(
+            f"decoding runs without pipejax's kernels: on this GPU their results differ from XLA's by {apart:.2g}"
+        )
         return False
     return True
 

@@ -151,7 +151,7 @@ def _first_compiled(levels: list[Level]) -> Level | None:
             with contextlib.suppress(PermissionError):
                 library.unlink(missing_ok=True)  # the next start compiles it again
             raise OSError(f"{library}: cannot be loaded ({error})") from error
-    failed = failed or f"{compiler}: the system forbids it"
+    failed = failed or "the operating system does not permit the instructions of the kernel"
     logger.warning(f"decoding runs without pipejax's kernel: {failed}")
     return None
 
@@ -168,7 +168,7 @@ def _compiled(directory: Path, level: Level, compiler: str, *, quiet: bool) -> t
     if library.exists() and compile_cache.is_trusted(library):
         return library, ""
     if not compile_cache.is_writable(directory):
-        return None, f"{directory} has no kernel for this processor, and cannot get one"
+        return None, f"{directory} has no kernel for this processor, and is not writable"
     if not quiet:
         logger.info(f"compiling a kernel for this processor, once, in 20 to 60 s; it is stored in {directory}")
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
