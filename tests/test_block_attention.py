@@ -317,10 +317,10 @@ class Foreign(T5Config):
 @pytest.mark.parametrize(
     "config, mesh, line",
     [
-        (T5Config(9, 16, 48, 16, 1, 1, 1), (1, 1, 1), "heads of 48 are no power of two from 16 to 128"),
-        (T5Config(9, 16, 8, 16, 1, 1, 1), (1, 1, 1), "heads of 8 are no power of two"),
+        (T5Config(9, 16, 48, 16, 1, 1, 1), (1, 1, 1), "the width of heads, 48, is not a power of two"),
+        (T5Config(9, 16, 8, 16, 1, 1, 1), (1, 1, 1), "the width of heads, 8, is not a power of two"),
         (ARCHITECTURES["base"], (2, 1, 2), "mesh.tensor=2 splits heads"),
-        (Foreign(9, 16, 64, 16, 1, 1, 1), (1, 1, 1), "Foreign names no head_width"),
+        (Foreign(9, 16, 64, 16, 1, 1, 1), (1, 1, 1), "Foreign has no head_width"),
     ],
 )
 def test_reason_for_attention_by_arrays_is_logged_once(

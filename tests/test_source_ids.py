@@ -348,7 +348,7 @@ def test_to_hf_directory_keeps_source_ids_of_training(
     """README.md there encodes as the run does, and pipejax.json brings the setting back."""
     run = as_of_former_version(run_of(tmp_path / "run", made["roberta"], "sequential", max_source=6))
     huggingface.to_hf(run, tmp_path / "hf")
-    line = "transformers adds [1] before and [2] after the text, the run learned [] before and [2] after the text"
+    line = "transformers adds [1] before and [2] after the text, the run was trained with [] before and [2] after"
     assert line in capsys.readouterr().err
     huggingface.from_hf(tmp_path / "hf", tmp_path / "again")
     text = "the foxes jump over"

@@ -92,7 +92,7 @@ CONTRADICTIONS: dict[str, tuple[Make, int, tuple[str, ...]]] = {
     "an eos beyond the tokenizer": (
         lambda d: word_level(d, ["<pad>", "</s>", "<unk>", *WORDS], **EOS),
         300,
-        ("found 300, no id of", "'</s>' = 1 ends a text"),
+        ("found 300, which is not an id of", "'</s>' = 1 ends a text"),
     ),
     "a word, and no eos at all": (
         lambda d: word_level(d, ["<pad>", "the", "<unk>", *WORDS], unk_token="<unk>"),
@@ -161,7 +161,7 @@ def test_two_ends_are_refused(case: str, directories: dict[str, Path], tmp_path:
         huggingface.from_hf(source, tmp_path / "out")
     message = str(caught.value)
     assert message.startswith(f"{source}/generation_config.json: eos_token_id: found {eos}")
-    assert f" the tokenizer of {source}" in message or f"no id of the tokenizer of {source}" in message
+    assert f" the tokenizer of {source}" in message or f"not an id of the tokenizer of {source}" in message
     assert "\n" not in message and all(word in message for word in words), message
     assert not (tmp_path / "out").exists()
 

@@ -111,7 +111,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (d / "adapter_config.json").write_text(
             json.dumps({"base_model_name_or_path": str(d), "target_modules": r"(\w+\.?)+!", "r": 1, "lora_alpha": 1})
         ),
-        "did not match within",
+        "another expression took more than",
     ),
     "a hole for an adapter": (lambda d: sparse(d / "adapter_config.json"), "adapter_config.json: found "),
 }

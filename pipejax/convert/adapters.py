@@ -232,7 +232,7 @@ def _matched(given: Mapping[str, object], names: list[str], file: Path) -> dict[
         key = max(expressions, key=lambda key: len(expressions[key]))
         raise UserError(
             f"{file}: {key}",
-            found=f"{expressions[key]!r:.60}, and this or another expression did not match within {SECONDS} s",
+            found=f"{expressions[key]!r:.60}; matching this or another expression took more than {SECONDS} s",
             expected="a simpler expression",
         ) from error
     for (key, value), line in zip(expressions.items(), done.stdout.splitlines(), strict=True):
@@ -258,5 +258,6 @@ def _numbers(facts: Mapping[str, object], pattern: str, key: str, file: Path) ->
         where = f"{pattern}: {name:.60}" if name else key
         kinds = (int,) if key == "r" else (int, float)
         if not where.isprintable() or type(value) not in kinds or not 0 < value < 2**31:
-            raise UserError(f"{file}: {where}", found=f"{value!r:.60}", expected="a number above 0")
+            expected = "a whole number above 0" if key == "r" else "a number above 0"
+            raise UserError(f"{file}: {where}", found=f"{value!r:.60}", expected=expected)
     return pattern, found

@@ -142,7 +142,10 @@ def write_files(
         learned = source_affixes(tokenizer, config.model, config.data.special_tokens)
         if learned != tokenizer.affixes:
             affixes = learned
-            lines.append(f"transformers adds {tokenizer.affixes}, the run learned {learned}; {CARD} there adds these")
+            lines.append(
+                f"transformers adds {tokenizer.affixes}, the run was trained with {learned}; "
+                f"the code in {CARD} adds the latter"
+            )
     text = card(name, config, tokenizer=tokenizer is not None, origin=origin, is_adapter=is_adapter, affixes=affixes)
     (directory / CARD).write_text(text, encoding="utf-8")
     if (program := custom_generate(config, tokenizer)) is not None:

@@ -362,7 +362,7 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 
     def found(end: int) -> str:
         piece = tokenizer.piece(end)
-        return f"{end}, " + (f"which is {piece!r} in {name}" if piece else f"no id of {name}")
+        return f"{end}, " + (f"which is {piece!r} in {name}" if piece else f"which is not an id of {name}")
 
     if tokenizer.eos is not None and tokenizer.eos not in ends and not trained:
         own = f"{tokenizer.piece(tokenizer.eos)!r} = {tokenizer.eos} ends a text"

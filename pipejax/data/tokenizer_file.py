@@ -123,7 +123,7 @@ def _further(settings: Mapping[str, Any], kind: str) -> Iterator[str]:
     for key in ("additional_special_tokens", "extra_special_tokens"):
         given = settings.get(key) or []
         if not isinstance(given, list) or not all(isinstance(piece, str) for piece in given):
-            raise Unsuited(f"{SETTINGS} has another {key} than a list of texts")
+            raise Unsuited(f"{key} in {SETTINGS} is not a list of texts")
         yield from given
     if kind in T5:
         yield from (f"<extra_id_{i}>" for i in range(settings.get("extra_ids", 100)))
@@ -135,9 +135,9 @@ def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], specia
     if settings.get("added_tokens_decoder", added) != added:
         raise Unsuited(f"{SETTINGS} has other added tokens than {MAIN}")
     if lacking := special - {token["content"] for token in added.values() if token["special"]}:
-        raise Unsuited(f"{min(lacking)!r} is no special token of {MAIN}")
+        raise Unsuited(f"{min(lacking)!r} is not a special token of {MAIN}")
     if content.get("padding"):
-        raise Unsuited(f"{MAIN} pads")  # the padding names a token
+        raise Unsuited(f"{MAIN} has padding")  # the padding names a token
 
 
 def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str) -> None:

@@ -132,7 +132,7 @@ def misfit(width: int, *, trains: bool) -> str:
       trains: whether gradients are needed.
     """
     if not 16 <= width <= 128 or width & (width - 1):
-        return f"heads of {width} are no power of two from 16 to 128"
+        return f"the width of heads, {width}, is not a power of two from 16 to 128"
     return (
         trial(width, trains) if jax.default_backend() == "gpu" else ""
     )  # without a GPU nothing can be tried, as when a program is compiled for another machine

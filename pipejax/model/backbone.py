@@ -202,7 +202,7 @@ def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | 
     from pipejax.model.slots import Blocks
 
     if not (width := backbone.head_width()):
-        why = f"{type(backbone).__name__} names no head_width, or a part of it was changed"
+        why = f"{type(backbone).__name__} has no head_width, or a part of it was changed"
     elif split and (tensor := split.mesh.shape["tensor"]) > 1:
         why = f"mesh.tensor={tensor} splits heads"
     else:

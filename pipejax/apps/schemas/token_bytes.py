@@ -18,7 +18,11 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
         codes = _byte_level()
         return [bytes(codes[char] for char in piece) if {*piece} <= codes.keys() else b"" for piece in pieces]
     if kinds is None or not {*kinds} <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise UserError("tokenizer", found=f"one of {kinds or 'an unknown kind'}", expected="one of pieces or of bytes")
+        raise UserError(
+            "tokenizer",
+            found=f"the decoding steps {', '.join(kinds)}" if kinds else "unknown decoding steps",
+            expected="a tokenizer of SentencePiece pieces or of bytes",
+        )
     found = [piece.replace(SPACE, " ").encode() for piece in pieces]
     if "ByteFallback" in kinds:
         bytes_apart = ((i, BYTE.fullmatch(tokenizer.piece(i))) for i in range(size))
