@@ -127,15 +127,15 @@ SCORES, STREAM = frozenset({"score"}), frozenset({"stream"})
 CASES: dict[str, tuple[Any, str]] = {
     "the number of rows, where a step asks two queries of each": (
         broken(Pairs, most_queries=ROWS_ALONE),
-        "Steps.query: live: found bool[1, 6]; expected bool[1, 3], for each example its most_queries",
+        "Steps.query: live: found bool[1, 6]; expected bool[1, 3], most_queries for each example",
     ),
     "more than a step asks": (
         broken(most_queries=7),
-        "Steps.query: live: found bool[1, 3]; expected bool[1, 7], for each example its most_queries",
+        "Steps.query: live: found bool[1, 3]; expected bool[1, 7], most_queries for each example",
     ),
     "flags as numbers": (
         broken(query=with_query(live=lambda x: x.astype(jnp.int32))),
-        "Steps.query: live: found int32[1, 3]; expected bool[1, 3], for each example its most_queries",
+        "Steps.query: live: found int32[1, 3]; expected bool[1, 3], most_queries for each example",
     ),
     "tokens with a point": (
         broken(query=with_query(tokens=lambda x: x.astype(jnp.float32))),

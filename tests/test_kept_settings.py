@@ -187,7 +187,7 @@ def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path, capsys:
     del scores["split"], scores["steps"]
     (tmp_path / "scores.json").write_text(json.dumps(scores))
     huggingface.to_hf(in_rows, tmp_path / "other", scores=tmp_path / "scores.json")
-    assert "--scores: README.md there tells none: found no steps, split in the file;" in capsys.readouterr().err
+    assert "--scores: README.md has no scores: found no steps, split in the file;" in capsys.readouterr().err
     assert "## Scores" not in (tmp_path / "other" / "README.md").read_text()
 
 
@@ -283,7 +283,7 @@ def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Pat
     run = run_of(tmp_path / "two", tokenizer_files, grid={"row_names": names, "delay": 0}, decode=drafted)
     capsys.readouterr()
     huggingface.to_hf(run, tmp_path / "named")
-    assert "decode.draft: pipejax.json says none instead of model" in capsys.readouterr().err
+    assert "decode.draft: pipejax.json has none instead of model" in capsys.readouterr().err
     assert "someone" not in (tmp_path / "named" / "pipejax.json").read_text()
     config, _ = followed(tmp_path / "named", tmp_path / "named-back", capsys)
     assert config.grid.row_names == names and config.grid.delay == 0

@@ -433,7 +433,7 @@ def test_key_that_affects_learning_cannot_change_on_resume(finished):
 def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
     config = dataclasses.replace(change(CONFIG, train={"evaluate_examples": 4}), name="another label")
     assert fit(config, finished) == 0
-    assert any(line.startswith("train.evaluate_examples: found another number") for line in said)
+    assert any(line.startswith("train.evaluate_examples: found a different number") for line in said)
 
 
 REFUSED = [

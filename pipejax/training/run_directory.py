@@ -147,7 +147,7 @@ class RunDirectory:
             return
         target = free_name(self.path / "best-before")
         best.rename(target)
-        logger.warning(f"{best}: of a lost run; kept as {target.name}")
+        logger.warning(f"{best}: belongs to a lost run; renamed to {target.name}")
 
     def _remove(self, directory: Path) -> None:
         """Removes a directory in two steps, so that an interruption never leaves a partial one under its name."""
