@@ -160,7 +160,7 @@ def test_differences_from_config_json_are_reported(tmp_path: Path, capsys: pytes
     ]
     file.write_text('{"num_beams": 2, "max_length": 30}')
     assert lines(source, tmp_path / "out2", capsys) == [
-        f"{file}: lacks eos_token_id 1, decoder_start_token_id 0, which is read from config.json; transformers' "
+        f"{file}: lacks eos_token_id 1, decoder_start_token_id 0, read from config.json instead; transformers' "
         "generate would fail without a start token, and not end without an eos",
         f"{file}: used as decode.max_length=29, decode.beams=2",
     ]
@@ -217,7 +217,7 @@ NEUTRAL: dict[str, Any] = {
 def test_lost_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = directory(tmp_path / "hf", IDS | NOT_FOLLOWED)
     [line] = lines(source, tmp_path / "out", capsys)
-    assert line.startswith(f"{source}/generation_config.json: ignored, because pipejax does not support it: ")
+    assert line.startswith(f"{source}/generation_config.json: ignored settings, which pipejax does not support: ")
     for key, value in NOT_FOLLOWED.items():
         assert f"{key}={json.dumps(value)}" in line
     assert checkpoint.open_run(tmp_path / "out").config.decode == DecodeConfig()

@@ -124,7 +124,7 @@ def special_ids(
     lines = [f"{file}: takes precedence over config.json, as in transformers: {', '.join(others)}"] if others else []
     if lacking:
         lines.append(
-            f"{file}: lacks {', '.join(lacking)}, which is read from config.json; transformers' generate would fail "
+            f"{file}: lacks {', '.join(lacking)}, read from config.json instead; transformers' generate would fail "
             "without a start token, and not end without an eos"
         )
     return ids, lines
@@ -152,7 +152,7 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
         lines.append(f"{file}: used as {', '.join(taken)}")
     if lost:
         named = (f"{key}={json.dumps(generation.values.get(key))[:40]}" for key in lost)
-        lines.append(f"{file}: ignored, because pipejax does not support it: {', '.join(named)}")
+        lines.append(f"{file}: ignored settings, which pipejax does not support: {', '.join(named)}")
     return decode, lines
 
 

@@ -149,7 +149,7 @@ def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None
         if field.metadata.get("asks") and (found := getattr(decode, field.name)) != field.default:
             method.require(field.metadata["ability"], f"decode.{field.name}", f"{found}", field.default)
     if drafts:
-        method.require("draft", "drafter", "one")
+        method.require("draft", "drafter", "a drafter")
     elif decode.trace and decode.draft == "none":
         raise UserError(
             "decode.trace", found="True with decode.draft = none", expected="a drafter, since a trace shows drafts"

@@ -89,7 +89,7 @@ def prepare(
     restored = checkpoints.open_run(checkpoint, best=best, packed=not learned)
     config = override(restored.config, overrides, where="--set")
     method = methods.make(methods.default(config), config)
-    method.require("probe", f"--checkpoint {checkpoint}", "one", "another")
+    method.require("probe", f"--checkpoint {checkpoint}", "a checkpoint", "another checkpoint")
     if method.choices:
         raise UserError(
             checkpoint,
