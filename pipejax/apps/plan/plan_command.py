@@ -36,13 +36,13 @@ def _gib(text: str) -> float:
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax plan", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/jsonl.py")
-    parser.add_argument("--model", metavar="SIZE", help="base, umt5-base, t5gemma-b-b ...: for configs that name none")
+    parser.add_argument("--model", metavar="SIZE", help="such as base or t5gemma-b-b (default: the config's model)")
     parser.add_number("--devices", "devices to plan for (default: the devices of the mesh)", most=2**12)
     parser.add_argument(
         "--memory",
         type=_gib,
         metavar="GIB",
-        help="does it fit in this much on each device? (exit code 1: no) With --target it is XLA's figure that must",
+        help="exit with code 1 if the estimate, or with --target XLA's figure, is more than this on each device",
     )
     parser.add_argument(
         "--target", metavar="NAME", help="compile the step for rtx4090, h100, v5e, v5e:4x4 ... and show XLA's figure"
@@ -123,7 +123,9 @@ def _resolve(config: Config, name: str | None) -> Config:
     if config.model is None:
         raise UserError("--model", found="none, and the config has no model either", expected="a size, such as base")
     if config.model.like_t5() is not config.model:
-        cli.note(f"{type(config.model).__name__}: activations by the arithmetic of a T5 of its larger sizes")
+        cli.note(
+            f"{type(config.model).__name__}: activations are estimated for a T5 with the larger sizes of both stacks"
+        )
     return config
 
 
