@@ -37,6 +37,7 @@ from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
 Array = jax.Array
 # The values in which layers differ: i32 scalars left and right, the window -right < query - key < left of positions
@@ -405,7 +406,7 @@ class GemmaStackModule(t5.Stack):
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
         """Applies dropout, all layers, the norm and dropout to x [B, Q, D]; see `t5.Stack.run`."""
         x = self.drop(x, deterministic=deterministic)
-        given: dict[str, Any] = {"own": self.own(), "remat": self.remat, "pin": self.pin}
+        given: JsonObject = {"own": self.own(), "remat": self.remat, "pin": self.pin}
         keys = partial(self.make_rng, "dropout")
         x = apply_layers(self.layers, x, *seen, deterministic=deterministic, keys=keys, **given)
         return self.drop(self.norm(x), deterministic=deterministic)
@@ -579,7 +580,7 @@ class T5GemmaConfig(Backbone):
                 raise UserError(f"{where}: model.{side}", found=found, expected="equal groups, and an even head_dim")
 
     @classmethod
-    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
+    def read_facts(cls, facts: JsonMapping) -> dict[str, object]:
         """See `Backbone`. Raises a UserError also if the sides have different vocabularies or epsilons."""
         given = read_keys(facts, cls.keys)
         encoder, decoder = cls.sides(given)
@@ -606,12 +607,12 @@ class T5GemmaConfig(Backbone):
         }
 
     @classmethod
-    def sides(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def sides(cls, given: JsonMapping) -> tuple[JsonObject, JsonObject]:
         """The values of the encoder and of the decoder, from the values of config.json."""
         return given["encoder"], given["decoder"]
 
     @classmethod
-    def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
+    def read_stack(cls, given: JsonMapping, side: str) -> GemmaStack:
         """Reads the architecture of a side from the values of its object in config.json.
 
         Raises:
@@ -637,12 +638,12 @@ class T5GemmaConfig(Backbone):
         return stack
 
     @classmethod
-    def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
+    def default_pattern(cls, given: JsonMapping, side: str) -> int:
         """The value of `GemmaStack.full_every` if a side has no layer_types."""
         return 2
 
     @classmethod
-    def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
+    def read_rotations(cls, given: JsonMapping, side: str) -> JsonObject:
         """The rotary fields of `GemmaStack` for a side. The key rope_scaling takes precedence over rope_parameters."""
         place, found = f"{side}.rope_parameters", given["rope_scaling"] or given["rope_parameters"] or {}
         kind, theta, _ = read_rope(found, given["rope_theta"], place)
@@ -694,7 +695,7 @@ class T5GemmaConfig(Backbone):
         return dataclasses.replace(self, tied_head=True)
 
 
-def read_rope(given: Mapping[str, Any], theta: float | None, where: str) -> tuple[str, float, float]:
+def read_rope(given: JsonMapping, theta: float | None, where: str) -> tuple[str, float, float]:
     """Reads an object of rotary parameters of config.json.
 
     Args:

@@ -24,6 +24,7 @@ from pipejax.model.layers import normal
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.fields import setting
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
 Array = jax.Array
 EOI = "eoi_embedding"
@@ -173,28 +174,28 @@ class T5Gemma2Config(T5GemmaConfig):
             )
 
     @classmethod
-    def read_facts(cls, facts: Mapping[str, Any]) -> dict[str, object]:
+    def read_facts(cls, facts: JsonMapping) -> dict[str, object]:
         encoder = read_keys(facts, cls.keys)["encoder"]
         return super().read_facts(facts) | {"eoi_token_index": encoder["eoi_token_index"]}
 
     @classmethod
-    def sides(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def sides(cls, given: JsonMapping) -> tuple[JsonObject, JsonObject]:
         return given["encoder"]["text_config"], given["decoder"]
 
     @classmethod
-    def read_stack(cls, given: Mapping[str, Any], side: str) -> GemmaStack:
+    def read_stack(cls, given: JsonMapping, side: str) -> GemmaStack:
         """See `T5GemmaConfig`. Ignores the soft cap of scores."""
         return super().read_stack({**given, "attn_logit_softcapping": 0.0}, side)
 
     @classmethod
-    def default_pattern(cls, given: Mapping[str, Any], side: str) -> int:
+    def default_pattern(cls, given: JsonMapping, side: str) -> int:
         every: int | None = given["sliding_window_pattern"]
         if every is None or every < 1:
             raise UserError(f"{side}.sliding_window_pattern", found=f"{every}", expected="at least 1")
         return every
 
     @classmethod
-    def read_rotations(cls, given: Mapping[str, Any], side: str) -> dict[str, Any]:
+    def read_rotations(cls, given: JsonMapping, side: str) -> JsonObject:
         """The rotary fields of `GemmaStack`. Full and sliding layers have separate parameters.
 
         In older files the key rope_scaling extends the parameters of full layers.
@@ -222,7 +223,7 @@ class T5Gemma2Config(T5GemmaConfig):
 
     def facts(self) -> dict[str, object]:
         """See `Backbone`. tie_word_embeddings is always true, as it also ties the embedding tables of both sides."""
-        facts: dict[str, Any] = super().facts() | {"tie_word_embeddings": True}
+        facts: JsonObject = super().facts() | {"tie_word_embeddings": True}
         eoi = {"eoi_token_index": None if self.eoi_token_index == NONE else self.eoi_token_index}
         facts["encoder"] = {"model_type": "t5gemma2_encoder", "text_config": facts["encoder"], **eoi}
         return facts | eoi | {"architectures": ["T5Gemma2ForConditionalGeneration"]}

@@ -7,7 +7,7 @@ this head. transformers 5 does, which changes log-probabilities but not greedy t
 """
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -19,6 +19,7 @@ from pipejax.model.config_json import Key, Keys
 from pipejax.model.layers import RelativeBias
 from pipejax.model.snapshot import snapshot
 from pipejax.system.cli import note
+from pipejax.system.strict_json import JsonMapping
 
 Array = jax.Array
 KEYS: Keys = t5_config.MT5_KEYS | {"tie_word_embeddings": Key(bool, True, null=True)}  # the keys of config.json
@@ -110,7 +111,7 @@ class UMT5Config(t5_config.T5Config):
         return KEYS
 
     @classmethod
-    def scales_head(cls, given: Mapping[str, Any]) -> bool:
+    def scales_head(cls, given: JsonMapping) -> bool:
         """See `T5Config`."""
         return bool(given["tie_word_embeddings"])
 

@@ -38,6 +38,7 @@ from pipejax.system.fields import (
     with_tuples,
 )
 from pipejax.system.files import look, read_small
+from pipejax.system.strict_json import JsonObject
 
 if typing.TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -185,7 +186,7 @@ def _has_class(value: object) -> bool:
     return value is not None and type(value) is not T5Config
 
 
-def described(value: Any, key: str = "method") -> dict[str, Any]:
+def described(value: Any, key: str = "method") -> JsonObject:
     """Returns the JSON form of a method or backbone: "class" is MODULE:CLASS, and the other keys are its settings.
 
     Raises:
@@ -201,7 +202,7 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
             expected="a class of an importable module, so that the run can be opened again",
         )
     try:
-        found: dict[str, Any] = strict_json.loads(json.dumps(dataclasses.asdict(value)))
+        found: JsonObject = strict_json.loads(json.dumps(dataclasses.asdict(value)))
     except (TypeError, ValueError) as error:
         raise UserError(
             key, found=shown_value(value), expected="settings that JSON can represent", hint=first_line(error)
@@ -209,7 +210,7 @@ def described(value: Any, key: str = "method") -> dict[str, Any]:
     return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
 
 
-def made(section: dict[str, Any], key: str = "method") -> Any:
+def made(section: JsonObject, key: str = "method") -> Any:
     """Makes the method or backbone that a run describes.
 
     A run must not cause imports of foreign code, so the module of the class must already be imported, unless the class
@@ -229,7 +230,7 @@ def made(section: dict[str, Any], key: str = "method") -> Any:
     return _of_class(name, section, key)
 
 
-def _of_class(name: str, section: dict[str, Any], key: str = "method") -> Any:
+def _of_class(name: str, section: JsonObject, key: str = "method") -> Any:
     """Makes a method or backbone of the named class.
 
     A backbone gets the values of `section`; a method gets them only if `section` describes the same class.
@@ -385,7 +386,7 @@ def _set_own(config: Config, key: str, value: object) -> Config:
         if old is None and key == "model":  # the model will come from `train.init_from`
             return config
         value = _of_class(value, {"class": ""} if old is None else described(old, key), key)
-    changed: dict[str, Any] = {key: value or None}
+    changed: JsonObject = {key: value or None}
     return dataclasses.replace(config, **changed)
 
 

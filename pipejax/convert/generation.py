@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipejax import methods
 from pipejax.config import Config, DecodeConfig, check
@@ -16,6 +15,7 @@ from pipejax.convert.tensor_files import read_json
 from pipejax.model.backbone import Backbone
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
+from pipejax.system.strict_json import JsonObject
 
 FILE = "generation_config.json"
 IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
@@ -134,7 +134,7 @@ def decoding(generation: Generation, model: Backbone) -> tuple[DecodeConfig, lis
     """Returns the `decode` settings that follow the directory's, and lines for the log about the others."""
     decode, lost = DecodeConfig(), [*generation.lost()]
     for key, (ours, value) in generation.followed().items():
-        setting: dict[str, Any] = {ours: value}
+        setting: JsonObject = {ours: value}
         if type(value) is int and isinstance(getattr(decode, ours), float):
             setting[ours] = float(value)
         try:

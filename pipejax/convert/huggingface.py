@@ -33,8 +33,9 @@ from pipejax.registry import BACKBONES
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import VOCABULARY, absolute, look, new_directory, read_small, require_own
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
-Params = dict[str, Any]  # nested; the leaves are float32 arrays
+Params = JsonObject  # nested; the leaves are float32 arrays
 Model = TypeVar("Model", bound=Backbone)
 
 TOKENIZER_FILES = (
@@ -296,7 +297,7 @@ def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: typ
             )
 
 
-def _scores_of(restored: Restored, file: Path) -> dict[str, Any]:
+def _scores_of(restored: Restored, file: Path) -> JsonObject:
     """Returns the output of `pipejax evaluate --json` in a file.
 
     Raises:
@@ -360,7 +361,7 @@ def _fitting_tokenizer(copied: Path, model: Backbone, own: Path) -> Tokenizer:
     return Tokenizer.load(copied, copy_of=own)
 
 
-def _without_sentinels(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _without_sentinels(facts: JsonMapping) -> JsonObject:
     """Returns the content of a tokenizer's file without the sentinels among its pieces and added tokens."""
 
     def is_kept(token: object) -> bool:

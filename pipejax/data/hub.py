@@ -2,15 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import look
+from pipejax.system.strict_json import JsonObject
 
 LOG_IN = "`hf auth login` with a token that may"
 
 
-def split_revision(source: str) -> tuple[str, dict[str, Any]] | None:
+def split_revision(source: str) -> tuple[str, JsonObject] | None:
     """Splits a hub id into the name and the client's arguments for its revision; returns None for other paths."""
     found = re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@([^\s@]+))?", source)
     return found and (found[1], {"revision": found[2]} if found[2] else {})

@@ -4,10 +4,10 @@ import csv
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pipejax.config import DataConfig
 from pipejax.data.lines import LONGEST, Placed, Refusal, bounded_lines, decoded, refuse_line
@@ -15,6 +15,7 @@ from pipejax.data.packed import SUFFIXES as PACKED
 from pipejax.data.remote import inner_name
 from pipejax.system.errors import UserError
 from pipejax.system.fields import listed
+from pipejax.system.strict_json import JsonMapping
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Dialect(NamedTuple):
         return cls(config.csv_delimiter, config.csv_quotes)
 
     @classmethod
-    def noted(cls, settings: Mapping[str, Any]) -> "Dialect":
+    def noted(cls, settings: JsonMapping) -> "Dialect":
         """Returns the dialect in settings by dotted key, as `as_settings` returns them; absent ones have defaults."""
         names = {name: key for name, key in zip(cls._fields, cls().as_settings(), strict=True) if key in settings}
         return cls(**{name: settings[key] for name, key in names.items()})

@@ -23,6 +23,7 @@ from pipejax.model.backbone import Backbone
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, described_error, first_line
 from pipejax.system.files import VOCABULARY, look, read_small, require_own, stand_in
+from pipejax.system.strict_json import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -275,10 +276,10 @@ class Tokenizer:
         return found
 
     @functools.cached_property
-    def _decoding_steps(self) -> list[dict[str, Any]]:
+    def _decoding_steps(self) -> list[JsonObject]:
         made = self._backend.decoder
         found = strict_json.loads(made.__getstate__()) if made is not None else {"decoders": []}
-        steps: list[dict[str, Any]] = found.get("decoders", [found])
+        steps: list[JsonObject] = found.get("decoders", [found])
         return steps
 
     def other_pieces(self, other: "Tokenizer") -> list[int]:
@@ -611,7 +612,7 @@ def _damage(directory: Path) -> str:
     return ""
 
 
-def _read_hub(name: str, of_hub: str, revision: dict[str, Any]) -> "PreTrainedTokenizerBase":
+def _read_hub(name: str, of_hub: str, revision: JsonObject) -> "PreTrainedTokenizerBase":
     """Reads the tokenizer of a hub id, from the local cache if it was downloaded before.
 
     Args:

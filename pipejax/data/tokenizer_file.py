@@ -5,13 +5,14 @@ directory is read here only if every file and setting that may affect ids is kno
 """
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipejax.system import strict_json
 from pipejax.system.files import look
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import tokenizers
@@ -118,7 +119,7 @@ def _special(key: str, value: object) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _further(settings: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _further(settings: JsonMapping, kind: str) -> Iterator[str]:
     """Yields the special tokens without a name, by default the sentinels."""
     for key in ("additional_special_tokens", "extra_special_tokens"):
         given = settings.get(key) or []
@@ -129,7 +130,7 @@ def _further(settings: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield from (f"<extra_id_{i}>" for i in range(settings.get("extra_ids", 100)))
 
 
-def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], special: set[str]) -> None:
+def _check_added(content: JsonMapping, settings: JsonMapping, special: set[str]) -> None:
     """Raises Unsuited unless both files have the same added pieces, and each special token is one of them."""
     added = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in content["added_tokens"]}
     if settings.get("added_tokens_decoder", added) != added:
@@ -140,7 +141,7 @@ def _check_added(content: Mapping[str, Any], settings: Mapping[str, Any], specia
         raise Unsuited(f"{MAIN} has padding")  # the padding names a token
 
 
-def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str) -> None:
+def _as_t5(backend: "tokenizers.Tokenizer", content: JsonMapping, eos: str) -> None:
     """Reduces a tokenizer.json to its vocabulary and normalisation of characters, and sets T5's rules for the rest."""
     from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
@@ -153,7 +154,7 @@ def _as_t5(backend: "tokenizers.Tokenizer", content: Mapping[str, Any], eos: str
         raise Unsuited(f"{MAIN} has an added token that is normalized")
     steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
     characters = next((step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled"), None)
-    pieces: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}
+    pieces: JsonObject = {"replacement": "▁", "prepend_scheme": "always", "split": True}
     backend.normalizer = normalizers.Precompiled(base64.b64decode(characters)) if characters else None
     words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**pieces)]
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(words), decoders.Metaspace(**pieces)

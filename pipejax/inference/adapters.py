@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -17,6 +17,7 @@ from pipejax.model import lora
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
+from pipejax.system.strict_json import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,9 @@ CLOSE = 1e-5  # relative tolerance for merged weights, which differ slightly bet
 class Adapter(NamedTuple):
     """The factors of one adapter, and the settings that it was trained with."""
 
-    factors: dict[str, Any]  # arrays by path
+    factors: JsonObject  # arrays by path
     trained: Config
-    origin: dict[str, Any]  # its step and params_fp
+    origin: JsonObject  # its step and params_fp
 
 
 def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:

@@ -6,7 +6,7 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 import dataclasses
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from pipejax.system import Tree
 from pipejax.system.compiled import CompiledPrograms
 
 Array = jax.Array
-Call = Callable[..., Any]  # (name of a program, *arguments) -> its results, or their shapes
+Call = Callable[..., Tree]  # (name of a program, *arguments) -> its results, or their shapes
 DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is donated to the result
 
 
@@ -51,9 +51,9 @@ class BatchFunctions:
     places: int  # B
     sizes: Sizes
 
-    def by_name(self) -> dict[str, Callable[..., Any]]:
+    def by_name(self) -> dict[str, Callable[..., Tree]]:
         """Returns the functions by the names of their programs."""
-        found: dict[str, Callable[..., Any]] = {
+        found: dict[str, Callable[..., Tree]] = {
             "encode": partial(encode_batch, self.model, backend=self.backend),
             "widen": self.widened,
             "empty": self.empty_state,
@@ -66,7 +66,7 @@ class BatchFunctions:
             found["encode small"] = partial(encode_batch, self.drafting.model, backend=self.drafting.backend)
         return found
 
-    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Any]:
+    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Tree]:
         """Returns the strategy, bound to its small model if it has one, and the decoder of all places."""
         strategy: Strategy = self.strategy
         memory = encoded.memory
@@ -190,7 +190,7 @@ class BatchPrograms:
         self.functions = BatchFunctions(programs.model, programs.backend, drafting, self.strategy, places, self.sizes)
         self._by_name = self.functions.by_name()
 
-    def program(self, name: str, *given: Any, **static: int) -> Any:
+    def program(self, name: str, *given: Tree, **static: int) -> Tree:
         """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
         whose = () if name.startswith("encode") else (self.strategy, self.places)
         key = name, *whose, *static.values(), *shapes_of(given)
@@ -202,21 +202,21 @@ class BatchPrograms:
 
         return self.compiled.find(key, compile_program)
 
-    def run(self, name: str, *given: Any, **static: int) -> Any:
+    def run(self, name: str, *given: Tree, **static: int) -> Tree:
         """Runs a program."""
         return self.program(name, *given, **static)(*given)
 
-    def find(self, name: str, *given: Any, **static: int) -> Any:
+    def find(self, name: str, *given: Tree, **static: int) -> Tree:
         """Compiles a program and returns the shapes of its results."""
         return self.program(name, *given, **static).out_info
 
-    def encode_source(self, call: Call, source: Any, length: Any, adapter: int | None) -> Memory:
+    def encode_source(self, call: Call, source: Tree, length: Tree, adapter: int | None) -> Memory:
         """Returns the memory of a source i32 [1, n] of `length` i32 [1] tokens."""
         own = None if adapter is None else np.asarray([adapter], np.int32)
         memory: Memory = call("encode", self._encoder, source, length, own)
         return memory
 
-    def read(self, call: Call, memory: Memory, source: Any, length: Any) -> Encoded:
+    def read(self, call: Call, memory: Memory, source: Tree, length: Tree) -> Encoded:
         """Returns the encoded source, with its ids and the small model's memory if the strategy needs them."""
         if not self.strategy.reads_source:
             return Encoded(memory, None)
@@ -273,7 +273,7 @@ class BatchPrograms:
     def shape_of_source(self, length: int, adapter: int | None) -> Encoded:
         """Returns the shapes of a source with a memory of `length` slots; compiles nothing."""
 
-        def shapes(name: str, *given: Any) -> Any:
+        def shapes(name: str, *given: Tree) -> Tree:
             return jax.eval_shape(self._by_name[name], *given)
 
         key = "memory", length, self.strategy
@@ -303,6 +303,6 @@ class BatchPrograms:
         self.step(self.find, encoded, carry, options, Changes(nowhere, nowhere, np.int32(1), address, nowhere))
 
 
-def shapes_of(tree: Any) -> tuple[Hashable, ...]:
+def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
     """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))

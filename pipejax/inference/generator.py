@@ -30,6 +30,7 @@ from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.methods import Ids, Method
 from pipejax.system.errors import UserError
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Generator:
         # Batches of one place for `stream_rows`, by strategy and method (which may have row names).
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory of the weights
-        self.origin: dict[str, Any] = {}  # the step of the weights and their params_fp
+        self.origin: JsonObject = {}  # the step of the weights and their params_fp
         self.learned = ""  # the fingerprint of the training examples; "": unknown
         self.trained: Config | None = None  # the config of the training; None: unknown
         self._logged: set[str] = set()  # lines that were logged, since each is logged once
@@ -124,7 +125,7 @@ class Generator:
 
     def decode(
         self,
-        given: Iterable[str | Sequence[int] | Mapping[str, Any]],
+        given: Iterable[str | Sequence[int] | JsonMapping],
         *,
         strategy: str | None = None,
         batch_size: int | None = None,
@@ -165,7 +166,7 @@ class Generator:
         return list(own.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
 
     def stream_rows(
-        self, given: str | Sequence[int] | Mapping[str, Any], *, strategy: str | None = None, **settings: Any
+        self, given: str | Sequence[int] | JsonMapping, *, strategy: str | None = None, **settings: Any
     ) -> Iterator[RowEvent | Record]:
         """Yields each token of one source's answer as it is generated, and finally the record.
 
@@ -246,7 +247,7 @@ class Generator:
         """
         own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
         method, chosen = own.method(strategy), own.make_strategy(strategy)
-        known: dict[str, Any] = {"config": own.config, "tokenizer": own.tokenizer}
+        known: JsonObject = {"config": own.config, "tokenizer": own.tokenizer}
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
@@ -256,7 +257,7 @@ class Generator:
                 )
         return report
 
-    def _with(self, call: str, settings: Mapping[str, Any], **without: str) -> "Generator":
+    def _with(self, call: str, settings: JsonMapping, **without: str) -> "Generator":
         """Returns a copy with other settings, for a call of the method named `call`; see `settings.of_call`."""
         if not settings:
             return self
@@ -349,7 +350,7 @@ class Generator:
           drafter: replaces the drafter of the config.
         """
         method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
-        known: dict[str, Any] = {"config": self.config, "tokenizer": self.tokenizer}
+        known: JsonObject = {"config": self.config, "tokenizer": self.tokenizer}
         wanted = batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # read as many sources ahead as with the wanted batch size

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ class Programs:
         is_sharded = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
         everywhere = NamedSharding(of_first.sharding.mesh, P()) if is_sharded else None
 
-        def compute(function: Callable[..., Any], tree: Tree, **static: Any) -> Any:
+        def compute(function: Callable[..., Tree], tree: Tree, **static: Tree) -> Tree:
             jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
             with precision(self.model.dtype):
                 return jax.block_until_ready(jitted(tree, **static))
@@ -275,7 +275,7 @@ class Programs:
 
     def _encode(
         self,
-        call: Callable[..., Any],
+        call: Callable[..., Tree],
         strategy: Strategy,
         source: np.ndarray,
         lengths: np.ndarray,
@@ -327,10 +327,10 @@ class Programs:
     def _mesh(self, across: int) -> Mesh:
         return Mesh(np.asarray(self.devices[:across]), ("each",))
 
-    def _run(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
+    def _run(self, part: Tree, slots: int, arguments: tuple[Tree, ...], shape: Tree, report: Report) -> Tree:
         return self._program(part, slots, arguments, shape, report)(*arguments)
 
-    def _find(self, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report) -> Any:
+    def _find(self, part: Tree, slots: int, arguments: tuple[Tree, ...], shape: Tree, report: Report) -> Tree:
         """Compiles a program; returns the shapes of the result of `_run`."""
         return self._program(part, slots, arguments, shape, report).out_info
 
@@ -338,10 +338,10 @@ class Programs:
         self,
         part: Strategy | Literal["encoder"],
         slots: int,
-        arguments: tuple[Any, ...],
+        arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
-    ) -> Any:
+    ) -> Tree:
         """Returns the compiled encoder, or decoder with `slots` cache slots, for batches of shape [E, B, L]."""
         wished = arguments[4:]
         key = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
@@ -351,7 +351,7 @@ class Programs:
         self,
         part: Strategy | Literal["encoder"],
         slots: int,
-        arguments: tuple[Any, ...],
+        arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
     ) -> jax.stages.Compiled:
@@ -359,7 +359,7 @@ class Programs:
         jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
         begun = time.perf_counter()
         across, batch, length = shape
-        function: Callable[..., Any] = partial(encode_batch, self.model, backend=self.backend)
+        function: Callable[..., Tree] = partial(encode_batch, self.model, backend=self.backend)
         name, more = "encoder", ""
         if not isinstance(part, str):
             sizes = schedule(part, batch)
@@ -392,7 +392,7 @@ class Programs:
         return program
 
 
-def _by_itself(function: Callable[..., Any], weights: Tree, *arrays: Any) -> Any:
+def _by_itself(function: Callable[..., Tree], weights: Tree, *arrays: Tree) -> Tree:
     """Calls the function without the first axis of the arrays, which is 1 on each device."""
     own = jax.tree.map(lambda x: x[0], arrays)
     return jax.tree.map(lambda x: x[None], function(weights, *own))

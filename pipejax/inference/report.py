@@ -3,9 +3,9 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from pipejax.methods import Method
+from pipejax.system.strict_json import JsonObject
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class Report:
         found.truncated = sum((Counter(part.truncated) for part in parts), Counter())
         return found
 
-    def summary(self, method: Method) -> dict[str, Any]:
+    def summary(self, method: Method) -> JsonObject:
         """Returns means and counts. Of the two step counts, one is measured and the other ideal for the same rows."""
         count = max(self.examples, 1)
         own, other = self.steps / count, self.other_steps / count if self.other_steps else None

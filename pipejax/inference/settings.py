@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import shown_value
+from pipejax.system.strict_json import JsonMapping
 
 # The settings of a call by their short names; and those among them that require opening the checkpoint again.
 NAMES = {
@@ -18,9 +18,7 @@ NAMES = {
 WITH_WEIGHTS = [name for name, key in NAMES.items() if config_lib.SETTINGS[key].get("with_weights")]
 
 
-def of_call(
-    config: Config, call: str, settings: Mapping[str, Any], *, drafts: bool, without: Mapping[str, str]
-) -> Config:
+def of_call(config: Config, call: str, settings: JsonMapping, *, drafts: bool, without: Mapping[str, str]) -> Config:
     """Returns the config with the settings of one call, checked like --set.
 
     Args:

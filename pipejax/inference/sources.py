@@ -16,6 +16,7 @@ from pipejax.inference.answer_format import AnswerFormat
 from pipejax.methods import prefix_ids
 from pipejax.model.backbone import Backbone
 from pipejax.system.errors import UserError
+from pipejax.system.strict_json import JsonMapping
 
 
 class Source(NamedTuple):
@@ -29,7 +30,7 @@ class Source(NamedTuple):
     answer_format: AnswerFormat | None = None  # the format of the answer; None: free rows
 
 
-def of_record(value: Mapping[str, Any], place: str, name: str | int, config: Config) -> Source:
+def of_record(value: JsonMapping, place: str, name: str | int, config: Config) -> Source:
     """Returns the source of a record, made with the template of the model's training.
 
     Args:
@@ -89,7 +90,7 @@ def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> No
     A single record may lack a field. If all records lack it, the name differs from that in the training data.
     """
 
-    def has(value: Any) -> Mapping[str, Any]:
+    def has(value: Any) -> JsonMapping:
         whole = not isinstance(value, Mapping) or "source_ids" in value
         whole = whole or ("source" in value and not any(field in value for field in fields))
         return dict.fromkeys(fields) if whole else value

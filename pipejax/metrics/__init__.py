@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from pipejax.metrics import exact, spans
+from pipejax.system.strict_json import JsonMapping
 
 Document = Mapping[str, float]  # the terms that one document adds to the sums
-Rows = Sequence[Any] | Mapping[str, Any]  # texts; for "exact", also (name, value) pairs or an object of values by name
+Rows = Sequence[Any] | JsonMapping  # texts; for "exact", also (name, value) pairs or an object of values by name
 # The headline score of each metric, which selects the best step of a run. The last metric of a line is the paper's.
 HEADLINES = {
     **dict.fromkeys(("exact", "exact_caseless", "spans"), "em_f1"),

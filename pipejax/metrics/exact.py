@@ -9,10 +9,10 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from pipejax.config.row_names import bare_name, split_row
 from pipejax.system import strict_json
+from pipejax.system.strict_json import JsonMapping
 
 Row = str | tuple[str, object]  # a text, or a name and its value
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
@@ -67,8 +67,8 @@ def named_rows(
 
 
 def match_object(
-    rows: Sequence[Row] | Mapping[str, Any], other: Sequence[Row] | Mapping[str, Any], *, fold_case: bool = False
-) -> Sequence[Row] | Mapping[str, Any]:
+    rows: Sequence[Row] | JsonMapping, other: Sequence[Row] | JsonMapping, *, fold_case: bool = False
+) -> Sequence[Row] | JsonMapping:
     """Replaces rows that begin with a key of `other` by (key, value), if `other` is an object."""
     if isinstance(rows, Mapping) or not isinstance(other, Mapping):
         return rows

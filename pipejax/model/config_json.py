@@ -12,6 +12,7 @@ from typing import Any
 
 from pipejax.system.errors import UserError
 from pipejax.system.fields import noun, shown_value
+from pipejax.system.strict_json import JsonObject
 
 REQUIRED: Any = object()  # the default of a key that every file has
 REFUSED: Any = object()  # the `null` of a key for which null is an error
@@ -31,7 +32,7 @@ class Key:
 Keys = dict[str, Key]
 
 
-def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> dict[str, Any]:
+def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> JsonObject:
     """The value of every key in the table, and of no other key.
 
     Args:
@@ -42,7 +43,7 @@ def read_keys(facts: Mapping[str, object], keys: Keys, where: str = "") -> dict[
     Raises:
       UserError: a key is missing, or its value has another type; the message begins with the path of the key.
     """
-    found = dict[str, Any]()
+    found = JsonObject()
     for name, key in keys.items():
         given = next((other for other in (*key.names, name) if other in facts), None)
         path = where + (given or name)

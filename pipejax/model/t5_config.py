@@ -16,6 +16,7 @@ from pipejax.model.config_json import REQUIRED, Key, Keys, read_keys
 from pipejax.registry import BACKBONES
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import setting
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import numpy as np
@@ -192,7 +193,7 @@ class T5Config(Backbone):
         return MT5_KEYS if model_type == "mt5" else KEYS
 
     @classmethod
-    def scales_head(cls, given: Mapping[str, Any]) -> bool:
+    def scales_head(cls, given: JsonMapping) -> bool:
         """Whether the inputs of the head are scaled, given the values of config.json. mT5 never scales them.
 
         transformers 5 reads the key scale_decoder_outputs. Older versions scale if the head is tied, as in v1.0, and do
@@ -276,7 +277,7 @@ class T5Config(Backbone):
                 )
 
 
-def _feed_forward(given: Mapping[str, Any]) -> str:
+def _feed_forward(given: JsonMapping) -> str:
     """The value of `feed_forward` that the values of config.json describe. Raises a UserError if they conflict."""
     name: str = given["feed_forward_proj"]
     function = FEED_FORWARDS.get(name, name.split("-")[-1])
@@ -295,8 +296,8 @@ def _feed_forward(given: Mapping[str, Any]) -> str:
 _BASE = T5Config(vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_heads=12, num_layers=12, num_decoder_layers=12)
 _SMALL = dataclasses.replace(_BASE, d_model=512, d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6)
 _LARGE = dataclasses.replace(_BASE, d_model=1024, d_ff=4096, num_heads=16, num_layers=24, num_decoder_layers=24)
-_V1_1: dict[str, Any] = {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False}
-_MADLAD: dict[str, Any] = {**_V1_1, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+_V1_1: JsonObject = {"feed_forward": "gated-gelu", "tied_head": False, "scale_head": False}
+_MADLAD: JsonObject = {**_V1_1, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 ARCHITECTURES = {
     "small": _SMALL,

@@ -36,6 +36,7 @@ from pipejax.metrics import exact
 from pipejax.system import cli, distributed, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
+from pipejax.system.strict_json import JsonObject
 
 # a training run evaluates many times, but warns once
 _warn_once = functools.lru_cache(maxsize=64)(logging.getLogger(__name__).warning)
@@ -49,7 +50,7 @@ def evaluate(
     metric: str | None = None,
     batch_size: int = 8,
     tick: Callable[[int], None] = lambda count: None,
-) -> tuple[dict[str, Any], list[Record]]:
+) -> tuple[JsonObject, list[Record]]:
     """Decodes a non-empty list of examples, and compares rows with targets by one of `metrics.HEADLINES`.
 
     Args:

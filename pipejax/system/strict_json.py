@@ -2,8 +2,12 @@
 
 import json
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+# An object of JSON, such as a config.json: its values are checked where they are used. A `JsonMapping` is only read.
+JsonObject = dict[str, Any]
+JsonMapping = Mapping[str, Any]
 
 
 class DuplicateKey(ValueError):
@@ -16,7 +20,7 @@ class DuplicateKey(ValueError):
         super().__init__(f"found {self.found}; expected {self.expected}")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [key for key, _ in pairs]

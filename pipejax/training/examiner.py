@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from pipejax.metrics import HEADLINES
 from pipejax.offline.evaluation import evaluate
 from pipejax.system import Tree, distributed
 from pipejax.system.progress import Progress
+from pipejax.system.strict_json import JsonObject
 from pipejax.training.monitoring import few
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line, score_of
@@ -160,7 +160,7 @@ class Examiner:
         progress.line(
             f"step {step}: dev loss {loss:.4f}, {headline} {values[headline]:.2f}, {values['steps']:.1f} steps"
         )
-        samples: list[dict[str, Any]] = [
+        samples: list[JsonObject] = [
             {"id": example.id, "gold": [*example.targets], "predicted": texts(record)}
             for example, record in zip(self.examples[:SAMPLES], records, strict=False)
         ]

@@ -1,12 +1,12 @@
 """Reads the log of a training run, metrics.jsonl."""
 
 from pathlib import Path
-from typing import Any
 
 from pipejax.metrics import HEADLINES
 from pipejax.system import strict_json
+from pipejax.system.strict_json import JsonObject
 
-Line = dict[str, Any]  # one object of the log; the value of "event" determines the other keys
+Line = JsonObject  # one object of the log; the value of "event" determines the other keys
 
 
 def read_log(path: Path) -> list[tuple[str, Line]]:

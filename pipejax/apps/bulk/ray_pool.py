@@ -14,6 +14,7 @@ from pipejax.apps.bulk.workers import BulkWork, Said, Worker, describe, result_o
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import extra
+from pipejax.system.strict_json import JsonObject
 
 DEVICES = ("GPU", "TPU")  # in Ray's naming
 TASKS = 2000  # the most tasks; a task has one block or a few, because Ray spends some milliseconds per task
@@ -39,7 +40,7 @@ def start(address: str | None = None, workers: int | None = None) -> "Iterator[R
     address = address or os.environ.get("RAY_ADDRESS")
     cores = max(os.cpu_count() or 1, workers or 1)
     here = {"num_cpus": cores, "object_store_memory": STORE, "include_dashboard": False}
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL} | ({} if address else here)
+    options: JsonObject = {"log_to_driver": False, "logging_level": logging.CRITICAL} | ({} if address else here)
     # Ray prints long reports about processes that died.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
@@ -90,7 +91,7 @@ class RayPool:
             raise UserError(
                 "--workers", found=f"{self.workers}", expected=f"at most {most}, the {device or 'CPU'}s of the cluster"
             )
-        self.needs: dict[str, Any] = {"num_cpus": 1}
+        self.needs: JsonObject = {"num_cpus": 1}
         if device:
             self.needs |= {"num_gpus": 1} if device == "GPU" else {"resources": {device: 1}}
 

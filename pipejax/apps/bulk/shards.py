@@ -12,13 +12,14 @@ import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Self, TypedDict
 
 from pipejax.apps.bulk.blocks import Block
 from pipejax.offline.resume import first_difference, flattened
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import lock, make_directories, sweep, write_text
+from pipejax.system.strict_json import JsonObject
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -26,7 +27,7 @@ ATTEMPTS = 10  # processes that may die while decoding one block
 
 
 # Keys: "shard", the path; "records"; "bytes"; "sha256"; and "skipped", the errors of skipped lines, if there are any.
-Shard = dict[str, Any]
+Shard = JsonObject
 
 
 class Input(TypedDict):

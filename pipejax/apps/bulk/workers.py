@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipejax import methods
 from pipejax.apps.bulk.blocks import EXPECTED, Block, Reader, cut
@@ -29,8 +29,9 @@ from pipejax.system.cli import REFUSALS
 from pipejax.system.errors import UserError, first_line, out_of_memory
 from pipejax.system.files import digest_of
 from pipejax.system.progress import Progress
+from pipejax.system.strict_json import JsonMapping, JsonObject
 
-Said = dict[str, Any]  # JSON that a worker returns: settings, counts, or an "error"
+Said = JsonObject  # JSON that a worker returns: settings, counts, or an "error"
 logger = logging.getLogger(__name__)
 
 BLOCK = 1000  # lines per shard
@@ -50,7 +51,7 @@ class BulkWork:
     overrides: tuple[str, ...] = ()
     strategy: str | None = None  # None: the checkpoint's default
     skip_bad: bool = False  # whether to skip lines that are not valid sources
-    settings: Mapping[str, Any] | None = None  # the settings that the records depend on; None: not known yet
+    settings: JsonMapping | None = None  # the settings that the records depend on; None: not known yet
     run: str = ""  # see `Shards`
 
 

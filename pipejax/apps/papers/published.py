@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipejax.apps.papers.manual import Manual
 from pipejax.config import Config, DataConfig, GridConfig
@@ -15,8 +14,9 @@ from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 from pipejax.system.files import look
+from pipejax.system.strict_json import JsonObject
 
-Record = dict[str, Any]  # a text or a list of texts by field
+Record = JsonObject  # a text or a list of texts by field
 Records = Iterator[tuple[str, str, Record]]  # ("FILE:LINE", key, record)
 
 

@@ -14,13 +14,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipejax import config as config_lib
 from pipejax.config import Config
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, read_small
+from pipejax.system.strict_json import JsonObject
 from pipejax.training import memory as memory_lib
 from pipejax.training.memory import GIB, SHARE
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     config = memory_lib.choose_remat(config, memory, absent)
     trainer, terms = memory_lib.plan(config, absent)
     total = sum(terms.values())
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "devices": trainer.mesh.size,
         "dtype": config.train.dtype,
         "attention": "in blocks" if trainer.blocks else "with arrays of queries by keys",
@@ -129,7 +129,7 @@ def _resolve(config: Config, name: str | None) -> Config:
     return config
 
 
-def _lines(found: dict[str, Any], memory: float | None) -> list[str]:
+def _lines(found: JsonObject, memory: float | None) -> list[str]:
     """Returns the results as lines for people."""
     unit, size_of = ("GiB", GIB) if found["estimate_total_bytes"] >= GIB else ("MiB", GIB / 1024)
 

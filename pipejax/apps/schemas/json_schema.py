@@ -16,6 +16,7 @@ from pipejax.data.lines import Object
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, did_you_mean, in_parentheses
 from pipejax.system.fields import named, shown_value
+from pipejax.system.strict_json import JsonMapping
 
 SAY_NOTHING = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 TYPES = ("string", "integer", "number", "boolean", "null", "array")
@@ -70,7 +71,7 @@ def read_properties(schema: object, made: Expressions, where: str, *, longest: i
       TooLarge: an expression needs too much work.
     """
     reader = _SchemaReader(made, longest, schema)
-    found: Mapping[str, Any] = _known(reader.follow(schema, where), where, *OF_OBJECTS)
+    found: JsonMapping = _known(reader.follow(schema, where), where, *OF_OBJECTS)
     if "type" not in found:
         raise UserError(where, found="no type", expected='"type": "object"')
     if found["type"] != "object":
