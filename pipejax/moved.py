@@ -19,6 +19,8 @@ MOVED = {
     "pipejax.methods.interface": "pipejax.methods.method",
     "pipejax.decoding.grammar": "pipejax.apps.schemas.grammar",
     "pipejax.decoding.interface": "pipejax.decoding.strategy",
+    "pipejax.model.block_attention": "pipejax.kernels.block_attention",
+    "pipejax.decoding.contract": "pipejax.decoding.strategy_checks",
     "pipejax.decoding.pipelined": "pipejax.decoding.grid_strategy",
     "pipejax.decoding.sequential": "pipejax.decoding.grid_strategy",
     "pipejax.decoding.drafters.interface": "pipejax.decoding.drafters.drafter",

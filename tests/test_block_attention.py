@@ -164,6 +164,15 @@ def test_slots_attend_to_their_own_sources() -> None:
     assert max(apart(rng, across(rng, 2, 50, 131), rate=0.1)) < 1e-5
 
 
+@pytest.mark.parametrize("length", [40, 100, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_band_of_whole_sources_has_the_gradient_of_the_bias(length: int) -> None:
+    """Sources without padding, whose lengths are no multiples of the blocks."""
+    position = np.broadcast_to(np.arange(length), (2, length))
+    slots = Slots(np.zeros((2, length), np.int32), position=position, consecutive=True)
+    differences = apart(np.random.default_rng(length), (slots, slots, bidirectional()), rate=0.1)
+    assert max(differences) < 1e-5, differences
+
+
 @pytest.mark.slow
 def test_large_scores_stay_finite() -> None:
     rng = np.random.default_rng(3)

@@ -68,7 +68,6 @@ __all__ = [
     "Strategy",
     "Trace",
     "begin",
-    "contract",
     "decode",
     "drafted",
     "ends_of",

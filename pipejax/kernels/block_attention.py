@@ -93,7 +93,10 @@ class Facts(NamedTuple):
                 return jnp.pad(jnp.broadcast_to(x, (sizes.batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
 
             slots = jax.tree.map(fill, slots)
-            group = jnp.where(jnp.arange(slots.group.shape[1]) < count, slots.group, -1)
+            number = jnp.arange(slots.group.shape[1])
+            group = jnp.where(number < count, slots.group, -1)
+            if slots.consecutive:  # beyond the end as well, so that each pair has a place of its own in the band
+                slots = dataclasses.replace(slots, position=jnp.broadcast_to(number, group.shape))
             return dataclasses.replace(slots, group=group)
 
         found = cls(filled(seen.queries, sizes.queries), filled(seen.keys, sizes.keys), dropped=dropped)
@@ -152,7 +155,8 @@ def trial(width: int, trains: bool) -> str:
 def difference(width: int, *, trains: bool = True, interpret: bool = False) -> Array:
     """The largest difference between results of the kernels and of `attend`, on random data; an f32 scalar.
 
-    The difference of each array is divided by the largest magnitude in it.
+    The difference of each array is divided by the largest magnitude in it. The data are a decoder's rows and an
+    encoder's sources, whose lengths are no multiples of the blocks.
 
     Args:
       width: K.
@@ -169,10 +173,20 @@ def difference(width: int, *, trains: bool = True, interpret: bool = False) -> A
     group = jnp.asarray(np.where(np.arange(length) < np.array([[170], [90]]), 0, -1))
     row, time = jnp.arange(length) // 40, jnp.arange(length) % 40
     row, time = jnp.broadcast_to(row, group.shape), jnp.broadcast_to(time, group.shape)
-    slots = Slots(group, row, time, row + time)
+    whole = jnp.where(jnp.arange(length) < jnp.asarray([[length], [90]]), 0, -1)
+    position = jnp.broadcast_to(jnp.arange(length), group.shape)
+    sides = Slots(group, row, time, row + time), Slots(whole, position=position, consecutive=True)
+    of_sides = [_difference(given, table, bucket, slots, trains=trains, interpret=interpret) for slots in sides]
+    return jnp.stack(of_sides).max()
+
+
+def _difference(
+    given: Sequence[Array], table: Array, bucket: Array, slots: Slots, *, trains: bool, interpret: bool
+) -> Array:
+    """`difference` on queries, keys and values `given` [B, H, N, K], with the coordinates of their slots."""
     seed, rate = jnp.asarray([1, 2], jnp.uint32), 0.1
     seen = jax.vmap(_seen)(slots, slots)
-    real = (group >= 0)[:, None, :, None]
+    real = (slots.group >= 0)[:, None, :, None]
 
     def ours(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         there = Seen(slots, slots, Distances(table, bucket), Blocks(interpret=interpret))
@@ -327,7 +341,7 @@ def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
     first, last = (jnp.repeat(x, sizes.own, axis=1)[..., None] for x in (order.first, order.last))
     block = key // sizes.other
     written = (key >= 0) & (key[None] < sizes.keys) & (block >= first) & (block < last)
-    written &= jnp.arange(2 * longest) > 0
+    written &= (query[:, None] < sizes.queries) & (jnp.arange(2 * longest) > 0)
     return jnp.where(written[:, None], band, 0.0).astype(jnp.float32).sum(axis=(0, 2))
 
 

@@ -10,6 +10,7 @@ import JAX, because the data pipeline runs without it. Functions that need JAX i
 """
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -120,12 +121,14 @@ class Method:
         """Lets a subclass define attributes by their former names, with a warning, and call them on its base class."""
         super().__init_subclass__(**options)
         for former, name in FORMER.items():
-            if name in vars(cls):
-                setattr(cls, former, vars(cls)[name])
-            elif former in vars(cls):
+            # The class itself or a mixin that is not a method; other bases were bridged when they were defined.
+            owners = [kind for kind in cls.__mro__ if kind is cls or not issubclass(kind, Method)]
+            if any(name in vars(kind) for kind in owners):
+                setattr(cls, former, inspect.getattr_static(cls, name))
+            elif any(former in vars(kind) for kind in owners):
                 line = f"{cls.__name__}.{former} is now {name}; the former name will be removed in the next release"
                 warnings.warn(line, DeprecationWarning, stacklevel=2)
-                setattr(cls, name, vars(cls)[former])
+                setattr(cls, name, inspect.getattr_static(cls, former))
 
     @property
     def label(self) -> str:

@@ -427,7 +427,7 @@ def is_packed(model: Any, *, changed: bool = False) -> bool:
     Subclasses are not packed. A module is not packed either if a function of that Python module or of this package was
     replaced at run time, unless `changed` is True.
     """
-    names = vars(sys.modules[type(model).__module__])
+    names = vars(sys.modules.get(type(model).__module__, type(model)))  # a class of a file that is run has no module
     is_known: bool = names.get("PACKED") == (type(model), type(model.config))
     return is_known and (changed or (is_unchanged() and snapshot(names) == names["SNAPSHOT"]))
 

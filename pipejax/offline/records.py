@@ -214,7 +214,7 @@ def read_sources(
         except UserError as error:  # the message of an unsupported request names the id, not the line
             if str(error).startswith("grid."):  # an error in the settings, not in this line
                 raise
-            bad(error if error.place.startswith(place) else error.within(place))
+            bad(error if str(error).startswith(place) else error.within(place))
             continue
         at_once = False
         yield from found

@@ -54,11 +54,13 @@ def estimate(
     # Dropout stores its output beside its input; its mask is recomputed, not stored.
     dropped = wide if train.dropout else 0
 
-    def attention(queries: int, keys: int, rows: int) -> dict[str, float]:
+    def attention(queries: int, keys: int, rows: int, *, has_band: bool = False) -> dict[str, float]:
         scores = rows * heads * queries * keys
         dots = rows * queries * (inner + model.d_model) * wide
         if blocks:  # apart from the dots, arrays are float32 per query, or gradients of the inputs of the kernels
-            by_bucket = 4 * (2 + model.relative_attention_num_buckets)
+            # The gradient of the bias: of each near distance, or the sums of buckets.
+            band = 2 * model.relative_attention_max_distance * wide
+            by_bucket = 4 * 2 + (band if has_band else 4 * model.relative_attention_num_buckets)
             return {
                 "dots": dots,
                 "rest": rows * queries * (inner * wide + heads * 4),
@@ -82,7 +84,7 @@ def estimate(
 
     tokens, flat = batch * length, groups * slots
     memory = tokens // groups
-    encoder = [attention(length, length, batch), feed_forward(tokens)]
+    encoder = [attention(length, length, batch, has_band=True), feed_forward(tokens)]
     encoder[0]["dots"] += 2 * tokens * inner * wide
     decoder = [attention(slots, slots, groups), attention(slots, memory, groups), feed_forward(flat)]
     decoder[0]["dots"] += 2 * flat * inner * wide

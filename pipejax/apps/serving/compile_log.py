@@ -27,7 +27,9 @@ class CompileLog:
         """
         if needs.keys() <= self._logged:
             return
-        causes = causes_of(answer, needs, {*self._logged, *compiled})
+        # Copied at once: another thread adds keys while a set would call their `__hash__`, which is Python.
+        keys = [*compiled]
+        causes = causes_of(answer, needs, {*self._logged, *keys})
         self._logged |= needs.keys()
         logger.info(f"compiling because of {' and '.join(causes)}; one request waits, others continue")
 
