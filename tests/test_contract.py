@@ -279,7 +279,7 @@ def test_missing_part_is_named(part: str) -> None:
             setattr(Old, name, lambda self, *given: np.zeros_like(given[0]))
     delattr(Old, part)
     method = type("Broken", (Uneven,), {"strategy": lambda self, ids: Old(), "can": frozenset({"stream"})})()
-    with pytest.raises(UserError, match=rf"^Old\.{part}: missing; expected the method"):
+    with pytest.raises(UserError, match=rf"^Old\.{part}: missing; expected the attribute"):
         methods.strategy_of(method, IDS)
 
 

@@ -452,9 +452,9 @@ def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_has_no_code_imported(run: Path, tmp_path: Path) -> None:
     """The caller may import it; operations that need no class work without."""
     places = [*sys.path]
-    with pytest.raises(UserError, match=r"^method: found brought:Brought, by which .* --set method=brought:Brought"):
+    with pytest.raises(UserError, match=r"^method: found brought:Brought, with which .* --set method=brought:Brought"):
         pipejax.load(run)
-    with pytest.raises(UserError, match=r"^method: found brought:Brought, by which"):
+    with pytest.raises(UserError, match=r"^method: found brought:Brought, with which"):
         pipejax.load(run, overrides=["method.rows=3"])
     quantize(run, tmp_path / "small")
     assert open_run(tmp_path / "small").config.method == open_run(run).config.method
@@ -498,7 +498,7 @@ def test_changed_method_class_is_logged(run: Path, caplog: pytest.LogCaptureFixt
     """Settings of equal name are compared without the class; no line is about the other objective."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding runs")
+    assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding will run")
     assert second.startswith("method.rows: found 3, but these weights were trained with 2; ")
 
 
@@ -600,7 +600,7 @@ def test_export_of_a_custom_method_records_its_class(run: Path, tmp_path: Path) 
 def test_converted_run_records_its_method(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without statements that hold for our rows only. The class is not needed."""
     huggingface.to_hf(run, tmp_path / "hf")
-    assert "transformers' generate does not know brought:Brought decoding" in capsys.readouterr().err
+    assert "transformers' generate does not support brought:Brought decoding" in capsys.readouterr().err
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "--set method=brought:Brought" in card and "first row" not in card and "joins rows" not in card
     assert "max_new_tokens" not in json.loads((tmp_path / "hf" / "generation_config.json").read_text())

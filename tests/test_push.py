@@ -133,5 +133,5 @@ def test_a_refusal_is_one_line(hub: Hub, run: Path) -> None:
     ):
         push_command.main([str(run), "owner/name", "--yes"])
     for name in ("name", "owner/na me", "a/b/c"):
-        with pytest.raises(UserError, match=rf"^{name}: found no .*; expected OWNER/NAME$"):
+        with pytest.raises(UserError, match=rf"^{name}: found .*; expected OWNER/NAME$"):
             push_command.main([str(run), name])

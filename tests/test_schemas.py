@@ -249,7 +249,7 @@ REFUSED = {
     ),
     "no property": (of(), r"properties: found \{\}; expected at least one"),
     "required": ({**of(a={"type": "null"}), "required": ["b"]}, r"required: found 'b'; expected names that are in"),
-    "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected a value or a list"),
+    "nested": (of(a=of(b={"type": "null"})), r"properties\.a: type: found 'object'; expected no object"),
     "lists of lists": (
         of(a={"type": "array", "items": {"type": "array"}}),
         "a: items: type: found 'array'; expected no list in a",
