@@ -99,7 +99,7 @@ def described(**changes: Any) -> Any:
             "decoder.rope_parameters.rope_theta: found null; expected a number",
         ),
         ({"rope_parameters": None, "rope_theta": None}, "decoder.rope_parameters.rope_theta: found null; expected a"),
-        ({"layer_types": ["full_attention"]}, "decoder.layer_types: found ['full_attention']; expected 2, of which"),
+        ({"layer_types": ["full_attention"]}, "decoder.layer_types: found ['full_attention']; expected 2, every n-th"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "decoder.layer_types: found ['full"),
     ],
 )
