@@ -498,7 +498,7 @@ def test_changed_method_class_is_logged(run: Path, caplog: pytest.LogCaptureFixt
     """Settings of equal name are compared without the class; no line is about the other objective."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding will run")
+    assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding will")
     assert second.startswith("method.rows: found 3, but these weights were trained with 2; ")
 
 
