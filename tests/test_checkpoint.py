@@ -316,6 +316,28 @@ def test_unexpected_arrays_are_damage(tmp_path, wanted, problem):
             look(tmp_path / "x", jax.tree.map(host, wanted), {})
 
 
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (lambda params: params | {"more": np.zeros(2, np.float32)}, "array more is missing"),
+        (lambda params: {}, "array a is unexpected"),
+        (
+            lambda params: {key: np.zeros((9, 9), np.int32) for key in params},
+            "array a: found float32 .*; expected int32",
+        ),
+    ],
+)
+def test_step_with_other_arrays_than_expected_is_an_error(tmp_path, change, problem):
+    """The message describes the step: what it lacks, and what it has in addition."""
+    store = Store(tmp_path, writable=True)
+    save_all(store, 1)
+    params = tree(1.0)["params"]
+    with pytest.raises(
+        UserError, match=rf"params: {problem}.* \(this version of pipejax saves other arrays; the step was"
+    ):
+        store.restore(1, lambda config: {"params": jax.tree.map(host, change(params))})
+
+
 def test_abandoned_reads_log_nothing(tmp_path):
     """All arrays are read at once; the first that is damaged ends that."""
     save_all(Store(tmp_path, writable=True), 1)
