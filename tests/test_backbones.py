@@ -228,7 +228,7 @@ def test_opening_a_run_imports_no_backbone(page, tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "linear")
     found = pipejax.load(run, overrides=["model=linear:LinearConfig"])
     assert type(found.config.model).__name__ == "LinearConfig" and found.decode([[5, 6, 1]])
-    with pytest.raises(UserError, match="UMT5Config; expected linear:LinearConfig, of which the"):
+    with pytest.raises(UserError, match="UMT5Config; expected linear:LinearConfig, the class"):
         pipejax.load(run, overrides=["model=pipejax.backbones.umt5:UMT5Config"])
 
 

@@ -420,7 +420,7 @@ def test_weights_learn_to_do_without_first(
     said.clear()
     whole = probe(run, tmp_path / "whole", *few, *fast)
     assert not any("without --adapt" in line for line in said)
-    assert any("12 of 40 sources are measured, too" in line for line in said)
+    assert any("12 of 40 sources are measured as well" in line for line in said)
     for name in summary.NAMES:
         assert whole["nll"][name] < before["nll"][name] - 0.1
     assert (whole["updates"], whole["params_fp"]) == (20, before["params_fp"])

@@ -222,7 +222,7 @@ def test_a_training_starts_from_the_best_step(
         own, workdir = config(init_from=str(run_with_best), init_best=best), tmp_path / str(best)
         told += begun(tmp_path, caplog, lambda own=own, workdir=workdir: fit(own, workdir))  # type: ignore[misc]
         starts.append(Store(workdir / "checkpoints").describe(1).metadata["init"])
-    assert told == [f"starting from {run_with_best} (its {step})" for step in ("step 0", "best step 3")]
+    assert told == [f"starting from {run_with_best} ({step})" for step in ("step 0", "best step 3")]
     kept = [Store(run_with_best / kind).describe(n).arrays["params"] for kind, n in (("checkpoints", 0), ("best", 3))]
     assert starts == [checkpoint.fingerprint.digest(arrays) for arrays in kept] and starts[0] != starts[1]
     with pytest.raises(UserError, match=r"train.init_best: True -> False; expected the same on resume"):

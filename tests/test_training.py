@@ -487,7 +487,7 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
     own = {"data": DataConfig(task="demo"), "decode": DecodeConfig(max_length=8), "mesh": MeshConfig(data=1)}
     config = Config(name="fine", train=train, **own)
     assert fit(config, tmp_path / "run") == 0
-    assert said[0] == f"starting from {ours} (its step 0)"
+    assert said[0] == f"starting from {ours} (step 0)"
     losses = [line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
 
     tokenizer = Tokenizer.load(ours / "tokenizer")

@@ -51,7 +51,7 @@ def many(commands: Commands, scratch: Path) -> dict[str, Any]:
         refused = list(pool.map(lambda case: _refused(here, scratch, *case), REFUSED))
         programs = list(pool.map(lambda case: _program(here, *case), PROGRAMS))
     for result in pinned:
-        result["ok"] = result["code"] == 0 and result["word"] == reference and "not followed" in result["said"]
+        result["ok"] = result["code"] == 0 and result["word"] == reference and ": ignored" in result["said"]
     bad = [result for result in (*pinned, *refused, *programs) if not result["ok"]]
     return {
         "pinned": len(pinned),

@@ -93,7 +93,7 @@ KINDS = (
     *_each("config.model", [[], "x", 3], "model: found"),
     *_each("config.train", [[], "x", 3], "train: found"),
     *_each("config.grid", [[], "x", 3], "grid: found"),
-    _put("config.model", None, "no model"),
+    _put("config.model", None, "without a model"),
     _put("config.nonsense", 3, "nonsense: unknown key"),
     _put("config.model.d_ff", ..., "d_ff: missing"),
     *(_put(f"config.model.{key}", size, "params") for key, sizes in OTHER_SIZES.items() for size in sizes),

@@ -494,5 +494,5 @@ def _two_trainers(commands: Commands, scratch: Path) -> dict[str, Any]:
     first.send(15)
     stopped = first.end()
     line = said[-1] if said else ""
-    good = code == 2 and "another trainer is at work" in line and len(said) == 1 and stopped == 143
+    good = code == 2 and "in use by another training process" in line and len(said) == 1 and stopped == 143
     return {"kind": "run: two trainers at once", "code": code, "line": line, "ok": good, "kept": stopped == 143}
