@@ -210,7 +210,7 @@ def test_one_bad_batch_gives_no_general_warning(tmp_path, tokenizer_files, said)
 def test_too_many_bad_steps_end_the_run(tmp_path, monkeypatch):
     poisoned(monkeypatch, {2, 3, 4, 5})
     config = change(CONFIG, train={"max_bad_steps": 3, "checkpoint_every": 1})
-    with pytest.raises(UserError, match=r"step 5: found loss nan, .* in 3 steps in a row \(the last examples: .*\)"):
+    with pytest.raises(UserError, match=r"step 5: found loss nan, .* 3 such steps in a row \(the last examples: .*\)"):
         fit(config, tmp_path / "run")
     good = checkpoint.open_run(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in good.items["params"]["shared"].values())
