@@ -179,7 +179,7 @@ def test_evaluation_warns_if_examples_may_have_been_trained_on(learned, others, 
         (["--task", "nonsense"], r"data\.task: found 'nonsense'; expected one of"),
         (["--limit", "0"], r"--limit: found 0; expected at least 1"),
         (["--task", "jsonl"], r"data\.test: found no file; expected one, as in --set data\.test=FILE, or "),
-        (["--json", "/nowhere/out.json"], r"--json /nowhere/out\.json: found no directory /nowhere; expected one"),
+        (["--json", "/nowhere/out.json"], r"--json /nowhere/out\.json: found no directory /nowhere; expected an exist"),
         (["--predictions", "/"], r"--predictions /: found a directory; expected a file"),
         (["--task", "jsonl", "--set", "data.test=/nowhere.jsonl"], r"/nowhere\.jsonl: no such file"),
         (

@@ -162,7 +162,7 @@ def test_transformers_writes_the_rows(in_rows: Path) -> None:
     with pytest.raises(ValueError, match=r"^num_beams: found 4; expected 1: rows are written greedily"):
         names["model"].generate(**names["ids"], **names["how"], num_beams=4)
     card = (directory / "README.md").read_text()
-    assert "the first row alone" in card
+    assert "writes only the first row" in card
     assert f"'notes : {{note}} things : {{my-thing}}'.format_map({dict.fromkeys(('note', 'my-thing'), '...')})" in card
     assert '{"note": "...", "my-thing": "..."}' in card and "' # '" in card and "3 rows and 9 steps" in card
 
