@@ -34,7 +34,7 @@ def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time:
 def distance(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
     """The Manhattan distance on the grid, `|t1 - t2| + |i1 - i2|` for rows i and times t (paper section 4.3).
 
-    It is the relative position of which T5's attention bias is a function.
+    T5's attention bias is a function of this relative position.
 
     Args:
       query_row, query_time: the coordinates of the query.

@@ -315,7 +315,7 @@ class GemmaDecoderLayer(nn.Module):
         self.set_up_cross(*given)
 
     def set_up_cross(self, *given: Any) -> None:
-        """Makes the cross-attention; the arguments are those of the other sublayers."""
+        """Makes the cross-attention, with the same arguments as the other sublayers."""
         self.cross_attention = self.config.attention_class(*given)
 
     def __call__(

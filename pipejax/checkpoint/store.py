@@ -51,8 +51,8 @@ class Restored:
         """Returns the directory of the run's tokenizer, or None if the run has none.
 
         Raises:
-          UserError: the files differ from those that the step was saved with. Steps of older releases have no digests,
-            so their files are not compared.
+          UserError: the files have changed since the step was saved. Steps of older releases have no digests, so their
+            files are not compared.
         """
         directory = self.path.parents[1] / "tokenizer"
         if look(directory) != "directory":

@@ -338,7 +338,7 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     if method is not None:
         if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
             raise UserError(f"{where}: method", found=shown_value(method), expected='an object with "class"')
-        with contextlib.suppress(UserError):  # whoever opens the run may pass the class later
+        with contextlib.suppress(UserError):  # the class may be passed later, when the run is opened
             method = made(method)
     config = dataclasses.replace(config, method=method)
     check(config, where=where)

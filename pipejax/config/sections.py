@@ -265,7 +265,7 @@ class DecodeConfig:
 class MeshConfig:
     """Devices along each mesh axis; data = -1 uses all devices that the other two axes leave."""
 
-    data: int = setting(-1, least=-1)  # devices that split batches; -1: all that remain
+    data: int = setting(-1, least=-1)  # devices that split batches; -1: all remaining devices
     fsdp: int = setting(1, least=1)  # devices that split batches and parameters
     tensor: int = setting(1, least=1)  # devices that split heads and vocabulary
 

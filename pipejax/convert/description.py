@@ -255,7 +255,7 @@ def card(
       tokenizer: whether the directory has a tokenizer.
       origin: the facts that the run does not record.
       is_adapter: whether the directory has only factors.
-      affixes: the special ids of a source, if they differ from those that the tokenizer adds.
+      affixes: the special ids of a source, if the tokenizer adds others.
     """
     from huggingface_hub import EvalResult, ModelCardData
 

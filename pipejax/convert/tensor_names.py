@@ -48,7 +48,7 @@ def names_of_decoder(model: Backbone) -> list[str]:
     """Returns the names of the decoder's tensors.
 
     Raises:
-      UserError: two parameters have the same name, of which a file would keep only one.
+      UserError: two parameters have the same name, so a file would keep only one of them.
     """
     paths = dict[str, str]()
     for path, (name, _) in model.tensors().items():

@@ -58,7 +58,7 @@ def encode_source(
 def answered(
     examples: Sequence[Example], tokenizer: Tokenizer | None, empty: str, ends: Collection[int] = ()
 ) -> Sequence[Example]:
-    """Returns the training examples without those that `data.empty_targets` excludes.
+    """Returns the training examples that `data.empty_targets` does not exclude.
 
     Args:
       examples: the examples that were read.

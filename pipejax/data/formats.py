@@ -36,7 +36,7 @@ def read_records(
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether a path's name is that of a Parquet file."""
+    """Whether a path has the name of a Parquet file."""
     return Path(inner_name(path)).suffix.lower() in PARQUET
 
 
@@ -48,7 +48,7 @@ def is_dataset(path: Path) -> bool:
 def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> Iterator[Placed]:
     """Yields ("FILE:NUMBER", object) for `count` rows from `first` on (None: all).
 
-    Row groups without such a row are not read.
+    Row groups without any of these rows are not read.
     """
     with _parquet(path) as file:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]

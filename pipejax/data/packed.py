@@ -19,7 +19,7 @@ from pipejax.system.files import look
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _DAMAGE: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, OSError)
-# The first bytes of files that are not text, what they are, and how to convert them.
+# Files that are not text, by their first bytes: a description, and how to convert them.
 _OTHERS = {
     _ZSTD: ("data packed with zstd", "`zstd -d` unpacks it, and so does Python 3.14"),
     b"PK\x03\x04": ("a zip archive or a workbook", "unpack it, or save its sheet as CSV in UTF-8"),
@@ -49,7 +49,7 @@ def open_file(path: str | Path, expected: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def unpacked(file: BinaryIO, where: str) -> Iterator[BinaryIO]:
-    """Gives the content of an open file, decompressed if its first bytes are those of gzip, bzip2, xz or zstd."""
+    """Gives the content of an open file, decompressed if its first bytes identify gzip, bzip2, xz or zstd."""
     start = file.peek(24)[:24] if isinstance(file, io.BufferedReader) else b""
     name, content, damage = "", file, _DAMAGE
     if start.startswith(b"\x1f\x8b"):

@@ -128,7 +128,7 @@ def suffix_of(path: str | Path) -> str:
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether the name of a path is that of a text table."""
+    """Whether a path has the name of a text table."""
     return suffix_of(path) in SUFFIXES
 
 

@@ -40,7 +40,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prefix, str):
             return prefix
-        if tokenizer is None:  # prefixes of the method, because those of sources were checked before
+        if tokenizer is None:  # prefixes of the method, because prefixes of sources were checked before
             raise UserError(known.where, found="texts, but the checkpoint has no tokenizer", expected="none")
         return prefix_ids(tokenizer, prefix, known.where, ends)
 

@@ -134,7 +134,7 @@ def decode_batch(
     Args:
       model: the module.
       strategy: the strategy.
-      weights: the decoder's weights; with `drafting`, a pair with those of the small model.
+      weights: the decoder's weights; with `drafting`, a pair of them and the weights of the small model.
       memory: the encoded sources.
       carry: the carry of the previous part; None: decoding begins.
       source: the sources, if the strategy reads them.

@@ -119,7 +119,7 @@ class StepDecoder:
           start: i32 [B|1], the slot of each example's first query.
 
         Returns:
-          The attended values [I, B Q], and the keys and values with those of this step.
+          The attended values [I, B Q], and the cache's keys and values, to which this step's are added.
         """
         query, key, value = jnp.split(self._by_head(projected), 3, axis=1)
         key, value = key.reshape(-1, *key.shape[2:]), value.reshape(-1, *value.shape[2:])

@@ -2,8 +2,7 @@
 
 A step multiplies large matrices with a few columns. For this, XLA takes several times as long as reading the matrix. A
 Flax interceptor replaces the methods that `layers.multiplies_with` marks by the kernel: the methods of `Linear` and
-`Head`, and the product with an embedding table that is the head. All other computations are those of the backbone's
-module.
+`Head`, and the product with an embedding table that is the head. The backbone's module does the rest.
 
 Greedy decoding needs only the highest product of a large head. An int8 copy of the head's matrix gives bounds of all
 products, and only products that may be the highest are computed in full.

@@ -111,7 +111,7 @@ def gap(
     """Returns the gain of the second predictions over the first in each score: (difference, low, high).
 
     The interval is from a paired bootstrap. `first` and `second` are like `predicted` in `score`; the other arguments
-    are as there.
+    are the same as in `score`.
     """
     before, after = (per_document(name, sources, gold, predicted) for predicted in (first, second))
     return bootstrap(before, after, functools.partial(combine, name))

@@ -15,7 +15,7 @@ from pipejax.system.errors import UserError
 
 
 def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone) -> None:
-    """Raises a UserError unless paths and shapes of parameters are those of a backbone.
+    """Raises a UserError unless parameters have the paths and shapes that a backbone declares.
 
     Low-rank factors beside kernels and scales beside matrices are accepted, too.
 
@@ -72,7 +72,7 @@ def check_shape(where: str, shape: tuple[int, ...], axes: str, model: Backbone) 
 
 
 def initial(backbone: Backbone, key: jax.Array, mesh: Mesh) -> Tree:
-    """Newly initialised parameters, sharded over a mesh. Their values are those of `jax.jit(backbone.init_params)`.
+    """Newly initialised parameters, sharded over a mesh, with the same values as from `jax.jit(backbone.init_params)`.
 
     They are drawn one after the other, by one program for each shape and scale, because XLA takes about a minute to
     compile a single program for all of them.

@@ -19,7 +19,7 @@ Array = jax.Array
 class Blocks:
     """Options of attention in blocks. Static under jit."""
 
-    split: NamedSharding | None = None  # the sharding of a batch over devices, each of which attends for its examples
+    split: NamedSharding | None = None  # the sharding of a batch over devices; each attends for its examples
     interpret: bool = False  # whether the kernels run as ordinary JAX computations: on any device, but slowly
 
 

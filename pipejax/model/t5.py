@@ -270,7 +270,7 @@ class Decoder(Stack):
     def step(
         self, x: Array, mask: Array, position: Array, key_position: Array, memory: Memory, caches: Caches, start: Array
     ) -> tuple[Array, Caches]:
-        """Computes a step of decoding. The arguments are those of `T5.step`, with the embedded tokens x [B, Q, D]."""
+        """Computes a step of decoding. The arguments are as in `T5.step`, but x [B, Q, D] has the tokens embedded."""
         bias, memory_bias = self.bias(mask, position, key_position), jnp.where(memory.mask[:, None, None], 0.0, MASKED)
         written = []
         for layer, cache, keys, values in zip(self.layers, caches, memory.keys, memory.values, strict=True):
@@ -433,7 +433,7 @@ def is_packed(model: Any, *, changed: bool = False) -> bool:
 
 
 def is_unchanged() -> bool:
-    """Whether all functions of the T5's modules, and of Flax as far as used, are those that were imported."""
+    """Whether no function of the T5's modules, or of Flax as far as used, was replaced after its import."""
     modules = parts, attention, embedding, relative_bias, stack
     same = all(snapshot(vars(module)) == module.SNAPSHOT for module in modules) and snapshot(globals()) == SNAPSHOT
     return same and _flax() == FLAX

@@ -319,7 +319,7 @@ ARCHITECTURES |= {name: dataclasses.replace(size, vocab_size=250_112) for name, 
 
 
 def architecture(name: str) -> Backbone:
-    """The backbone with a published size, such as "base" or "v1_1-large"; the sizes of Flan-T5 are those of v1.1.
+    """The backbone with a published size, such as "base" or "v1_1-large"; Flan-T5 has the sizes of v1.1.
 
     Raises:
       UserError: there is no size with this name.

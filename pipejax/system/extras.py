@@ -47,7 +47,7 @@ def command(name: str) -> str:
 
 
 def libraries(name: str) -> list[str]:
-    """Returns the requirements of an extra, including those of nested extras."""
+    """Returns the requirements of an extra and of the extras that it includes."""
     found = []
     for line in importlib.metadata.requires("pipejax") or []:
         library, _, marker = line.partition(";")

@@ -36,7 +36,7 @@ def estimate(
     """Returns the bytes on each device by term.
 
     Args:
-      config: the experiment, with a model whose arithmetic is that of a T5.
+      config: the experiment, with a model that has the arithmetic of a T5.
       shapes: one device's share of one part of a batch; "source" [B, L] and "inputs" [G, N] are used.
       state: bytes of the parameters and the optimizer's moments, float32.
       gradients: bytes of the gradients of the trained parameters, float32.

@@ -148,7 +148,7 @@ def train_step(
     """Makes one update with the mean loss over the real target tokens of the global batch.
 
     The batch is computed in `accumulate` parts. The sums of the losses and of their gradients are added over the parts
-    and divided once, by the number of tokens in all parts, so the result equals that of the whole batch even if the
+    and divided once, by the number of tokens in all parts, so the result is the same as for the whole batch even if the
     parts have different numbers of tokens. If the loss or the gradient is not finite, the state does not change.
 
     With `branch`, the update is skipped by a branch (`lax.cond`); without it, by selecting the old or the new value in

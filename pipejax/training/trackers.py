@@ -37,8 +37,8 @@ class Trackers:
     def write(self, values: Line) -> None:
         """Sends the numbers of a log line to each tracker.
 
-        After a failure, the values are sent one by one, to find those that the tracker refuses; these are left out with
-        a warning. If the first two values both fail, the tracker itself is unavailable and is dropped.
+        After a failure, the values are sent one by one. Values that the tracker refuses are left out with a warning.
+        If the first two values both fail, the tracker itself is unavailable and is dropped.
         """
         numbers = {
             name_of(values["event"], name): float(value)

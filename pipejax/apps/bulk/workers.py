@@ -41,7 +41,7 @@ BLOCK = 1000  # lines per shard
 class BulkWork:
     """The settings that every process gets once.
 
-    Paths are absolute, except those of blocks, which are relative to `root`.
+    Paths are absolute, except the paths of blocks, which are relative to `root`.
     """
 
     checkpoint: str
@@ -181,7 +181,7 @@ def match_files(patterns: Sequence[str]) -> list[str]:
 
 
 def decode_files(work: BulkWork, files: Sequence[str], output: Output, pool: Pool, *, block: int = BLOCK) -> None:
-    """Decodes the files into shards, without those that exist already, and writes a complete manifest.
+    """Decodes the files into the shards that do not exist yet, and writes a complete manifest.
 
     Args:
       work: the settings of the processes.

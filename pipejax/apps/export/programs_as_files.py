@@ -70,11 +70,11 @@ def export(
       directory: the run directory.
       out: the directory to write.
       platforms: such as "cpu" and "cuda".
-      strategies: names of methods; empty: all that can be exported.
+      strategies: names of methods; empty: the method of the training.
       batch: B; None: `decode.batch_size`.
       length: L; None: `data.max_source`.
       best: use the step of the best evaluation instead of the newest one.
-      overrides: settings KEY=VALUE, of those that declare the command "export".
+      overrides: settings KEY=VALUE, each of which declares the command "export".
 
     Raises:
       UserError: a setting or method cannot be exported, or the directory cannot be written.

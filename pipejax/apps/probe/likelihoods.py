@@ -33,7 +33,7 @@ NONE = -1  # no row
 class Condition(NamedTuple):
     """The part of the earlier rows that is visible to a token."""
 
-    delay: int  # the visible part is that of this Δt; or WHOLE or HIDDEN
+    delay: int  # the Δt that makes this part visible in decoding; or WHOLE or HIDDEN
     without: int = NONE  # a row, from 0, that is hidden from all other rows
 
 
@@ -74,7 +74,7 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
       model: the module.
       params: its parameters.
       batch: source i32 [B, L], source_length [B], slots [B], and inputs, targets, row, time, part and place [B, N]. Row
-        and time are those of training; part and place are the row and position for the conditions.
+        and time are the coordinates in training; part and place are the row and position for the conditions.
       delay: i32 [P], by condition.
       without: i32 [P], by condition.
     """
@@ -105,7 +105,7 @@ def likelihoods(model: Module, params: Tree, batch: dict[str, Array], delay: Arr
 
 
 def fit_shapes(targets: Sequence[Parted], size: int, group: int) -> Shapes:
-    """Returns a few padded sizes for batches of `size` targets, of which `group` batches are sorted by length."""
+    """Returns a few padded sizes for batches of `size` targets; `group` batches are sorted together by length."""
     lengths = np.asarray([(len(target.encoded.source), len(target.row)) for target in targets], np.int64)
     source, slots = lengths.max(axis=0).tolist()
     return choose_pairs(lengths, size=size, group=group, pack=1, most=SHAPES, limit=(source, slots))

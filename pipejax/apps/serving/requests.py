@@ -212,7 +212,7 @@ ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
 
 
 def _supported(body: Object, form: RequestFields) -> Object:
-    """Returns the fields of a body without those that have no effect.
+    """Returns the fields of a body without the fields whose values have no effect.
 
     Raises:
       Refused: a field is unknown, or its value is not supported.

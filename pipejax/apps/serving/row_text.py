@@ -167,7 +167,7 @@ class _StopTexts:
         self._stop, self._held, self.reached = stop, list[Piece](), False
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
-        """Adds pieces; returns those that cannot belong to a stop text."""
+        """Adds pieces; returns the pieces that cannot belong to a stop text."""
         if not self._stop:
             return pieces
         if self.reached:

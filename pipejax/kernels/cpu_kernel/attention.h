@@ -133,9 +133,9 @@ struct Cache {
 // which is at most 1/127 of their sum for any source length.
 constexpr int64_t kWeighed = 512;
 
-// Computes attention of queries [count, width] over keys [length, width] and values [width, length] in panels, of which the
-// first `seen` are real. bias(c, scores) adds the bias of query c to its scores. Consecutive queries are `stride` numbers
-// apart, and their results `found_stride`.
+// Computes attention of queries [count, width] over keys [length, width] and values [width, length] in panels. The first
+// `seen` keys and values are real. bias(c, scores) adds the bias of query c to its scores. Consecutive queries are `stride`
+// numbers apart, and their results `found_stride`.
 template <typename Bias>
 void AttendPanels(const Matrix& keys, const Matrix& values, const float* queries, int64_t stride, int64_t count,
                   int64_t seen, Bias bias, float* found, int64_t found_stride) {

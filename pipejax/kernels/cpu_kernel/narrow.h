@@ -163,7 +163,7 @@ struct alignas(64) TileShapes {
   }
 };
 
-// Multiplies P panels with B blocks of 8 columns, of which the first `count` are real. `far`: weights are prefetched.
+// Multiplies P panels with B blocks of 8 columns; the first `count` columns are real. `far`: weights are prefetched.
 template <Kind K, int P, int B>
 void TileBlock(const Matrix& w, int64_t panel, const Digits& x, int64_t column, int64_t count, bool far, const Results& y) {
 #define MULTIPLY(SUM, X, W) \

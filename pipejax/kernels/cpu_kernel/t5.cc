@@ -2,8 +2,8 @@
 //
 // A step consists of about a hundred matrix products and as many small operations between them. If each of them were a
 // separate operation of XLA, starting and synchronising them would take as much time as the arithmetic. So one team of threads
-// computes all of them in one call. The functions are the same as those of `pipejax.model.t5` and
-// `pipejax.inference.step_decoder`; tests compare them.
+// computes all of them in one call. `pipejax.model.t5` and `pipejax.inference.step_decoder` compute the same functions; tests
+// compare them.
 //
 // The file is compiled for one of the instruction sets in `__init__.py` (LEVELS).
 #ifdef __AMX_TILE__
