@@ -328,7 +328,7 @@ def test_unexpected_arrays_are_damage(tmp_path, wanted, problem):
     ],
 )
 def test_step_with_other_arrays_than_expected_is_an_error(tmp_path, change, problem):
-    """The message describes the step: what it lacks, and what it has in addition."""
+    """The message describes the step: the arrays that it lacks, and its additional arrays."""
     store = Store(tmp_path, writable=True)
     save_all(store, 1)
     params = tree(1.0)["params"]

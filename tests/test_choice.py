@@ -82,7 +82,7 @@ def test_min_p_keeps_the_tokens_of_transformers(temperature, top_k, top_p, min_p
         assert expected.sum() < np.isfinite(generated(logits, temperature, top_k, top_p, 0).numpy()).sum()
 
 
-# What the function of test_draws_without_min_p_are_unchanged_by_others_with_it drew before the setting existed.
+# The tokens drawn in test_draws_without_min_p_are_unchanged_by_others_with_it before the setting existed.
 BEFORE = [13, 0, 24, 29, 28, 9, 30, 29, 8, 11, 10, 43, 47, 48, 19, 47]
 
 

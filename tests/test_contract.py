@@ -1,4 +1,4 @@
-"""Custom methods and backbones: a violated rule is one line, and those that follow all rules decode."""
+"""Custom methods and backbones: a violated rule is one line, and classes that follow all rules decode."""
 
 import contextlib
 import dataclasses
@@ -332,7 +332,7 @@ def test_drafts_do_not_replace_the_rules_of_a_subclass(part: str) -> None:
     line = rf"^Own\.{part}: drafts follow GridStrategy\.{part} instead; expected no drafts, or an `on_grid`"
     with pytest.raises(UserError, match=line):
         decoding.drafted(own(1, 9, 3), DecodeConfig(draft="source"))
-    again = type("Again", (own,), {})  # nor those of its base class
+    again = type("Again", (own,), {})  # nor the rules of its base class
     with pytest.raises(UserError, match=rf"^Again\.{part}: drafts follow"):
         decoding.drafted(again(1, 9, 3), DecodeConfig(draft="source"))
 

@@ -94,7 +94,7 @@ def test_answers_equal_answers_decoded_alone(generator):
         rows = [[event.token for event in tokens if event.row == r] for r in range(5)]
         assert [row for row in rows if row] == [row for row in record["row_ids"] if row]
         assert all(isinstance(event, Event) for event in tokens)
-        if name == "pipelined":  # tokens of a step are sent before those of a later step
+        if name == "pipelined":  # tokens of a step are sent before tokens of a later step
             seen, times = [0] * 5, []
             for event in tokens:
                 times.append(2 * event.row + seen[event.row])

@@ -45,7 +45,7 @@ def test_every_pinned_setting_is_one_of_jax_and_its_default():
 
 @pytest.mark.slow
 def test_shell_variables_do_not_change_random_numbers():
-    """The numbers equal those of JAX with no variable set."""
+    """The numbers are the same as without the variables."""
     plain = python("import pipejax; " + DRAW)
     assert plain.returncode == 0, plain.stderr
     drawn = json.loads(plain.stdout)

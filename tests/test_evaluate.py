@@ -212,7 +212,7 @@ class Canned:
 
 
 def evaluated(generator: Any, *examples: Example) -> dict[str, Any]:
-    """The scores, which equal those of the kept predictions and of the only group by rows."""
+    """The scores; the only group by rows must have the same."""
     result, records = evaluation.evaluate(generator, examples)
     name = result["metric"]
     headline = metrics.HEADLINES[name]

@@ -99,7 +99,7 @@ FOLLOWED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_generate_is_followed(case: str, plain: list[list[int]], tmp_path: Path, capsys: Any) -> None:
-    """With our ids and settings as arguments, `generate` writes what it writes with those files alone."""
+    """With our ids in the file and our settings as arguments, `generate` writes the same as with its own files."""
     generate, config, differs = FOLLOWED[case]
     source = directory(tmp_path / "hf", generate, config)
     model, _ = huggingface.read_hf(source)

@@ -75,7 +75,7 @@ def opened_once(checkpoints):
         assert adapters is None
         key = str(path), best, str(overrides), method
         known[key] = known.get(key) or load(path, best=best, overrides=overrides, where=where, method=method)
-        known[key]._logged.clear()  # what is opened has warned of nothing
+        known[key]._logged.clear()  # a generator that is opened has not warned yet
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

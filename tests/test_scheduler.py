@@ -91,7 +91,7 @@ class FakeBatch:
 
 
 class ManualCompiler:
-    """Compiles the requested programs when a test calls `run`: first those that requests wait for."""
+    """Compiles the requested programs when a test calls `run`: programs that requests wait for come first."""
 
     def __init__(self) -> None:
         self.compiled = CompiledPrograms()

@@ -1,4 +1,4 @@
-"""`pipejax serve` as a process, with real sockets, clients and signals; its answers equal those of `decode`."""
+"""`pipejax serve` as a process, with real sockets, clients and signals; it gives the same answers as `decode`."""
 
 import contextlib
 import http.client

@@ -70,7 +70,7 @@ def keys(*names: str) -> set[str]:
 
 EVERY = keys("name", *SECTIONS)
 DECODED = keys("grid", "decode", *(f"data.{x}" for x in ("max_source", "separator", "csv_delimiter", "csv_quotes")))
-TAKEN = {  # by command; all of them also take model=MODULE:CLASS, and those that decode a method
+TAKEN = {  # by command; all also take model=MODULE:CLASS, and decode, export and probe take a method
     "decode": DECODED,
     "export": keys("grid", "decode"),
     "probe": keys("data", "decode.dtype", "train.dtype", "train.learning_rate"),

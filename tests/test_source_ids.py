@@ -1,4 +1,4 @@
-"""The ids of sources equal those of transformers' tokenizers, cut and uncut, in every command that encodes sources."""
+"""Sources get the same ids as from transformers' tokenizers, cut and uncut, in every command that encodes sources."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Several steps in one turn of the loop: answers, steps, pauses and state equal those of one step a turn."""
+"""Several steps in one turn of the loop: answers, steps, pauses and state are the same as with one step a turn."""
 
 import dataclasses
 import re

@@ -56,7 +56,7 @@ def _messages(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module or function, without those of the functions that are defined in it."""
+    """The nodes of a module or function, without the functions that are defined in it."""
     nodes = [*ast.iter_child_nodes(scope)]
     while nodes:
         node = nodes.pop()
@@ -122,7 +122,7 @@ def _is_text(x: ast.expr) -> bool:
 
 
 def _shown(x: ast.expr, texts: Texts) -> str:
-    """The text of an expression, with names for what is known at run time only."""
+    """The text of an expression, with names for values that are known only at run time."""
     if isinstance(x, ast.Constant):
         return " ".join(str(x.value).split("\n"))
     if isinstance(x, ast.JoinedStr):
@@ -140,7 +140,7 @@ def _shown(x: ast.expr, texts: Texts) -> str:
 
 
 def _name(x: ast.expr) -> str:
-    """A name for the value of an expression: that of its variable, attribute, or argument."""
+    """A name for the value of an expression: the name of its variable, attribute, or argument."""
     if isinstance(x, ast.Name):
         return x.id
     if isinstance(x, ast.Attribute):
@@ -161,7 +161,7 @@ def _name(x: ast.expr) -> str:
 
 
 def _has_words(text: str) -> bool:
-    """Whether a text has words beside the values that are inserted."""
+    """Whether a text has words besides the inserted values."""
     depth, own = 0, ""
     for character in text:
         depth += (character == "{") - (character == "}")

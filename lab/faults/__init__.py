@@ -30,10 +30,10 @@ Parts, in the order of the table in docs/reliability.md:
   events are replayed for a disk that keeps only what was synced. A file must be on that disk, with its content, before
   it gets its final name; an older step may be removed only after a newer one is there. What Rust's libraries write
   counts as lost until it is synced.
-- power: the run is on an ext4 disk in an image file. A copy of that file, taken while it is mounted, is what a disk
-  without power holds. The copy is mounted, which replays the journal, and the run continues from it. Copies are taken
-  during saves and up to 30 s after them. The newest saved step must be found, the run must end as the undisturbed one,
-  and results that `convert` and `decode` reported must be complete. Needs root.
+- power: the run is on an ext4 disk in an image file. A copy of that file, taken while it is mounted, has the content
+  of a disk after a power cut. The copy is mounted, which replays the journal, and the run continues from it. Copies are
+  taken during saves and up to 30 s after them. The newest saved step must be found, the run must end as the undisturbed
+  one, and results that `convert` and `decode` reported must be complete. Needs root.
 - signals: SIGTERM and SIGINT while the first step compiles, between steps, in an evaluation and during a save. The
   current step is finished and its checkpoint is where the run continues. An interrupted evaluation is repeated first.
 - full, readonly: a tmpfs of 15 to 85 % of the space that a run needs, and a read-only disk. Each failed save

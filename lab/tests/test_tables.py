@@ -22,7 +22,7 @@ GOLD = [["a cat", "a dog"]] * 6 + [["a cat", "a dog", "a cow"]] * 14
 
 
 def lay(workdir, cell, split, *, right, seconds, strategy=None, steps=7.0, metric="spans", **more):
-    """An evaluation as `pipejax.offline.evaluation` writes it, of which the first `right` documents are right."""
+    """An evaluation as `pipejax.offline.evaluation` writes it; the first `right` documents are right."""
     way = Way(strategy or cell.objective, **more)
     run = workdir / cell.name
     path = evaluation(run, split, way)

@@ -17,8 +17,8 @@ def refuses(
     Args:
       place: the end of the error's place, such as "grid.delay"; "" if the texts name the place.
       texts: values and hints that the line contains. tests/messages.txt holds the wording of all messages.
-      found: a text in what the error found.
-      expected: a text in what the error expected.
+      found: a part of the error's `found`.
+      expected: a part of the error's `expected`.
     """
     with pytest.raises(UserError) as caught:
         yield caught

@@ -49,7 +49,7 @@ class Scripted(Plain):
         return State(inner, state.script), query
 
     def advance(self, state: State, answers: Array) -> State:
-        """Replaces the answers by those of the script."""
+        """Replaces the answers by the script's answers."""
         columns = jnp.arange(self.inner.width)
         place = state.inner.length[:, None] + columns[:, None]  # [B, 1 + D, R]
         place = jnp.minimum(place, state.script.shape[2] - 1).swapaxes(1, 2)

@@ -162,7 +162,7 @@ def core_imports_nothing_outside(repository: Repository) -> Iterator[Finding]:
 
 
 def exceptions_are_needed(repository: Repository) -> Iterator[Finding]:
-    """A module that EXCEPTIONS lists imports what it is listed for."""
+    """A module that EXCEPTIONS lists imports the folder for which it is listed."""
     graph = _graph(repository)
     for name, folder in sorted(EXCEPTIONS):
         module = f"pipejax.{name}"
@@ -221,7 +221,7 @@ def modules_kept_apart(repository: Repository) -> Iterator[Finding]:
 
 
 def _reach(module: str, graph: dict[str, set[str]]) -> set[str]:
-    """The module and all that it imports, directly or not."""
+    """The module and all modules that it imports, directly or not."""
     seen: set[str] = set()
     waiting = [module]
     while waiting:

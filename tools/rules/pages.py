@@ -1,4 +1,4 @@
-"""Rules of README.md and docs/: what they name exists, shell blocks say whether they run, and no page is left out."""
+"""Rules of README.md and docs/: the names in them exist, shell blocks say whether they run, and no page is left out."""
 
 import ast
 import re

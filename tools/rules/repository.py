@@ -81,7 +81,7 @@ class Repository:
 
     @functools.cached_property
     def sources(self) -> list[str]:
-        """All Python files, except those that build the site."""
+        """All Python files, except the files that build the site."""
         folders = ("pipejax", "configs", "lab", "tests", "tools")
         return [file for file in self.named("*.py") if "/" not in file or file.startswith(folders)]
 
@@ -130,7 +130,7 @@ def imported(tree: ast.AST) -> Iterator[Name]:
 
 
 def mentioned(tree: ast.AST) -> Iterator[Name]:
-    """Yields what is imported, and the attributes by which more of an imported package can be reached."""
+    """Yields the imported names, and the attributes by which more of an imported package can be reached."""
     names = list(imported(tree))
     yield from names
     packages = {name.partition(".")[0] for name, _ in names}

@@ -44,7 +44,7 @@ def _lines(repository: Repository, file: str) -> Iterator[tuple[int, str]]:
 
 
 def _pins(repository: Repository, file: str) -> list[Pin]:
-    """The exact versions in a file, without those of the files that it includes."""
+    """The exact versions in a file, without the versions in the files that it includes."""
     found = ((number, re.fullmatch(rf"([\w.-]+)==([\w.]+){MARKER}", line)) for number, line in _lines(repository, file))
     return [Pin(_normalised(pin[1]), pin[3] or "", pin[2], number) for number, pin in found if pin]
 
@@ -74,7 +74,7 @@ def _distributions() -> Mapping[str, list[str]]:
 
 def _libraries(names: Iterable[Name]) -> dict[str, tuple[set[str], int]]:
     """The foreign packages that are imported: the libraries that may hold each, and its first line."""
-    # Python's own modules, those of 3.14 and later, and the stubs that type checkers bring along.
+    # Python's own modules, also of 3.14 and later, and the stubs that type checkers bring along.
     theirs = sys.stdlib_module_names | {"compression", "_typeshed", "pipejax", "lab"}
     found: dict[str, tuple[set[str], int]] = {}
     for full, line in names:
