@@ -1012,9 +1012,7 @@ def test_new_schemas_of_a_usual_shape_compile_nothing(settings: Any, more: Any) 
     engine = Engine(own, places=2, queue=8)
     try:
         engine.warm_up(8, schemas=True)
-        wait_until(
-            lambda: engine.compiler.prepared == engine.compiler.planned and not engine.compiler._asked.qsize(), 300
-        )
+        wait_until_compiled(engine)
         asked = [schema("yes", "range"), schema("range"), schema("short", "yes")]
         before = len(engine.compiler.compiled)
         lone = submit_all(engine, own, asked[:1], **more)
