@@ -13,6 +13,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from pipejax import grid, methods
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import DecodingOptions, Sampling, Step, choice
+from pipejax.decoding.rules import Queries
 from pipejax.inference.generator import Generator
 from pipejax.model import t5
 from pipejax.system.errors import UserError
@@ -22,10 +23,11 @@ from support.tiny import MORE_WORDS
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
-def asked(row, time):
-    """A step of as many examples with one query each."""
+def queries_at(row, time):
+    """The queries of a step of as many examples with one query each."""
     row, time = (jnp.asarray(x, jnp.int32)[:, None] for x in (row, time))
-    return Step(row[:, 0], None, None, None, None, None, row, time, None, None)
+    step = Step(row[:, 0], None, None, None, None, None, row, time, None, None)
+    return Queries(step, find_rows=lambda: pytest.fail("no rule reads rows"))
 
 
 def sampling(count, temperature=1.0, top_k=0, top_p=1.0, seed=None, **more):
@@ -55,7 +57,7 @@ def test_samples_have_the_distribution_of_transformers(temperature, top_k, top_p
     logits = (3 * np.random.default_rng(1).standard_normal(vocabulary)).astype(np.float32)
     options = DecodingOptions(sampling=sampling(count, temperature, top_k, top_p, min_p=min_p))
     drawn = jax.jit(
-        lambda x: choice.choose_tokens(choice.first_argmax, x, asked(np.zeros(count), np.zeros(count)), options)
+        lambda x: choice.choose_tokens(choice.first_argmax, x, queries_at(np.zeros(count), np.zeros(count)), options)
     )
     found = np.bincount(drawn(jnp.broadcast_to(logits[:, None], (vocabulary, count))), minlength=vocabulary)
     scores = generated(logits[None], temperature, top_k, top_p, min_p)
@@ -92,7 +94,7 @@ def test_min_p_alone_limits_draws():
     count = 400
     options = DecodingOptions(sampling=sampling(count, min_p=0.5))
     wide = jnp.broadcast_to(logits[:, None], (4, count))
-    drawn = choice.choose_tokens(choice.first_argmax, wide, asked(np.zeros(count), np.zeros(count)), options)
+    drawn = choice.choose_tokens(choice.first_argmax, wide, queries_at(np.zeros(count), np.zeros(count)), options)
     assert {*drawn.tolist()} == {0, 1}
 
 
@@ -105,7 +107,8 @@ def test_draws_without_min_p_are_unchanged_by_others_with_it():
 
     def draw(each):
         options = DecodingOptions(sampling=jax.tree.map(jnp.asarray, Sampling.together(each)))
-        return choice.choose_tokens(choice.first_argmax, logits, asked(np.arange(16), np.arange(16)), options).tolist()
+        queries = queries_at(np.arange(16), np.arange(16))
+        return choice.choose_tokens(choice.first_argmax, logits, queries, options).tolist()
 
     assert draw(each) == BEFORE
     mixed = [one.replace(min_p=0.9) if i % 2 else one for i, one in enumerate(each)]
@@ -132,8 +135,8 @@ def test_a_draw_depends_on_seed_and_place_alone():
 
     def drawn(places):
         options = DecodingOptions(sampling=sampling(len(places), 5.0, seed=np.asarray(seed)[places]))
-        step = asked(np.asarray(row)[places], np.asarray(time)[places])
-        return choice.choose_tokens(choice.first_argmax, logits[:, places], step, options).tolist()
+        queries = queries_at(np.asarray(row)[places], np.asarray(time)[places])
+        return choice.choose_tokens(choice.first_argmax, logits[:, places], queries, options).tolist()
 
     found = drawn(list(range(6)))
     assert found[0] == found[3] and found[1] == found[4] and len({*found}) > 2

@@ -280,7 +280,7 @@ class Wrong(Rule):
         ("init", Sequential(5), r"Wrong.init: : found int32\[4, 1\]; expected \[3, 1\] as the first two axes"),
         ("apply", Sequential(5), r"Wrong.apply: found float32\[3, 8\]; expected float32\[8, 3\], the logits"),
         ("follow", Sequential(5), r"Wrong.follow: : found float32\[3, 1\]; expected int32\[3, 1\], as before"),
-        ("", with_drafts(Sequential(5), Drafts(FromSource())), "Wrong: found a rule with a state and several queries"),
+        ("", with_drafts(Sequential(5), Drafts(FromSource())), "Wrong.init: found a state, and several queries"),
         ("", Beam(5, 2), "Beam.places: found no rows; expected a grid of rows, as Wrong changes logits"),
     ],
     ids=["init", "apply", "follow", "drafts", "beam"],

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding import strategy_checks
-from pipejax.decoding.gathering import Query, Step, query_coordinates
+from pipejax.decoding.gathering import Query
 from pipejax.decoding.rules import FORBIDDEN, Queries, Rule
 from pipejax.grid import Numbers
 from pipejax.system import Tree
@@ -98,9 +98,8 @@ def first_argmax(logits: Array) -> Array:
 def choose_tokens(
     greedy: Callable[[Array], Array],
     logits: Array,
-    asked: Step,
+    queries: Queries,
     options: DecodingOptions,
-    queries: Queries | None = None,
     states: Sequence[Tree] = (),
 ) -> Array:
     """Chooses tokens i32 [N] as the options say.
@@ -108,34 +107,32 @@ def choose_tokens(
     Args:
       greedy: the strategy's choice [N] from logits [V, N].
       logits: f32 [V, N].
-      asked: the step of the N queries.
+      queries: the N queries.
       options: the options.
-      queries: the N queries, for rules.
       states: the state of each rule.
     """
     if not (options.sampling or options.rules) and options.allowed is None:
         return greedy(logits)
-    example, row, time = query_coordinates(asked)
     if options.allowed is not None:
-        logits = jnp.where(options.allowed[example].T, logits, FORBIDDEN)
+        logits = jnp.where(options.allowed[queries.example].T, logits, FORBIDDEN)
     for rule, state in zip(options.rules, states, strict=True):
-        assert queries is not None, "the loop describes the queries to rules"
         shape, logits = logits.shape, rule.apply(logits, queries, state)
         strategy_checks.expect(rule, "apply", logits, "float32", shape, of=", the logits that it was given")
     tokens = greedy(logits)
     if options.sampling is not None:
-        sampling = jax.tree.map(lambda x: x[example], options.sampling)
+        sampling = jax.tree.map(lambda x: x[queries.example], options.sampling)
         warm = sampling.temperature > 0
-        drawn = jax.lax.cond(warm.any(), _draw, lambda *_: tokens, logits, sampling, row, time)
+        drawn = jax.lax.cond(warm.any(), _draw, lambda *_: tokens, logits, sampling, queries.row, queries.time)
         tokens = jnp.where(warm, drawn, tokens)
     return tokens
 
 
-def force_tokens(tokens: Array, asked: Step, options: DecodingOptions) -> Array:
+def force_tokens(tokens: Array, queries: Queries, options: DecodingOptions) -> Array:
     """Replaces the chosen tokens i32 [N] by the tokens of `DecodingOptions.forced`, except where these are -1."""
     if options.forced is None:
         return tokens
-    forced = jnp.asarray(options.forced).at[query_coordinates(asked)].get(mode="fill", fill_value=-1)
+    place = queries.example, queries.row, queries.time
+    forced = jnp.asarray(options.forced).at[place].get(mode="fill", fill_value=-1)
     return jnp.where(forced < 0, tokens, forced)
 
 

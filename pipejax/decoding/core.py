@@ -334,11 +334,11 @@ class _Loop:
         else:
             logits, cache = self.model(asked, carry.cache)
             greedy = strategy.choose or choice.first_argmax
-            chosen = choice.choose_tokens(greedy, logits, asked, options, queries, carry.states)
+            chosen = choice.choose_tokens(greedy, logits, queries, options, carry.states)
         if strategy.choose is not None and (options.need_logits or options.forced is not None):
             shape = asked.tokens.shape
             strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
-        return choice.force_tokens(chosen, asked, options), logits, cache
+        return choice.force_tokens(chosen, queries, options), logits, cache
 
 
 def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:

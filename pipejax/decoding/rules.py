@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax.decoding import strategy_checks
 from pipejax.decoding.gathering import Query, Step, query_coordinates
 from pipejax.decoding.strategy import Stepper, Strategy, ends_of, is_end
 from pipejax.decoding.times import count_before
 from pipejax.system import Tree
-from pipejax.system.errors import UserError
 
 Array = jax.Array
 
@@ -208,22 +208,14 @@ def check_rules(strategy: Stepper, state: Tree, rules: Sequence[Rule], states: S
       rules: the rules.
       states: the state of each rule.
     """
-    name, rows = type(strategy).__name__, strategy.places[0]
+    rows = strategy.places[0]
     if not rows:
-        raise UserError(
-            f"{name}.places", found="no rows", expected=f"a grid of rows, as {_name(rules[0])} changes logits"
-        )
+        expected = f"a grid of rows, as {type(rules[0]).__name__} changes logits"
+        strategy_checks.refuse(strategy, "places", "no rows", expected)
     if strategy.kept(state) is None and strategy.most_queries == rows:
         return
     # The state of a row is kept for the last token that is certain, and not for each of the row's queries.
     for rule, of_rows in zip(rules, states, strict=True):
         if jax.tree.leaves(of_rows):
-            raise UserError(
-                _name(rule),
-                found="a rule with a state and several queries of a row in a step",
-                expected="no drafts, or a rule that reads `Queries.prefix` instead of a state",
-            )
-
-
-def _name(rule: Rule) -> str:
-    return type(rule).__name__
+            found, expected = "a state, and several queries of a row in a step", "no drafts, or None as the state"
+            strategy_checks.refuse(rule, "init", found, f"{expected} of a rule that reads `Queries.prefix` instead")
