@@ -42,6 +42,7 @@ def library(kernel_cache: Path) -> ctypes.CDLL:
             *f"{FLAGS} -mavx2 -mfma {VNNI}".split(),
             *folders,
             str(SUPPORT / "attention.cc"),
+            *(str(file) for file in cpu_kernel.SOURCES if file.name in ("blocks.cc", "products.cc")),
             "-o",
             str(made),
         ]
@@ -122,7 +123,7 @@ def test_small_powers_count_with_their_own_values(
     np.testing.assert_allclose(attend(*head), softmax(*head), atol=0.015 * np.abs(head[2]).max())
 
 
-ROUNDING = 1 / 46  # of powers and values, by a channel's largest value, as blocks.h derives it
+ROUNDING = 1 / 46  # of powers and values, by a channel's largest value, as blocks.cc derives it
 PEAKED = {
     f"{count} {depth} below, {values}": [(1, 10, 20 * at), (count, 10 - depth, 20), (*far, -20 if flat else 20)]
     for depth in (2.0, 5.0, 5.6, 6.2, 7.0, 8.8, 10.0, 11.0, 11.7)
@@ -169,7 +170,7 @@ def balanced(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def largest_error_of_scores(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[N, 1] of balanced queries and keys in int8, as blocks.h states it."""
+    """[N, 1] of balanced queries and keys in int8, as blocks.cc states it."""
     of_query, of_key = (np.abs(x).max(axis=1, keepdims=True) / 127 for x in (queries, keys))
     sizes = np.abs(queries).sum(axis=1, keepdims=True) * of_key.T + of_query * np.abs(keys).sum(axis=1)
     both = of_query * of_key.T * queries.shape[1] / 2

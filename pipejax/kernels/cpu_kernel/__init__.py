@@ -6,12 +6,14 @@ Without a C++ compiler, without a cache directory, or on other devices, XLA comp
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +57,7 @@ LEVELS = (  # from the fastest one on
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_product", "pipejax_peaks", "pipejax_left")
 PANEL = 16  # outputs of a panel; kPanel in digits.h
-SOURCES = [Path(__file__).parent / "t5.cc", *sorted(Path(__file__).parent.glob("*.h"))]
+SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cc", ".h"))
 SHIPPED = Path(__file__).parent / "compiled"  # a directory that only some wheels contain
 VARIABLE = "PIPEJAX_NATIVE"  # "off": no kernel; the name of a level: this one, or the best supported one after it
 
@@ -96,7 +98,7 @@ def shipped(level: Level) -> Path:
 
 
 def build(level: Level, compiler: str, library: Path) -> str:
-    """Compiles the kernel for a level.
+    """Compiles the kernel for a level, its source files side by side.
 
     Args:
       level: the instruction set.
@@ -106,9 +108,20 @@ def build(level: Level, compiler: str, library: Path) -> str:
     Returns:
       The reason of a failure, or "" on success.
     """
-    command = [*compiler.split(), *_flags(level), str(SOURCES[0]), "-o", str(library)]
+    units = [source for source in SOURCES if source.suffix == ".cc"]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(units)) as pool:
+        objects = [Path(scratch) / f"{unit.stem}.o" for unit in units]
+        commands = [
+            [*_flags(level), "-c", str(unit), "-o", str(made)] for unit, made in zip(units, objects, strict=True)
+        ]
+        reasons = [*pool.map(functools.partial(_run, compiler), commands)]
+        return next(filter(None, reasons), "") or _run(compiler, ["-shared", *map(str, objects), "-o", str(library)])
+
+
+def _run(compiler: str, arguments: list[str]) -> str:
+    """Runs the compiler; returns the reason of a failure, or "" on success."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run([*compiler.split(), *arguments], capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
@@ -184,7 +197,7 @@ def _flags(level: Level) -> list[str]:
     """The options of the compiler for a level."""
     # Loops are aligned to cache lines. Otherwise their alignment, and up to 4 % of a step's time, would depend on
     # unrelated code before them.
-    always = "-O3 -ffp-contract=off -std=c++17 -shared -fPIC -w -falign-functions=64 -falign-loops=64"
+    always = "-O3 -ffp-contract=off -std=c++17 -fPIC -w -falign-functions=64 -falign-loops=64"
     # Every 64-bit Arm processor has NEON, which compilers use by default; some compilers do not accept -march=native.
     options = "" if processor.is_arm() and level.options == NATIVE else level.options
     return [*always.split(), *options.split(), f"-I{jax.ffi.include_dir()}"]

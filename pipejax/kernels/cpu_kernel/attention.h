@@ -333,4 +333,8 @@ inline void AttendWhole(Kind kind, const float* queries, const float* keys, cons
   }
 }
 
+// Computes the same as AttendWhole, in int8; see blocks.cc.
+PIPEJAX_INTERNAL void AttendBlocks(const float* queries, const float* keys, const float* values, int64_t stride, int64_t length,
+                                   int64_t width, const float* bias, float* found, int64_t found_stride);
+
 }  // namespace pipejax

@@ -4,8 +4,9 @@
 // read. W is stored in panels of 16 outputs, so that memory is read sequentially; sums stay in registers. With many columns
 // arithmetic takes longer than reading.
 //
-// Weights are float32, bfloat16, or int8 with a float32 scale for each output. The functions of this file convert them to
-// float32 when they are read. On processors with instructions for products of bfloat16 or int8, narrow.h is faster.
+// Weights are float32, bfloat16, or int8 with a float32 scale for each output. ByWidening converts them to float32 when they
+// are read. On processors with instructions for products of bfloat16 or int8, ByDigits in narrow.h is faster. products.cc
+// contains both functions, so that the compiler can compile it at the same time as t5.cc.
 //
 // The numbers of a column are consecutive in memory, in x and in y.
 #pragma once
@@ -16,6 +17,9 @@
 #include <type_traits>
 
 #include "digits.h"
+
+// A function of this library that another source file of the library calls, and nothing outside the library.
+#define PIPEJAX_INTERNAL __attribute__((visibility("hidden")))
 
 namespace pipejax {
 
@@ -61,41 +65,6 @@ struct Results {
   }
 };
 
-// The weights of a register of outputs for input j of a group, as float32.
-template <Kind K>
-inline Lanes Widened(Ints group, int j) {
-  if constexpr (K == kInt8) return __builtin_convertvector(group << (24 - 8 * j) >> 24, Lanes);
-  if constexpr (K == kBfloat16) return Floats(j ? group & static_cast<int32_t>(0xffff0000u) : group << 16);
-  return Floats(group);
-}
-
-// Multiplies P panels with C columns, with weights converted to float32.
-template <Kind K, int P, int C>
-void Block(const Matrix& w, int64_t panel, const float* x, int64_t stride, int64_t column, const Results& y) {
-  constexpr int kAll = P * kParts;
-  Lanes sum[kAll][C];
-  for (int p = 0; p < kAll; ++p)
-    for (int c = 0; c < C; ++c) sum[p][c] = Lanes{};
-  const Ints* groups[P];
-  for (int p = 0; p < P; ++p) groups[p] = w.groups + (panel + p) * w.apart * kParts;
-  x += column * stride;
-  for (int64_t g = 0; g < w.depth; ++g) {
-    for (int p = 0; p < P; ++p) __builtin_prefetch(groups[p] + (g + 48) * kParts);
-    for (int j = 0; j < kDepth<K>; ++j, ++x) {
-      Lanes weights[kAll];
-      for (int p = 0; p < kAll; ++p) weights[p] = Widened<K>(groups[p / kParts][g * kParts + p % kParts], j);
-      for (int c = 0; c < C; ++c)  // the outer loop, so that not all columns need registers at the same time
-        for (int p = 0; p < kAll; ++p) sum[p][c] = Fma(weights[p], x[c * stride], sum[p][c]);
-    }
-  }
-  for (int p = 0; p < kAll; ++p)
-    for (int c = 0; c < C; ++c) {
-      const int64_t output = panel * kPanel + p * kLanes;
-      if constexpr (K == kInt8) sum[p][c] *= Load(w.scale + output);
-      y.Write(output, column + c, sum[p][c]);
-    }
-}
-
 // Calls run with `count`, 1 to Most, as a compile-time constant.
 template <int Most, typename Run>
 inline void WithConstant(int64_t count, Run run) {
@@ -104,29 +73,8 @@ inline void WithConstant(int64_t count, Run run) {
   run(std::integral_constant<int, Most>{});
 }
 
-template <Kind K>
-void WidenedPanels(int64_t from, int64_t to, const Matrix& w, const float* x, int64_t stride, int64_t columns,
-                   const Results& y) {
-  const int64_t blocks = (columns + kColumns - 1) / kColumns;
-  for (int64_t panel = from; panel < to;) {
-    const bool pair = kPanels == 2 && panel + 2 <= to;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t first = columns * b / blocks, count = columns * (b + 1) / blocks - first;
-      WithConstant<kColumns>(count, [&](auto c) {
-        if (pair) Block<K, kPanels, c()>(w, panel, x, stride, first, y);
-        else Block<K, 1, c()>(w, panel, x, stride, first, y);
-      });
-    }
-    panel += pair ? 2 : 1;
-  }
-}
-
 // Multiplies the panels `from` to `to` - 1 of w with `columns` columns of x.
-inline void ByWidening(int64_t from, int64_t to, const Matrix& w, const float* x, int64_t stride, int64_t columns,
-                       const Results& y) {
-  if (w.kind == kFloat32) WidenedPanels<kFloat32>(from, to, w, x, stride, columns, y);
-  if (w.kind == kBfloat16) WidenedPanels<kBfloat16>(from, to, w, x, stride, columns, y);
-  if (w.kind == kInt8) WidenedPanels<kInt8>(from, to, w, x, stride, columns, y);
-}
+PIPEJAX_INTERNAL void ByWidening(int64_t from, int64_t to, const Matrix& w, const float* x, int64_t stride, int64_t columns,
+                                 const Results& y);
 
 }  // namespace pipejax

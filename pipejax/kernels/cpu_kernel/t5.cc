@@ -13,7 +13,6 @@
 
 #include "arguments.h"
 #include "attention.h"
-#include "blocks.h"
 #include "operand.h"
 
 namespace pipejax {

@@ -1,5 +1,5 @@
 // Attention to itself in blocks, and to a source, to be called from Python.
-#include "blocks.h"
+#include "attention.h"
 
 extern "C" void attend(const float* queries, const float* keys, const float* values, int64_t length, int64_t width,
                        const float* bias, float* found) {

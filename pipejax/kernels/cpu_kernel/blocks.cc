@@ -27,11 +27,10 @@
 //    powers.
 //
 // The last three errors together are at most 1/46, 2.2 % of A.
-#pragma once
-
 #include "attention.h"
 
 namespace pipejax {
+namespace {
 
 #ifdef __AVX512VNNI__
 
@@ -298,9 +297,10 @@ class KeyBlock {
 
 #endif
 
-// Computes the same as AttendWhole, in int8.
-inline void AttendBlocks(const float* queries, const float* keys, const float* values, int64_t stride, int64_t length,
-                         int64_t width, const float* bias, float* found, int64_t found_stride) {
+}  // namespace
+
+void AttendBlocks(const float* queries, const float* keys, const float* values, int64_t stride, int64_t length, int64_t width,
+                  const float* bias, float* found, int64_t found_stride) {
 #ifdef __AVX512VNNI__
   thread_local std::vector<KeyBlock> blocks;
   thread_local Asking asking;
