@@ -23,6 +23,7 @@ COMMANDS = {
     "data": ("prepare published data sets; count examples and tokens of a split", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
     "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
+    "trials": ("list or remove what trials on this machine's GPUs found", "pipejax.system.trials"),
     "compare": ("the evaluations of several runs side by side", "pipejax.training.compare"),
     "probe": ("measure how much the rows of labelled answers need one another", "pipejax.apps.probe.probe_command"),
     "picture": ("draw a record's grid, or the curves of runs, as a page", "pipejax.apps.picture.picture_command"),
@@ -44,6 +45,9 @@ STEP_COMPUTERS = {
     "gpu": "pipejax.kernels.backends:gpu_backend",
     "cpu products": "pipejax.kernels.backends:cpu_products_backend",
 }
+
+# The function that tries the kernels for GPUs before the process uses a GPU.
+TRY_KERNELS = "pipejax.kernels.backends:try_kernels"
 
 # The module that computes attention in blocks, in training on a GPU.
 BLOCK_ATTENTION = "pipejax.kernels.block_attention"

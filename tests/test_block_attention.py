@@ -23,6 +23,7 @@ from pipejax.model.layers import buckets
 from pipejax.model.sharding import batch_sharding, make_mesh
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
 from pipejax.model.t5_config import ARCHITECTURES, T5Config
+from pipejax.system import trials
 from pipejax.training import step
 from pipejax.training.step import batch_loss
 
@@ -349,12 +350,28 @@ def test_a_changed_t5_keeps_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they are tried by is the difference from `attend`; a compiler's error counts as well."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for found, line in ((0.01, ""), (0.2, "on this GPU the kernels' results differ"), (None, "float()")):
-        block_attention.trial.cache_clear()
+    for found, line in ((0.01, ""), (0.2, "on this GPU the kernels' results differ"), (np.nan, "on this GPU")):
         monkeypatch.setattr(block_attention, "difference", lambda width, trains, found=found: found)
-        said = block_attention.misfit(64, trains=True)
+        said = block_attention.disagreement(64, True)
         assert said.startswith(line) and bool(said) == bool(line)
-    block_attention.trial.cache_clear()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_verdict_of_a_trial_decides(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial runs in a child process: this one calls no kernel."""
+    asked: list[Any] = []
+
+    def refusal(*given: Any) -> str:
+        asked.append(given)
+        return "their trial failed"
+
+    monkeypatch.setattr(trials, "refusal", refusal)
+    assert block_attention.misfit(64, trains=trains) == ""  # no GPU here
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(block_attention, "attend_in_blocks", None)
+    assert block_attention.misfit(64, trains=trains) == "their trial failed"
+    assert [given[1:] for given in asked] == [("pipejax.kernels.block_attention:disagreement", 64, trains)]
+    assert block_attention.misfit(48, trains=trains).startswith("the width of heads, 48,") and len(asked) == 1
 
 
 def test_the_trial_runs_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,9 +382,8 @@ def test_the_trial_runs_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(block_attention, "attend_in_blocks", stop)
-    block_attention.trial.cache_clear()
-    assert block_attention.misfit(64, trains=False) == "interpret=False"
-    block_attention.trial.cache_clear()
+    with pytest.raises(RuntimeError, match="interpret=False"):
+        block_attention.disagreement(64, False)
 
 
 def test_decoding_and_training_use_block_attention(monkeypatch: pytest.MonkeyPatch) -> None:

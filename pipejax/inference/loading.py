@@ -13,7 +13,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.settings import WITH_WEIGHTS
 from pipejax.methods import Method
 from pipejax.model import lora
-from pipejax.system import compile_cache
+from pipejax.system import compile_cache, trials
 from pipejax.system.errors import UserError
 
 
@@ -31,6 +31,7 @@ def load(
     `where` is the origin of the overrides, for messages.
     """
     config_lib.check_taken(overrides, "decode", where=where)
+    trials.try_kernels_early(trains=False)
     compile_cache.use_cache()
     place = Path(path)
     if not (place / ("best" if best else "checkpoints")).is_dir():

@@ -1,6 +1,7 @@
 """Backends that compute with pipejax's kernels for CPUs and GPUs. `registry.STEP_COMPUTERS` lists their functions."""
 
 import dataclasses
+import os
 from functools import partial
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from pipejax.model.backbone import Backbone, Module
 from pipejax.model.t5 import Memory, is_unchanged
 from pipejax.model.t5_config import T5Config
 from pipejax.system import Tree
+
+HEAD_WIDTH = 64  # of the published T5 but the 3B and 11B ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Gpu(Xla):
         from pipejax.kernels.gpu import GpuDecoder  # imported here, as importing Pallas takes time
 
         return GpuDecoder(model.config, weights, memory, model.dtype, self.interpret)
+
+    @property
+    def without_kernels(self) -> Backend:
+        """See `Backend`."""
+        return Xla(self.weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +181,20 @@ def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Back
     from pipejax.kernels import gpu
 
     return Gpu(portable.weights) if gpu.use() else None
+
+
+def try_kernels(*, trains: bool) -> None:
+    """Makes the missing trials of the kernels for GPUs, of attention for heads of the usual width.
+
+    Args:
+      trains: whether gradients are needed.
+    """
+    if os.environ.get(cpu_kernel.VARIABLE) == "off":
+        return
+    from pipejax.kernels import block_attention, gpu  # imported here, as importing Pallas takes time
+
+    block_attention.refusal(HEAD_WIDTH, trains=trains)
+    gpu.refusal()
 
 
 def cpu_products_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:

@@ -23,7 +23,6 @@ bucket.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from pipejax.model import dropout
 from pipejax.model.attention import attend
 from pipejax.model.dropout import Lines
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
+from pipejax.system import trials
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
@@ -136,19 +136,21 @@ def misfit(width: int, *, trains: bool) -> str:
     """
     if not 16 <= width <= 128 or width & (width - 1):
         return f"the width of heads, {width}, is not a power of two from 16 to 128"
-    return (
-        trial(width, trains) if jax.default_backend() == "gpu" else ""
-    )  # without a GPU nothing can be tried, as when a program is compiled for another machine
+    if jax.default_backend() != "gpu":  # nothing can be tried, as when a program is compiled for another machine
+        return ""
+    return refusal(width, trains=trains)
 
 
-@functools.cache
-def trial(width: int, trains: bool) -> str:
-    """The reason why this process cannot use the kernels on its GPU, or "" if their results agree with `attend`."""
-    try:
-        apart = float(difference(width, trains=trains))
-    # The compiler raises errors of many types; with any of them, training continues without the kernels.
-    except Exception as error:
-        return str(error).partition("\n")[0][:200]
+def refusal(width: int, *, trains: bool) -> str:
+    """The reason why the kernels are not used on this machine's GPU, or "" if a trial has passed; see `misfit`."""
+    name = "attention in blocks, with gradients" if trains else "attention in blocks"
+    return trials.refusal(name, f"{__name__}:disagreement", width, trains)
+
+
+def disagreement(width: int, trains: bool) -> str:
+    """The reason why the results of the kernels cannot be used, or "" if they agree with `attend`; see `trials`."""
+    trials.require_gpu()
+    apart = float(difference(width, trains=trains))
     return "" if apart < TOLERANCE else f"on this GPU the kernels' results differ from XLA's by {apart:.2g}"
 
 

@@ -32,6 +32,7 @@ from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Matrix
 from pipejax.kernels import cpu_kernel
 from pipejax.model.t5 import MASKED, Memory
+from pipejax.system import trials
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +104,21 @@ def use() -> bool:
     """
     if os.environ.get(cpu_kernel.VARIABLE) == "off" or jax.default_backend() != "gpu":
         return False
-    try:
-        apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
-    # The compiler raises errors of many types; with any of them, decoding continues without the kernels.
-    except Exception as error:
-        logger.warning(f"decoding runs without pipejax's kernels: {str(error).partition(chr(10))[0][:200]}")
-        return False
-    if not apart < TOLERANCE:
-        logger.warning(
-            f"decoding runs without pipejax's kernels: on this GPU their results differ from XLA's by {apart:.2g}"
-        )
-        return False
-    return True
+    if why := refusal():
+        logger.warning(f"decoding runs without pipejax's kernels: {why}")
+    return not why
+
+
+def refusal() -> str:
+    """The reason why the kernels are not used on this machine's GPU, or "" if a trial has passed."""
+    return trials.refusal("kernels of a decoding step", f"{__name__}:disagreement")
+
+
+def disagreement() -> str:
+    """The reason why the results of the kernels cannot be used, or "" if they agree with XLA's; see `trials`."""
+    trials.require_gpu()
+    apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
+    return "" if apart < TOLERANCE else f"on this GPU their results differ from XLA's by {apart:.2g}"
 
 
 TOLERANCE = 0.05  # the largest accepted value of `trial`; the rounding to bfloat16 causes 0.01 to 0.02

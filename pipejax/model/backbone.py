@@ -207,6 +207,10 @@ def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | 
         why = f"mesh.tensor={tensor} splits heads"
     else:
         why = block_attention.misfit(width, trains=split is not None)
+    if split:  # all processes of a run must compile the same step
+        from pipejax.system import distributed
+
+        why = next(filter(None, distributed.gather_texts(why)), "")
     if not why:
         return Blocks(split)
     _warn(f"attention keeps arrays of queries by keys, which is slow: {why}")

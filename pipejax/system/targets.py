@@ -29,6 +29,10 @@ SAME = {  # values that all of these GPUs share
     "block_dim_limit_z": 65535,
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
+    # XLA puts loops into CUDA graphs from CUDA 12.3 on, and leaves them out if it does not know the versions.
+    "driver_version": '"12.9.0"',
+    "runtime_version": '"12.9.0"',
+    "compile_time_toolkit_version": '"12.9.0"',
 }
 
 

@@ -27,7 +27,7 @@ from pipejax.data.shapes import EVERY, Shapes
 from pipejax.data.streams import Stream
 from pipejax.metrics import require
 from pipejax.model import dropout, sharding
-from pipejax.system import Tree, distributed, environment
+from pipejax.system import Tree, distributed, environment, trials
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.training.examiner import Examiner
@@ -62,6 +62,7 @@ def fit(
     """
     check_objective(config)
     methods.check_training(config)
+    trials.try_kernels_early(trains=True)
     environment.check_environment()
     examples = Examples.of(config, given)
     with contextlib.closing(Stop()) as stop, RunDirectory(workdir) as directory:

@@ -72,10 +72,10 @@ def main(argv: Sequence[str]) -> int:
         return code
 
     with distributed.alone(explain, joined=joined):
+        from pipejax.system import compile_cache, trials
+
+        trials.try_kernels_early(trains=True)
         environment.check_environment()
-
-        from pipejax.system import compile_cache
-
         require_libraries()
         from pipejax.training.loop import fit
 

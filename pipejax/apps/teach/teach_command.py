@@ -34,6 +34,10 @@ def main(argv: Sequence[str]) -> int:
     if flags.input == records.STANDARD:
         raise UserError("--input -", found="standard input", expected="a file, which can be read again")
     records.check_input(flags.input)
+
+    from pipejax.system import trials
+
+    trials.try_kernels_early(trains=True)
     environment.check_environment()
 
     from pipejax.training.train_command import require_libraries
