@@ -138,6 +138,11 @@ class Backend:
         """The fixed cost of a step on a CPU, in columns, by the dtype of the weights."""
         return Reading(float32=10.0, bfloat16=6.0, int8=5.0, cached=1.5)
 
+    @property
+    def without_kernels(self) -> "Backend":
+        """The backend that reads the same `Ready.decoding` and computes steps with XLA alone; often this one."""
+        return self
+
     def listen(self, count: Array, switch: Array) -> Array:
         """Returns the number of steps left, i32 scalar; negative if the switch is set.
 

@@ -7,10 +7,12 @@ Programs are compiled on first use, by their strategy and shapes, and are kept.
 Shapes: B batch, L source length (padded to a bucket), E devices.
 """
 
+import contextlib
 import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -36,6 +38,7 @@ from pipejax.decoding import (
 )
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
+from pipejax.inference.ways import USUAL, Size, Way, Ways, changes
 from pipejax.model import lora
 from pipejax.model.backbone import Backbone, Module, choose_blocks
 from pipejax.model.precision import precision
@@ -54,6 +57,10 @@ TURNS = {"gpu": 4, "cuda": 4}
 # Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, attention is padded to
 # the example with the most live rows, and steps continue until the longest answer ends.
 CPU_BATCH = 8
+# On a GPU, results of at most this number of bytes on each device are written to the memory of the previous results.
+# XLA records a CUDA graph anew if an address of its arguments or results has changed, which takes milliseconds. Decodes
+# with larger results take much longer, and their memory is needed for other things.
+REUSED = 2**28
 
 
 def devices() -> list[jax.Device]:
@@ -62,7 +69,7 @@ def devices() -> list[jax.Device]:
     return here[:1] if here[0].platform == "cpu" else here
 
 
-def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
+def schedule(strategy: Stepper, batch: int, platform: str = "", way: Way = USUAL) -> Sizes:
     """Returns the static sizes of a decode: one program per number of slots, with one loop per number of queries.
 
     On a CPU the time of a step grows with its queries. On other devices it hardly does, so one loop is enough.
@@ -71,12 +78,13 @@ def schedule(strategy: Stepper, batch: int, platform: str = "") -> Sizes:
       strategy: the strategy.
       batch: B.
       platform: JAX's name of the platform; "": the default one.
+      way: the way to decode on a GPU.
     """
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
     # The draft of a small model is a loop within each step; several steps per iteration would copy the loop's cache.
-    turn = 1 if strategy.needs_draft_model else TURNS.get(platform, 1)
+    turn = 1 if strategy.needs_draft_model else way.turn or TURNS.get(platform, 1)
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
 
 
@@ -176,7 +184,13 @@ class Programs:
         self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
         self.small: Programs | None = None  # the programs of the small model that drafts
+        self.ways = Ways()
         self._compiled = CompiledPrograms()
+        # The last results of the encoder and of the first decoding program, with the keys of their programs.
+        self._results: dict[str, tuple[Hashable, Tree]] = {}
+        self._reuses = self.devices[0].platform in TURNS
+        self._alone: contextlib.AbstractContextManager[object]
+        self._alone = threading.Lock() if self._reuses else contextlib.nullcontext()
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
 
@@ -206,6 +220,7 @@ class Programs:
         self._forget_copies()
 
     def _forget_copies(self) -> None:
+        self._results.clear()
         self._copies.clear()
         self._placed.clear()
 
@@ -234,6 +249,20 @@ class Programs:
         Returns:
           The answers, NumPy arrays [E * B, ...].
         """
+        with self._alone:  # the next decode replaces the results of this one
+            return self._decode(sources, strategy, batch_size, across, report, options, adapter)
+
+    def _decode(
+        self,
+        sources: Sequence[Sequence[int]],
+        strategy: Strategy,
+        batch_size: int,
+        across: int,
+        report: Report,
+        options: DecodingOptions,
+        adapter: int | None,
+    ) -> Decoded:
+        """See `decode`."""
         strategy = self.tuned_for(strategy)
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
@@ -241,15 +270,28 @@ class Programs:
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
         weights, memory, read = self._encode(Programs._run, strategy, source, lengths, adapter, report)
-        shape, sizes = memory.mask.shape, schedule(strategy, batch_size)
+        shape = memory.mask.shape
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         options = options.take(numbers)
 
-        def decode_segment(slots: int, carry: Carry | None) -> Segment:
-            found: Segment = self._run(strategy, slots, (weights, memory, carry, read, options), shape, report)
-            return found
+        def decode_by(way: Way) -> Decoded:
+            def decode_segment(slots: int, carry: Carry | None) -> Segment:
+                arguments = weights, memory, carry, read, options
+                found: Segment = self._run(strategy, slots, arguments, shape, report, way)
+                for x in jax.tree.leaves((found.over, found.decoded)):
+                    x.copy_to_host_async()  # so that the host waits once
+                return found
 
-        decoded: Decoded = jax.device_get(decoding.run(decode_segment, sizes).decoded)
+            sizes = schedule(strategy, batch_size, self.devices[0].platform, way)
+            found: Decoded = jax.device_get(decoding.run(decode_segment, sizes).decoded)
+            return jax.tree.map(np.array, found) if self._reuses else found
+
+        if self._has_ways(options):
+            size = self._size(strategy, options, shape)
+            decoded = self.ways.decode(size, self._changes(strategy, batch_size), decode_by, report)
+            self._drop_other_ways(_key(strategy, 0, (options,), shape, self.ways.find(size)))
+        else:
+            decoded = decode_by(self.ways.fixed or USUAL)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
         return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))
@@ -268,10 +310,33 @@ class Programs:
         strategy = self.tuned_for(strategy)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
-        carry = None
-        for slots in schedule(strategy, batch_size).slots:
-            arguments = weights, memory, carry, read, jax.tree.map(lambda x: x[None], options)
-            carry = self._find(strategy, slots, arguments, memory.mask.shape, report).carry
+        options, carry, shape = jax.tree.map(lambda x: x[None], options), None, memory.mask.shape
+        has_ways = self._has_ways(options)
+        way = self.ways.find(self._size(strategy, options, shape)) if has_ways else self.ways.fixed or USUAL
+        for slots in schedule(strategy, batch_size, self.devices[0].platform, way).slots:
+            carry = self._find(strategy, slots, (weights, memory, carry, read, options), shape, report, way).carry
+
+    def _has_ways(self, options: DecodingOptions) -> bool:
+        """Whether there are several ways to decode: on a GPU, greedily or with drafts."""
+        return self.devices[0].platform in TURNS and not options.need_logits
+
+    def _size(self, strategy: Strategy, options: DecodingOptions, shape: tuple[int, ...]) -> Size:
+        """Returns the size of a decode of shape [E, B, L]."""
+        device, given = self.devices[0], jax.tree.map(lambda x: (x.shape, str(x.dtype)), options)
+        facts = device.device_kind, getattr(device, "core_count", 0), self.config, self.model.dtype, self.backend
+        return Size((strategy, shape[:2], str(given)), shape[2], repr((*facts, strategy, shape, given)))
+
+    def _changes(self, strategy: Strategy, batch: int) -> tuple[Way, ...]:
+        """Returns the ways that are compared with the usual way."""
+        turn = schedule(strategy, batch, self.devices[0].platform).turn
+        return changes(turn=turn, kernels=self.backend.without_kernels != self.backend)
+
+    def _drop_other_ways(self, chosen: tuple[Hashable, ...]) -> None:
+        """Frees programs that were compared with a chosen one; `chosen` is its key, with any number of slots."""
+        part, _, *same, way = chosen
+        for key in [*self._compiled]:
+            if key[0] == part and [*key[2:-1]] == same and key[-1] != way:
+                self._compiled.pop(key, None)
 
     def _encode(
         self,
@@ -327,12 +392,39 @@ class Programs:
     def _mesh(self, across: int) -> Mesh:
         return Mesh(np.asarray(self.devices[:across]), ("each",))
 
-    def _run(self, part: Tree, slots: int, arguments: tuple[Tree, ...], shape: Tree, report: Report) -> Tree:
-        return self._program(part, slots, arguments, shape, report)(*arguments)
+    def _run(
+        self,
+        part: Tree,
+        slots: int,
+        arguments: tuple[Tree, ...],
+        shape: Tree,
+        report: Report,
+        way: Way = USUAL,
+    ) -> Tree:
+        """Runs a program. On a GPU, small results replace the previous results of the same shapes in memory."""
+        program = self._program(part, slots, arguments, shape, report, way)
+        if len(program.args_info[0]) == len(arguments):
+            return program(*arguments)
+        name, key = "encoder" if isinstance(part, str) else "decoder", _key(part, slots, arguments[4:], shape, USUAL)
+        of_key, room = self._results.pop(name, (None, None))
+        if of_key != key:
+            del room  # its memory is free before the new results are allocated
+            room = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.out_info)
+        found = program(*arguments, room)
+        self._results[name] = key, found
+        return found
 
-    def _find(self, part: Tree, slots: int, arguments: tuple[Tree, ...], shape: Tree, report: Report) -> Tree:
+    def _find(
+        self,
+        part: Tree,
+        slots: int,
+        arguments: tuple[Tree, ...],
+        shape: Tree,
+        report: Report,
+        way: Way = USUAL,
+    ) -> Tree:
         """Compiles a program; returns the shapes of the result of `_run`."""
-        return self._program(part, slots, arguments, shape, report).out_info
+        return self._program(part, slots, arguments, shape, report, way).out_info
 
     def _program(
         self,
@@ -341,11 +433,18 @@ class Programs:
         arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
-    ) -> Tree:
-        """Returns the compiled encoder, or decoder with `slots` cache slots, for batches of shape [E, B, L]."""
-        wished = arguments[4:]
-        key = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
-        return self._compiled.find(key, lambda: self._compile(part, slots, arguments, shape, report))
+        way: Way,
+    ) -> jax.stages.Compiled:
+        """Returns the compiled encoder, or decoder with `slots` cache slots, for batches of shape [E, B, L].
+
+        On a GPU, a program with small results that starts a decode has another argument: arrays of the shapes of its
+        results, which replace them in memory.
+        """
+        key = _key(part, slots, arguments[4:], shape, way)
+        program: jax.stages.Compiled = self._compiled.find(
+            key, lambda: self._compile(part, slots, arguments, shape, report, way)
+        )
+        return program
 
     def _compile(
         self,
@@ -354,6 +453,7 @@ class Programs:
         arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
+        way: Way,
     ) -> jax.stages.Compiled:
         """Compiles a program; see `_program`."""
         jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
@@ -362,7 +462,7 @@ class Programs:
         function: Callable[..., Tree] = partial(encode_batch, self.model, backend=self.backend)
         name, more = "encoder", ""
         if not isinstance(part, str):
-            sizes = schedule(part, batch)
+            sizes = schedule(part, batch, self.devices[0].platform, way)
             small = self.small_of(part)
             function = partial(
                 decode_batch,
@@ -370,7 +470,7 @@ class Programs:
                 part,
                 sizes=sizes,
                 slots=slots,
-                backend=self.backend,
+                backend=self.backend if way.kernels else self.backend.without_kernels,
                 drafting=Drafting(small.model, small.backend) if small else None,
             )
             name = f"{type(part).__name__.lower()} decoder"
@@ -385,11 +485,31 @@ class Programs:
         each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
         with precision(self.model.dtype):
-            lowered = jax.jit(each, in_shardings=places).lower(*arguments)
-        program = lowered.compile()
+            room = jax.eval_shape(each, *arguments) if self._reuses and (slots == 0 or arguments[2] is None) else None
+            if room and sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(room)) <= REUSED * across:
+
+                def replace(*given: Tree) -> Tree:  # its name is in dumps and profiles
+                    return each(*given[:-1])
+
+                jitted = jax.jit(
+                    replace,
+                    in_shardings=(*places, places[-1]),
+                    out_shardings=places[-1],
+                    donate_argnums=len(arguments),
+                    keep_unused=True,  # XLA needs the last argument, which is not read, to reuse its memory
+                )
+                lowered = jitted.lower(*arguments, room)
+            else:
+                lowered = jax.jit(each, in_shardings=places).lower(*arguments)
+        program = lowered.compile(way.compiler_options)
         report.compile_seconds += time.perf_counter() - begun
         report.shapes += 1
         return program
+
+
+def _key(part: Tree, slots: int, wished: tuple[Tree, ...], shape: Tree, way: Way) -> tuple[Hashable, ...]:
+    """Returns the key of a program in `Programs`; `wished` are the options of a decoder, in a tuple."""
+    return part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished)), way
 
 
 def _by_itself(function: Callable[..., Tree], weights: Tree, *arrays: Tree) -> Tree:

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import pytest
 
 from pipejax.config import Config, TrainConfig
@@ -13,6 +12,7 @@ from pipejax.inference import programs
 from pipejax.inference.batch_programs import BatchPrograms, shapes_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
+from pipejax.inference.ways import Way
 from pipejax.training import start
 from pipejax.training.step import Trainer
 
@@ -52,21 +52,20 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
     decode, encode = programs.decode_batch, programs.encode_batch
 
     def whole_once(
-        self: Programs, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report
+        self: Programs, part: Any, slots: int, arguments: tuple[Any, ...], shape: Any, report: Report, way: Way
     ) -> Any:
         if (programs.decode_batch, programs.encode_batch) != (decode, encode):  # a test's own, such as one that fails
-            return whole(self, part, slots, arguments, shape, report)
+            return whole(self, part, slots, arguments, shape, report, way)
         small = self.small and (self.small.model, self.small.backend)
         made_for = self.model, self.backend, tuple(self.devices), small, programs.SLOTS
-        shared = *made_for, part, slots, shape, *shapes_of(arguments)
+        shared = *made_for, part, slots, shape, way, *shapes_of(arguments)
         if shared in _programs:
-            wished = arguments[4:]
-            own = part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished))
+            own = programs._key(part, slots, arguments[4:], shape, way)
             if own not in self._compiled:
                 self._compiled[own] = _programs[shared]
                 report.shapes, report.compile_seconds = report.shapes + 1, report.compile_seconds + 0.01
             return self._compiled[own]
-        return _programs.setdefault(shared, whole(self, part, slots, arguments, shape, report))
+        return _programs.setdefault(shared, whole(self, part, slots, arguments, shape, report, way))
 
     def steps_once(self: BatchPrograms, name: str, *given: Any, **static: int) -> Any:
         shared = self.functions, name, *static.items(), *shapes_of(given)
