@@ -158,6 +158,15 @@ class Program:
             written -= size(update.shape) - (inner.get(update.operands[1], 0) if one.kind == "fusion" else 0)
         return max(written, 0)
 
+    def returned(self) -> int:
+        """Arrays of the result."""
+        roots = [one for one in self.computations.get(self.entry, ()) if one.text.lstrip().startswith("ROOT")]
+        return sum(1 for one in roots for _ in dimensions(one.shape))
+
+    def copied(self) -> int:
+        """Bytes of the arrays that the program only copies, outside of loops."""
+        return sum(size(one.shape) for one in self.computations.get(self.entry, ()) if self._copies(one))
+
     def largest(self, kind: str) -> int:
         """Elements of the largest operand of the instructions of that kind anywhere; 0 without one."""
         sizes = {one.name: elements(one.shape) for one in self.every()}

@@ -16,10 +16,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,16 +30,19 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from lab.benchmarks.hlo import COLLECTIVES, Program, dimensions
 from lab.benchmarks.systems import SIZES, names_of, save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
-from pipejax.decoding import Pipelined, Sequential
+from pipejax.decoding import GREEDILY, Pipelined, Sequential, SourceIds, Strategy
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.programs import Programs
+from pipejax.inference.report import Report
+from pipejax.inference.ways import USUAL, Way
 from pipejax.kernels.backends import Gpu
-from pipejax.model.slots import Blocks
-from pipejax.model.t5 import T5
 from pipejax.system import cli, targets
 from pipejax.system.errors import UserError
 from pipejax.training import step
@@ -82,9 +87,8 @@ class Case(NamedTuple):
     """A program to compile."""
 
     name: str
-    function: Any
-    arguments: tuple[Any, ...]
-    least: int = 0  # bytes of all that a step of a decoder reads: its weights, the encoded sources, its cache
+    compile: Callable[[], jax.stages.Compiled]
+    facts: Callable[[], dict[str, Any]] = dict  # called afterwards
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
         help=f"training steps of {', '.join(TRAININGS)} (paper)",
     )
     parser.add_argument("--arrays", action="store_true", help="attention keeps its arrays of queries by keys")
+    parser.add_argument("--graph", action="store_true", help="decoders with their loops in a CUDA graph")
     parser.add_argument("--xla", action="store_true", help="without our own kernels for GPUs")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
     parser.add_argument("--dump", metavar="DIR", help="write the text of each program there")
@@ -118,24 +123,19 @@ def main(argv: Sequence[str]) -> int:
     trainings = names_of("--train", flags.train, TRAININGS) if flags.train else []
     results = []
     for (target, kind), name_of_model, name_of_dtype in itertools.product(kinds.items(), models, dtypes):
-        device = kind.devices(1)[0]
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        backend = XLA if flags.xla or not isinstance(kind, targets.GpuTarget) else Gpu()
+        device, is_gpu = kind.devices(1)[0], isinstance(kind, targets.GpuTarget)
         config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
-        programs_of: list[tuple[str, Any, dict[str, float]]] = [
-            (case.name, partial(_lowered, case, sharding), {"least_bytes": case.least} if case.least else {})
-            for case in cases(config, dtype, [b for b in batches if b], flags.source, sharding, backend)
-        ]
-        for name in trainings:
-            own = TRAININGS[name]._replace(model=TRAININGS[name].model or config)
-            limits = (
-                {"most": own.most, "most_temporary": own.most_temporary} if isinstance(kind, targets.GpuTarget) else {}
-            )
-            lower = partial(training, own, name_of_dtype, device, arrays=flags.arrays)
-            programs_of.append((f"train, {name}{', arrays' * flags.arrays}", lower, limits))
-        for name, lower, more in programs_of:
-            begun = time.perf_counter()
-            compiled = lower().compile()
+        made = absent(config, dtype, device, Gpu() if is_gpu and not flags.xla else XLA, Way(graph=flags.graph))
+        both = Sequential(512), Pipelined(GridConfig().delay, GridConfig().time_max, GridConfig().sub_max)
+        decoders = (case for batch in batches if batch for case in cases(made, both, batch, flags.source))
+        steps = (step_of(name, config, name_of_dtype, device, arrays=flags.arrays) for name in trainings)
+        for case in itertools.chain(decoders, steps):
+            name, begun = case.name, time.perf_counter()
+            with dumped() as folder, targets.named(device):
+                compiled = case.compile()
+                more = case.facts()
+                if is_gpu and "slots" in name:
+                    more["buffers"] = buffers(folder)._asdict()
             text = compiled.as_text() or ""
             result = {"target": target, "model": name_of_model, "dtype": name_of_dtype, "program": name}
             result["compile_s"] = time.perf_counter() - begun
@@ -154,9 +154,13 @@ def main(argv: Sequence[str]) -> int:
     return int(any(troubles(result) for result in results if not result["program"].startswith("encode")))
 
 
-def _lowered(case: Case, sharding: jax.sharding.Sharding) -> Any:
-    with targets.named(next(iter(sharding.device_set))):
-        return jax.jit(case.function, out_shardings=sharding).lower(*case.arguments)
+def step_of(name: str, config: T5Config, dtype: str, device: jax.Device, *, arrays: bool) -> Case:
+    """A training step of TRAININGS, of T5 `config` if it has none of its own."""
+    own = TRAININGS[name]._replace(model=TRAININGS[name].model or config)
+    on_gpu = device.platform in ("gpu", "cuda")
+    limits = {"most": own.most, "most_temporary": own.most_temporary} if on_gpu else {}
+    lower = partial(training, own, dtype, device, arrays=arrays)
+    return Case(f"train, {name}{', arrays' * arrays}", lambda: lower().compile(), lambda: dict(limits))
 
 
 def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = False) -> Any:
@@ -182,50 +186,94 @@ def squares(text: str, whole: Config) -> list[str]:
     return sorted(found)
 
 
-def cases(
-    config: T5Config,
-    dtype: Any,
-    batches: Sequence[int],
-    length: int,
-    sharding: jax.sharding.Sharding,
-    backend: Backend = XLA,
-) -> Iterator[Case]:
-    """The programs of a T5, with shapes in the place of arrays.
+def absent(config: T5Config, dtype: Any, device: jax.Device, backend: Backend = XLA, way: Way = USUAL) -> Programs:
+    """The programs of a T5 with shapes in the place of weights, for a device that need not be here.
 
     Args:
       config: of the T5.
-      dtype: that it computes in.
-      batches: sizes of batches.
-      length: tokens of each source.
-      sharding: where everything lies.
-      backend: whose products a decoder's are.
+      dtype: the dtype of computations.
+      device: where everything lies.
+      backend: computes the steps of a decoder.
+      way: how the decoders are compiled.
     """
+    made = Programs(config, dtype, devices=[device], backend=backend)
+    made.ways.fixed, made._call_costs = way, 1.0
+    params = jax.eval_shape(config.init_params, jax.random.key(0))
+    ready, place = jax.eval_shape(partial(backend.prepare, made.model), params), NamedSharding(made._mesh(1), P())
+    made._placed[1] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), ready)
+    return made
 
-    def on_device(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    device: Any = next(iter(sharding.device_set))
-    platform = "accelerator" if device.platform == "cpu" else device.platform  # a CPU goes through more sizes
-    blocks = Blocks() if isinstance(backend, Gpu) else None
-    model, grid = T5(config, dtype=dtype, blocks=blocks), GridConfig()
-    params = jax.eval_shape(lambda key: config.init_params(key), jax.random.key(0))
-    ready = on_device(jax.eval_shape(partial(backend.prepare, model), params))
-    strategies = Sequential(512), Pipelined(grid.delay, grid.time_max, grid.sub_max)
-    for batch in batches:
-        source = on_device(jax.ShapeDtypeStruct((batch, length), np.int32))
-        lengths = on_device(jax.ShapeDtypeStruct((batch,), np.int32))
-        encode = partial(programs.encode_batch, model, backend=backend)
-        yield Case(f"encode, batch {batch}", encode, (ready.encoding, source, lengths))
-        memory = on_device(jax.eval_shape(encode, ready.encoding, source, lengths))
-        for strategy in strategies:
-            sizes, carry = programs.schedule(strategy, batch, platform), None
-            for slots in sizes.slots:
-                decode = partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots, backend=backend)
-                arguments = ready.decoding, memory, carry
-                carry = on_device(jax.eval_shape(decode, *arguments).carry)
-                least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((ready.decoding, memory, carry.cache)))
-                name = f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots"
-                yield Case(name, decode, arguments, least)
+def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: int) -> Iterator[Case]:
+    """The encoder and the decoders of a batch, as `Programs.decode` compiles them.
+
+    Args:
+      made: from `absent`.
+      strategies: the decoders.
+      batch: the size of the batch.
+      length: tokens of each source.
+    """
+    way, ready, told = made.ways.fixed or USUAL, made.on(1), Report()
+    source = np.zeros((1, batch, length), np.int32), np.ones((1, batch), np.int32)
+    encoder: Any = "encoder", 0, (ready.encoding, *source, None), (1, batch, length), told, USUAL
+    yield Case(f"encode, batch {batch}", partial(made._program, *encoder))
+    memory = made._find(*encoder)
+    for strategy in map(made.tuned_for, strategies):
+        carry, read = None, SourceIds(*source) if strategy.reads_source else None
+        options = GREEDILY.take(np.zeros((1, batch), np.int32))
+        for slots in programs.schedule(strategy, batch, made.devices[0].platform, way).slots:
+            arguments = ready.decoding, memory, carry, read, options
+            decoder = strategy, slots, arguments, memory.mask.shape, told, way
+            name = f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots"
+            yield Case(name, partial(made._program, *decoder), partial(_least_bytes, made, decoder))
+            carry = made._find(*decoder).carry
+
+
+def _least_bytes(made: Programs, decoder: tuple[Any, ...]) -> dict[str, Any]:
+    """The bytes that a step of a decoder reads at least: its weights, the encoded sources, its cache."""
+    weights, memory, *_ = decoder[2]
+    cache = made._find(*decoder).carry.cache
+    arrays = jax.tree.leaves((weights, memory, cache))
+    return {"least_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)}
+
+
+class Buffers(NamedTuple):
+    """What the host does in a run of a program for a GPU, by XLA's sequence of thunks."""
+
+    graphs: int  # CUDA graphs that it starts
+    loops: int  # loops that it controls
+    others: int  # kernels and copies that it starts one by one
+
+
+def buffers(folder: Path) -> Buffers:
+    """Reads the sequence of thunks of the last program that was compiled with dumps into a folder."""
+    path = max(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    return count_thunks(path.read_text())
+
+
+def count_thunks(text: str) -> Buffers:
+    """Counts the thunks that are in no command buffer (CUDA graph). Thunks in another one are indented."""
+    counts, inside = Counter[str](), None
+    for indent, kind in re.findall(r"^( *)\d+: k(\w+)", text, re.MULTILINE):
+        if inside is not None and len(indent) > inside:
+            continue
+        inside = len(indent) if kind == "CommandBuffer" else None
+        counts[kind] += 1
+    loops = counts["While"] + counts["Conditional"]
+    return Buffers(counts["CommandBuffer"], loops, counts.total() - loops - counts["CommandBuffer"])
+
+
+@contextlib.contextmanager
+def dumped() -> Iterator[Path]:
+    """A context in which programs of `Programs` are compiled with dumps; gives their folder."""
+    options: Any = Way.compiler_options
+    with tempfile.TemporaryDirectory() as folder:
+
+        def with_dumps(way: Way) -> dict[str, str | bool]:
+            return {**(options.fget(way) or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+        with mock.patch.object(Way, "compiler_options", property(with_dumps)):
+            yield Path(folder)
 
 
 def report(text: str, memory: Any) -> dict[str, Any]:
@@ -237,6 +285,9 @@ def report(text: str, memory: Any) -> dict[str, Any]:
         "per_step": bool(program.loops()),
         "loops": [{"kernels": dict(program.kernels(body)), "bytes": program.bytes(body)} for body in bodies],
         "moved": program.moved(),
+        # What a run does once, outside of loops.
+        "returned": program.returned(),
+        "copied": program.copied(),
         "memory": {
             name: int(getattr(memory, f"{name}_size_in_bytes")) for name in ("argument", "output", "temp", "alias")
         },
@@ -285,6 +336,13 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"in all {in_all(memory) / 2**20:.0f} MiB, moved in a run {result['moved'] / 1e9:.1f} GB, "
         f"compiled in {result['compile_s']:.0f} s{'; ' if trouble else ''}{', '.join(trouble)}"
     )
+    if "buffers" in result:
+        host = Buffers(**result["buffers"])
+        said.append(
+            f"{'':<41} returns {result['returned']} arrays of {memory['output'] / 2**20:.1f} MiB, "
+            f"{memory['alias'] / 2**20:.1f} MiB in place of arguments, copies {result['copied'] / 2**20:.2f} MiB once; "
+            f"the host starts {host.graphs} CUDA graphs and {host.others} kernels, and controls {host.loops} loops"
+        )
     return said
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from lab.benchmarks import programs
 from lab.benchmarks.hlo import Program, elements, size
-from lab.benchmarks.programs import cases, report, troubles
+from lab.benchmarks.programs import Buffers, absent, cases, count_thunks, report, troubles
 from lab.benchmarks.systems import SIZES
+from pipejax.decoding import Pipelined, Sequential
+from pipejax.inference import programs as inference_programs
 from pipejax.system.targets import TARGETS, GpuTarget
 from pipejax.training.memory import longest_batch
 
@@ -212,13 +214,46 @@ def test_a_gpu_is_described_by_its_figures() -> None:
     assert said.count("{") == said.count("}")
 
 
+THUNKS = """\
+000: kCommandBuffer [source       | next=015 (1)]
+    001: kCopy         [source       | sink        ] kCopy
+    005: kCustomKernel [source       | next=006 (1)] fusion grid: [1, 1, 1]
+015: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    016: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    017: kWhile [prev=017 (1) | sink        ]
+condition:
+        019: kCustomKernel [source | sink] loop_compare_fusion
+      body:
+        000: kCommandBuffer [source | sink]
+            020: kWhile [source | sink]
+condition:
+                021: kCustomKernel [source | sink] loop_compare_fusion
+022: kCopy [source | sink] kCopy
+"""
+
+
+def test_what_the_host_starts_is_counted() -> None:
+    """A loop in a CUDA graph, and what is in it, is started with the graph."""
+    assert count_thunks(THUNKS) == Buffers(graphs=2, loops=2, others=3)
+    assert count_thunks("000: kCommandBuffer [source | sink]\n    001: kWhile\ncondition:\n        002: kCopy\n") == (
+        1,
+        0,
+        0,
+    )
+
+
 @pytest.mark.slow
-def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache() -> None:
-    config, here = SIZES["tiny"], jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, both = SIZES["tiny"], (Sequential(512), Pipelined(1, 64, 20))
+    monkeypatch.setattr(inference_programs, "SLOTS", (448,))
+    monkeypatch.setattr(inference_programs, "QUERIES", ())
+    made = absent(config, jnp.dtype("float32"), jax.devices()[0])
     cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `step_decoder.Cache` holds them
     seen = []
-    for case in cases(config, jnp.dtype("float32"), [2], 64, here):
-        compiled = jax.jit(case.function).lower(*case.arguments).compile()
+    for case in cases(made, both, 2, 64):
+        compiled = case.compile()
         text = compiled.as_text()
         assert text
         found = report(text, compiled.memory_analysis())
