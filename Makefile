@@ -54,7 +54,7 @@ docs: venv-docs  ## the site, into docs/_build/html; a warning is an error
 docs-run: venv-docs  ## run the shell blocks of README.md and docs/, in minutes; make docs-run ARGS=decoding for a page
 	@$(RUN) docs/blocks.py $(ARGS)
 
-gpu-wheels: venv-run  ## what lab/benchmarks/gpu.sh brings to a machine without a network, into build/gpu-wheels
+gpu-wheels: venv-run  ## libraries that lab/benchmarks/gpu.sh installs on a GPU's machine without a network, into build/gpu-wheels
 	@$(RUN) -m lab.benchmarks.wheels build/gpu-wheels
 
 ladder: venv venv-peers  ## T5-Base beside all other systems, into lab/benchmarks/results/ladder_base.json: half an hour

@@ -14,6 +14,8 @@ SYSTEMS = {
     **plot.NAMES,
     "pipejax-pipelined-40x64": "pipelined, a grid of 40 rows",
     "pipejax-dense": "the whole grid",
+    "pipejax-pipelined-xla": "pipelined, XLA's kernels",
+    "pipejax-sequential-xla": "sequential, XLA's kernels",
 }
 
 INSTRUCTIONS = "python -m lab.benchmarks.instructions --targets h100,rtx4090 --json OUT"
@@ -33,6 +35,8 @@ def page(name: str) -> str:
     if machine := found.get("machine"):  # none has a part in what is counted or compiled
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         where = f"{machine['threads']} threads of an {machine['processor'].replace('(R)', '')}"
+        if machine["device"].startswith("gpu"):
+            where = machine["device"].removeprefix("gpu ")
         below += ["", f"{where}, Python {machine['python']}, {versions}."]
     below += ["", "```text", found["command"], "```"]
     return "\n".join([*build(found["results"]), *below])
@@ -66,7 +70,8 @@ def decoding(results: list[dict[str, Any]]) -> list[str]:
         for number, r in enumerate(sorted(mine, key=plot.seconds)):
             x = r["decode_s"] / first["decode_s"], plot.seconds(r) / plot.seconds(first)
             cells = ["" if number else answer, name_of(r), r["steps"]]
-            rows.append([*cells, f"{r['encode_s']:.3f}", f"{r['decode_s']:.3f}", *(f"{each:.2f}" for each in x)])
+            times = (f"{r[key]:.{3 if r[key] >= 0.1 else 4}f}" for key in ("encode_s", "decode_s"))
+            rows.append([*cells, *times, *(f"{each:.2f}" for each in x)])
             alone |= {name_of(r): None} if r.get("one_by_one") else {}
     head = ["answer", "system", "steps", "encoder, s", "decoder, s", "x, decoding", "x, both"]
     rounds = [r["rounds"] for r in results if "rounds" in r]

@@ -292,7 +292,11 @@ CASES: list[tuple[Rule, dict[str, str], dict[str, str], str]] = [
     (
         pages.results_are_on_their_page,
         {"docs/speed.md": "```{results} a.json\n", "lab/benchmarks/results/b.json": ""},
-        {"docs/speed.md": "```{results} a.json\n", "lab/benchmarks/results/a.json": ""},
+        {
+            "docs/speed.md": "```{results} a.json\n",
+            "lab/benchmarks/results/a.json": "",
+            "lab/benchmarks/results/gpu.json": "",
+        },
         "docs/speed.md:1",
     ),
     (

@@ -1,13 +1,17 @@
-"""All that is worth knowing of an NVIDIA GPU, in eight minutes and in order of worth.
+"""One measuring run on an NVIDIA GPU, in 280 seconds.
 
-    lab/benchmarks/gpu.sh [--rehearse] [--parts NAME,...] [FOLDER]
+    lab/benchmarks/gpu.sh [--rehearse] [--parts NAME,...] [--seconds N] [FOLDER]
 
-FOLDER is $OUT, or runs/gpu. Each part is a process that writes FOLDER/PART.json as soon as it knows something, and is
-ended when its time is over; what a part does not need the next ones get, and the last ones live of it. After each part
-all results so far are in FOLDER/summary.json. Copied to lab/benchmarks/results/gpu.json, that makes the GPU section of
-docs/speed.md. --rehearse runs the same on the CPU, with a tiny model, and PyTorch compiles nothing: its figures mean
-nothing. --parts gives these the
-time of all. Exits with 1 if a part failed or did not end in time.
+Each part of `PARTS` is a process of `lab.benchmarks.gpu_parts`. All parts compile at once, one for each processor, and
+fill the cache of compiled programs. They measure in turn: a part asks for the device before it measures, and the first
+part in the order of `PARTS` that asks gets it. Turns of a quiet part, whose times depend on the host, wait until no
+part compiles, but at most for half of the time. A part that has used its seconds on the device, or that runs at the end
+of the time, is ended, and the summary says so.
+
+FOLDER is $OUT, or runs/gpu. FOLDER/summary.json is written again after each result, and
+`python -m lab.benchmarks.gpu_tables FOLDER/summary.json` makes the tables of docs/gpu.md from it. --rehearse runs the
+same on a CPU with tiny sizes; its figures mean nothing. Exits with 1 if a part failed or was cut off, with 2 if there
+is no GPU. Standard library only.
 """
 
 import argparse
@@ -20,186 +24,220 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lab.benchmarks import (  # the standard library is all that they import, too: a part may break alone
-    gpu_tables,
-    wheels,
-)
+from lab.benchmarks import gpu_tables, wheels
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "lab" / "benchmarks" / "results" / "gpu.json"
-GRACE = 5.0  # seconds between a process being asked to end and being ended
-SAID = 3000  # characters of what a part said that are kept
-# On standard output in a process of its own, as JAX takes the device until its process ends.
-LOOK = """
-import importlib.metadata, json, jax
-found = {"platform": jax.default_backend(), "kind": jax.devices()[0].device_kind}
-found["memory"] = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-found["versions"] = {}
-for name in ("jax", "jaxlib", "flax", "numpy", "torch", "triton", "transformers"):
-    try:
-        found["versions"][name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
+SECONDS = 280
+ENDING = 6.0  # seconds for ending all processes and writing the summary
+LOG = 3000  # characters of the end of a part's log that are kept
+NO_GPU = 3  # exit code of a part that found no GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is run as a process."""
+    """What a process measures."""
 
     name: str
-    seconds: float  # its share of the time
+    seconds: float  # the most that it may use the device
     about: str
-    command: tuple[str, ...]  # arguments of python; "{json}" stands for the file that it writes
+    quiet: bool = False  # whether its times depend on the host, so that its turns wait for the compilers
 
 
-def parts(*, rehearse: bool = False, threads: int = 2) -> list[Part]:
-    """The parts in order of worth: 480 seconds in all, in a rehearsal twice that, as a CPU compiles more slowly."""
-
-    def decode(*more: str, model: str = "base", patterns: str = "8x14") -> tuple[str, ...]:
-        shape = ["--model", model, "--patterns", patterns, "--source", "512", "--threads", str(threads)]
-        if rehearse:
-            shape = ["--model", "tiny", "--patterns", "3x4", "--source", "32", "--sub-max", "5", "--time-max", "12"]
-        return (*shape, "--dtype", "bfloat16", *more)
-
-    def module(name: str, *arguments: str) -> tuple[str, ...]:
-        return ("-m", f"lab.benchmarks.{name}", *arguments)
-
-    def steps(name: str, *more: str, models: str = "base", count: str = "4") -> tuple[str, ...]:
-        setting = ["--config", "configs/jsonl.py", "--models", models, "--steps", count]
-        if rehearse:  # the last of a flag counts
-            settings = ("train.batch_size=4", "train.accumulate=2", "data.max_source=32", "data.max_target=16")
-            setting = ["--config", "configs/jsonl.py", *(x for each in settings for x in ("--set", each))]
-            more = (*more, "--models", "tiny", "--steps", "2", *(("--sources", "16,64") if "--sources" in more else ()))
-        return module(name, *setting, *more, *out)
-
-    out, rounds = ("--json", "{json}"), "1" if rehearse else "2"
-    shape = ("--model", "tiny", "--layers", "1", "--source", "32", "--batch", "2", "--rows", "3", "--times", "8")
-    small = (*shape, "--dtype", "bfloat16")
-    every, batches = "8x14,7x40,5x4", "1,2" if rehearse else "1,8"
-    both = ("--batch", batches, "--kernels", "own,xla", "--peers", "hf", "--rounds", rounds)
-    tiny = ("--models", "tiny", "--source", "32", "--queries", "1,3", "--steps", "4") if rehearse else ()
-    answer = ("--pattern", "3x4", "--source", "32") if rehearse else ()
-    peers, one = "peers.training", ("--ways", "checkpointing")
-    lengths = ("--sources", "512,1024,4096,8192,16384")
-    found = [
-        Part(
-            "train", 55, "a training step, its compilation from nothing and from the cache", steps("steps", "--again")
-        ),
-        Part("train-peers", 45, "transformers' training step", steps(peers)),
-        Part("decode", 80, "T5-Base", module("decode", *decode(*both, patterns=every), *out)),
-        Part("profile", 30, "kernels and waiting", steps("profile", *answer)),
-        Part("graph", 20, "a step by hand in PyTorch, in a CUDA graph", module("graph", *tiny, *out)),
-        Part("kernels", 30, "own kernels beside XLA", module("agreement", *(small if rehearse else ()), *out)),
-        Part("auto", 25, "a training step, `remat` chosen", steps("steps", "--set", "train.remat=auto")),
-        Part("lengths", 50, "training steps by length", steps("steps", *lengths, count="3")),
-        Part("lengths-peers", 25, "transformers by length", steps(peers, *lengths, *one, count="3")),
-        Part("models", 40, "training steps by size", steps("steps", models="small,large")),
-        Part("models-peers", 20, "transformers by size", steps(peers, *one, models="small,large")),
-        Part(
-            "compiled",
-            25,
-            "T5-Base beside transformers, compiled, with a static cache",
-            module("decode", *decode("--peers", "hf-compiled", "--rounds", rounds, patterns="8x14"), *out),
-        ),
-        Part("buffers", 15, "other ways to decode", module("buffers", *out, "--", *decode("--rounds", rounds))),
-        Part(
-            "large", 10, "T5-Large", module("decode", *decode("--peers", "hf", "--rounds", rounds, model="large"), *out)
-        ),
-        Part(
-            "tests",
-            10,
-            "tests of the suite",
-            module("suite", *out, *(("--", "-m", "not slow and not long", "tests/test_gpu.py") if rehearse else ())),
-        ),
-    ]
-    return [dataclasses.replace(part, seconds=(1 + rehearse) * part.seconds) for part in found]
+PARTS = (  # in order of worth
+    Part("train", 25, "a training step in the paper's setting"),
+    Part("attention", 30, "errors and times of attention"),
+    Part("decode", 50, "decoding steps with CUDA graphs, own kernels and XLA's", quiet=True),
+    Part("launch", 15, "a decode in one launch", quiet=True),
+    Part("large", 25, "a training step of T5-Large"),
+    Part("long", 15, "a training step with sources of 16,384 tokens"),
+    Part("auto", 20, "a training step with train.remat=auto"),
+    Part("transformers", 30, "a training step of transformers"),
+    Part("graph", 15, "a decoding step in PyTorch, in a CUDA graph", quiet=True),
+    Part("agreement", 10, "own kernels of decoding compared with XLA's"),
+)
 
 
-def only(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """The parts of these names, which share the time of all.
+class Channel:
+    """A part's end of its connection with the run; without a connection, messages are printed and no turn waits."""
 
-    Raises:
-      ValueError: there is no part of such a name.
-    """
-    if missing := [name for name in names if name not in {part.name for part in parts}]:
-        raise ValueError(f"found {missing[0]!r}; expected some of {', '.join(part.name for part in parts)}")
-    chosen = [part for part in parts if part.name in names]
-    more = sum(part.seconds for part in parts) / sum(part.seconds for part in chosen)
-    return [dataclasses.replace(part, seconds=more * part.seconds) for part in chosen]
+    def __init__(self, number: int | None) -> None:
+        """`number`: of the file descriptor; None: there is no connection."""
+        self._connection = None if number is None else Connection(number)
+
+    def send(self, **message: Any) -> None:
+        """Sends a message; see `Running.read`."""
+        if self._connection:
+            self._connection.send_bytes(json.dumps(message).encode())
+        else:
+            print(json.dumps(message), flush=True)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[int]:
+        """Waits for the device and holds it during the block; yields the number of other parts that compile then."""
+        if not self._connection:
+            yield 0
+            return
+        self.send(asks=True)
+        others = int(self._connection.recv_bytes())
+        try:
+            yield others
+        finally:
+            self.send(asks=False)
 
 
-def run(parts: Sequence[Part], folder: Path, summary: dict[str, Any], variables: dict[str, str]) -> bool:
-    """Runs the parts one after the other; whether all ended well and in time.
+class Running:
+    """The process of a part, and its record in the summary."""
 
-    A part is ended when its own seconds and those of the parts before it are over, counted from `summary["began"]`.
+    def __init__(self, part: Part, command: Sequence[str], variables: dict[str, str]) -> None:
+        """Starts the process. `command`: the arguments of Python; the number of a file descriptor is appended."""
+        self.part, self.record = part, record_of(part, "running")
+        self.compiling, self.asks = True, False  # a part compiles until it asks for its first turn
+        self.since, self.used = 0.0, 0.0  # when its turn has begun, or 0; the seconds of its earlier turns
+        self.began, self.log = time.time(), tempfile.TemporaryFile()  # noqa: SIM115 - `finish` closes it
+        self.connection, other = Pipe()
+        number = other.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, *command, str(number)],
+            cwd=ROOT,
+            env=variables,
+            stdout=self.log,
+            stderr=self.log,
+            pass_fds=[number],
+            process_group=0,  # so that processes that it starts end with it
+        )
+        other.close()
+
+    def read(self) -> bool:
+        """Reads a message into the record; returns whether the process still runs."""
+        try:
+            message = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            return False
+        if "asks" in message:
+            self.compiling, self.asks = False, message["asks"]
+            if self.since:
+                self.used, self.since = self.used + time.time() - self.since, 0.0
+        self.record["results"] += message.get("results", [])
+        self.record |= {key: message[key] for key in ("device", "skipped") if key in message}
+        return True
+
+    def begin_turn(self, others: int) -> None:
+        """Lets the part measure. `others`: the number of other parts that compile."""
+        self.asks, self.since = False, time.time()
+        with contextlib.suppress(OSError):  # it has just ended
+            self.connection.send_bytes(str(others).encode())
+
+    @property
+    def left(self) -> float:
+        """The seconds that it may still use the device."""
+        return self.part.seconds - self.used - (time.time() - self.since if self.since else 0.0)
+
+    @property
+    def state(self) -> str:
+        """What it does."""
+        return "measuring" if self.since else "waiting for its turn" if self.asks else "compiling"
+
+    def finish(self, cut: str = "") -> None:
+        """Completes the record of a process that has ended. `cut`: why it was ended; "": it has ended by itself."""
+        code = self.process.returncode
+        status = "cut off" if cut else "failed" if code else "skipped" if "skipped" in self.record else "done"
+        if any("error" in result for result in self.record["results"]) and status == "done":
+            status = "failed"
+        self.log.seek(max(self.log.seek(0, os.SEEK_END) - LOG, 0))
+        self.record |= {"status": status, "code": code, "log": self.log.read().decode(errors="replace")}
+        self.record |= {"seconds": time.time() - self.began, "device_s": self.part.seconds - self.left}
+        if cut:
+            self.record["cut"] = cut
+        self.log.close()
+        self.connection.close()
+
+
+def run(
+    parts: Sequence[Part],
+    save: Callable[[list[dict[str, Any]]], None],
+    command: Callable[[Part], Sequence[str]],
+    variables: dict[str, str],
+    *,
+    seconds: float,
+    at_once: int,
+) -> list[dict[str, Any]]:
+    """Runs the parts for at most so many seconds; returns their records.
 
     Args:
-      parts: what to run.
-      folder: of their files and of summary.json, which is written after each.
-      summary: what is known before; "parts" is added.
+      parts: in order of worth.
+      save: called with the records whenever they have changed.
+      command: gives the arguments of Python for a part.
       variables: the environment of the processes.
+      seconds: when all parts are ended, counted from now.
+      at_once: the number of processes that may run at the same time.
     """
-    summary["parts"], deadline = [], summary["began"]
-    for part in parts:
-        deadline += part.seconds
-        record: dict[str, Any] = {"name": part.name, "about": part.about, "status": "cut off"}
-        summary["parts"].append(record)
-        write(folder, summary)
-        print(
-            f"{part.name} ({part.about}), at most {max(deadline - time.time(), 0):.0f} s", file=sys.stderr, flush=True
-        )
-        record |= run_part(part, folder, deadline - time.time(), variables)
-        if record["status"] != "done":
-            print(f"{part.name}: {record['status']}\n{record['said']}", file=sys.stderr, flush=True)
-    summary["seconds"] = time.time() - summary["began"]
-    write(folder, summary)
-    return all(record["status"] == "done" for record in summary["parts"])
+    began, waiting, running = time.time(), list(parts), list[Running]()
+    records = {part.name: record_of(part, "not started") for part in parts}
+
+    def finish(which: Sequence[Running], why: Callable[[Running], str]) -> None:
+        reasons = [why(each) for each in which]
+        for each in (each for each, reason in zip(which, reasons, strict=True) if not reason):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it closes its connection shortly before it ends
+                each.process.wait(ENDING)
+        end([each.process for each in which])
+        for each, reason in zip(which, reasons, strict=True):
+            each.finish(reason)
+            running.remove(each)
+            print(f"{each.part.name}: {each.record['status']} {reason}", file=sys.stderr, flush=True)
+        save([*records.values()])
+
+    try:
+        while (waiting or running) and time.time() - began < seconds:
+            while waiting and len(running) < at_once:
+                part = waiting.pop(0)
+                running.append(Running(part, command(part), variables))
+                records[part.name] = running[-1].record
+            ready = wait([each.connection for each in running], timeout=0.2)
+            ended = [each for each in running if each.connection in ready and not each.read()]
+            finish(ended, lambda each: "")
+            if any(each.record["code"] == NO_GPU for each in ended):
+                break
+            if ready:
+                save([*records.values()])
+            over = [each for each in running if each.left <= 0]
+            finish(over, lambda each: f"its {each.part.seconds:.0f} s on the device are over")
+            _give_turn(running, late=time.time() - began > seconds / 2)
+    finally:
+        finish([*running], lambda each: f"the time of the run was over while it was {each.state}")
+    return [*records.values()]
 
 
-def run_part(part: Part, folder: Path, seconds: float, variables: dict[str, str]) -> dict[str, Any]:
-    """Runs a part for at most so many seconds; its status ("done", "failed", "timed out"), last words and results."""
-    output = folder / f"{part.name}.json"
-    output.unlink(missing_ok=True)
-    command = [sys.executable, *(x.replace("{json}", str(output)) for x in part.command)]
-    begun = time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        # A group of its own, so that whatever it started ends with it.
-        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log, process_group=0)
-        try:
-            code = process.wait(max(seconds, 0))
-            status = "done" if code == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            code, status = None, "timed out"
-        finally:
-            end(process)
-        log.seek(max(log.seek(0, os.SEEK_END) - SAID, 0))
-        said = log.read().decode(errors="replace")
-    results = None
-    with contextlib.suppress(OSError, ValueError):  # it wrote none, or was ended before it could
-        results = json.loads(output.read_text(encoding="utf-8"))
-    return {
-        "status": status,
-        "code": code,
-        "seconds": time.monotonic() - begun,
-        "limit": seconds,
-        "said": said,
-        "results": results,
-    }
+def record_of(part: Part, status: str) -> dict[str, Any]:
+    """The record of a part that has no results yet."""
+    return {"name": part.name, "about": part.about, "status": status, "results": []}
 
 
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a process and what it has started."""
+def _give_turn(running: Sequence[Running], *, late: bool) -> None:
+    """Gives the device, if it is free, to the first part that asks; `late`: quiet parts no longer wait."""
+    if any(each.since for each in running):
+        return
+    compiling = sum(each.compiling for each in running)
+    for each in running:  # in order of worth, as they were started
+        if each.asks and (late or not compiling or not each.part.quiet):
+            each.begin_turn(compiling)
+            return
+
+
+def end(processes: Sequence["subprocess.Popen[bytes]"], patience: float = 2.0) -> None:
+    """Ends processes and the processes that they have started, all within `patience` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        until = time.monotonic() + patience
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0.01))
 
 
 def write(folder: Path, summary: dict[str, Any]) -> None:
@@ -209,76 +247,74 @@ def write(folder: Path, summary: dict[str, Any]) -> None:
     beside.replace(folder / "summary.json")
 
 
-def look(variables: dict[str, str]) -> dict[str, Any]:
-    """The device that JAX finds here and the versions of libraries; of a failure the "error"."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", LOOK], env=variables, capture_output=True, text=True, check=True, timeout=60
-        )
-        found: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        return {"platform": None, "error": said[-1][:300] if said else type(error).__name__}
-    return found
-
-
-def environment(site: Path, *, rehearse: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def environment(cache: Path, *, rehearse: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """The variables for the parts, and what was installed for them from wheels (see `wheels.install`)."""
-    directory, python = ROOT / "build" / "gpu-wheels", "{}.{}".format(*sys.version_info)
-    installed: dict[str, Any] = {"installed": [], "failures": []}
+    site = ROOT / "build" / "gpu-site"
     try:
-        if rehearse:  # of this Python, whatever that of the GPU's machine is
-            directory = ROOT / "build" / f"rehearsal-wheels-{python}"
-            wheels.collect(directory, python)
-        installed = wheels.install(directory, site, anyway=rehearse)
+        installed = wheels.install(ROOT / "build" / "gpu-wheels", site)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        installed["failures"].append(str(error)[:300])
+        installed = {"installed": [], "failures": [str(error)[:300]]}
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     variables = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    # The parts share the memory of the device.
+    variables |= {"PIPEJAX_CACHE": str(cache), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if rehearse:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()  # compiles faster
-        # PyTorch's compiler writes C++ here and not what it writes for a GPU, and takes minutes.
-        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TORCH_COMPILE_DISABLE": "1"}
+        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     return variables, installed
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all, prints the summary."""
+    """Runs all, prints the tables."""
+    began, names = time.time(), [part.name for part in PARTS]
     parser = argparse.ArgumentParser(
         prog="lab/benchmarks/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", default=os.environ.get("OUT") or "runs/gpu", metavar="FOLDER")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with a tiny model")
-    parser.add_argument("--parts", metavar="NAME,...", help=f"of {', '.join(part.name for part in parts())} (all)")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--parts", default=",".join(names), metavar="NAME,...", help=f"of {', '.join(names)} (all)")
+    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="N", help=f"of the whole run ({SECONDS})")
     flags = parser.parse_args(argv)
-    chosen = parts(rehearse=flags.rehearse, threads=len(os.sched_getaffinity(0)))
-    if flags.parts is not None:
-        try:
-            chosen = only(chosen, flags.parts.split(","))
-        except ValueError as error:
-            parser.error(f"argument --parts: {error}")
+    chosen = flags.parts.split(",")
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"argument --parts: found {unknown[0]!r}; expected some of {', '.join(names)}")
     signal.signal(signal.SIGTERM, interrupted)
-    folder, began = Path(flags.folder).resolve(), time.time()
+    folder = Path(flags.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    variables, installed = environment(ROOT / "build" / "gpu-site", rehearse=flags.rehearse)
-    device = look(variables)
-    if not flags.rehearse and device["platform"] != "gpu":
-        found = device.get("error") or f"JAX on {device['platform']}"
-        print(f"error: {sys.executable}: found no GPU ({found}); expected one, or --rehearse", file=sys.stderr)
-        return 2
-    summary = {"rehearsal": flags.rehearse, "began": began, "device": device, "wheels": installed}
-    try:
-        well = run(chosen, folder, summary, variables)
-    except KeyboardInterrupt:
-        write(folder, summary)
+    cache = Path(
+        os.environ.get("PIPEJAX_CACHE") or ROOT / "build" / f"{'rehearsal' if flags.rehearse else 'gpu'}-cache"
+    )
+    summary: dict[str, Any] = {"rehearsal": flags.rehearse, "began": began, "limit": flags.seconds}
+    summary |= {"cache_filled": cache.is_dir() and any(cache.iterdir()), "parts": []}
+    variables, summary["wheels"] = environment(cache, rehearse=flags.rehearse)
+    parts = [part for part in PARTS if part.name in chosen]
+    if flags.rehearse:  # interpreted kernels are slow
+        parts = [dataclasses.replace(part, seconds=4 * part.seconds) for part in parts]
+
+    def save(records: list[dict[str, Any]]) -> None:
+        write(folder, summary | {"parts": records})
+
+    def command(part: Part) -> list[str]:
+        return ["-m", "lab.benchmarks.gpu_parts", part.name, *["--rehearse"] * flags.rehearse, "--channel"]
+
+    with contextlib.suppress(KeyboardInterrupt):
+        seconds = flags.seconds - ENDING - (time.time() - began)
+        at_once = len(os.sched_getaffinity(0))
+        summary["parts"] = run(parts, save, command, variables, seconds=seconds, at_once=at_once)
+    if not summary["parts"]:
         print("interrupted", file=sys.stderr)
-        well = False
-    print("\n".join([*gpu_tables.short(summary), "", *gpu_tables.page(summary)[1:], "", f"{folder}/summary.json"]))
-    return int(not well)
+        return 1
+    summary["seconds"] = time.time() - began
+    write(folder, summary)
+    if without := next((x for x in summary["parts"] if x.get("code") == NO_GPU), None):
+        print(f"error: {gpu_tables.last_line(without['log'])}", file=sys.stderr)
+        return 2
+    print("\n".join([*gpu_tables.short(summary), "", *gpu_tables.page(summary), "", f"{folder}/summary.json"]))
+    return int(any(record["status"] not in ("done", "skipped") for record in summary["parts"]))
 
 
 def interrupted(number: int, frame: object) -> NoReturn:
-    """A handler of signals: what runs is ended, and what is known is written."""
+    """Handles a signal: the parts are ended, and their records are written."""
     raise KeyboardInterrupt
 
 

@@ -1,203 +1,237 @@
-"""What `lab.benchmarks.gpu` found, for people: a few lines for the terminal, and the tables of docs/speed.md.
+"""Makes the tables of docs/gpu.md from what a run of `lab.benchmarks.gpu` found.
 
-Standard library only.
+    python -m lab.benchmarks.gpu_tables runs/gpu/summary.json
+
+The summary becomes `RESULTS`, from which the page is built, and its tables are printed. A rehearsal on a CPU, or a run
+on another device than a GPU, is refused. Standard library only.
 """
 
+import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-COMMAND = "make gpu-wheels         # where there is a network\nlab/benchmarks/gpu.sh   # on the machine with the GPU"
-SYSTEMS = {
-    "pipejax-pipelined": "pipelined",
-    "pipejax-sequential": "sequential",
-    "hf": "transformers",
-    "hf-compiled": "transformers, compiled, static cache",
-}
-SETTINGS = {"loop": "with the loop", "kernels": "without it (XLA's default)", "none": "no command buffers"}
+RESULTS = Path(__file__).resolve().parent / "results" / "gpu.json"
 GIB = 2**30
+KERNELS = 6  # that a table names, of each call
+
+
+class Column(NamedTuple):
+    """A column of a table: a figure of each result."""
+
+    head: str
+    key: str
+    form: str  # of the figure, for `format`
+    scale: float = 1.0  # multiplies the figure
+
+
+class Table(NamedTuple):
+    """A table of the results of some parts that have a figure in common."""
+
+    title: str
+    parts: tuple[str, ...]
+    has: str  # the key of a figure that its results have
+    first: str  # head of the first column, the names of the results
+    columns: tuple[Column, ...]
+
+
+def gib(head: str, key: str) -> Column:
+    """A column of GiB."""
+    return Column(head, key, ".1f", 1 / GIB)
+
+
+STEPS = ("train", "large", "long", "auto", "transformers")
+DECODES = ("decode", "launch", "graph")
+TABLES = (
+    Table(
+        "A training step in bfloat16 with dropout. The model's own operations count as the share of the peak, not "
+        "those that are computed again",
+        STEPS,
+        "compile_s",
+        "setting",
+        (
+            Column("remat", "remat", ""),
+            Column("examples", "batch", ""),
+            Column("seconds", "step_s", ".3f"),
+            Column("of the peak", "utilisation", ".1%"),
+            Column("compiled in, s", "compile_s", ".1f"),
+            gib("peak, GiB", "peak_bytes"),
+            gib("compiler, GiB", "compiled_bytes"),
+            gib("`pipejax plan`, GiB", "estimate_bytes"),
+        ),
+    ),
+    Table(
+        "Errors of attention beside float32: the norm of the difference, divided by the norm",
+        ("attention",),
+        "xla_error",
+        "attention",
+        (
+            Column("array", "array", ""),
+            Column("in blocks, bfloat16", "blocks_error", ".4f"),
+            Column("XLA, bfloat16", "xla_error", ".4f"),
+        ),
+    ),
+    Table(
+        "Attention of a layer with dropout, six examples: the output, and the output with all gradients",
+        ("attention",),
+        "forward_s",
+        "attention",
+        (
+            Column("output, ms", "forward_s", ".3f", 1e3),
+            Column("with gradients, ms", "both_s", ".3f", 1e3),
+            Column("ps for each score", "ps", ".3f"),
+        ),
+    ),
+    Table(
+        "Decoding of one source of 512 tokens by T5-Base in bfloat16. A decode takes its fixed time and the time of "
+        "its steps. Equal tokens are those of the first line with as many queries; a loop of the host is outside the "
+        "CUDA graphs. The profiler measures the time in kernels",
+        DECODES,
+        "step_s",
+        "decoder",
+        (
+            Column("ms a step", "step_s", ".3f", 1e3),
+            Column("ms fixed", "fixed_s", ".2f", 1e3),
+            Column("in kernels, ms a step", "kernels_s", ".3f", 1e3),
+            Column("equal tokens", "equal", ".0%"),
+            Column("loops of the host", "host_loops", ""),
+            Column("failed", "failed", ""),
+        ),
+    ),
+    Table(
+        "Kernels compared with XLA's",
+        ("attention", "launch", "agreement"),
+        "agrees",
+        "compared",
+        (Column("agrees", "agrees", ""), Column("difference", "apart", ".3g"), Column("XLA's own", "apart_xla", ".3g")),
+    ),
+)
 
 
 def short(summary: dict[str, Any]) -> list[str]:
-    """What ran, failed or was cut off, a line each."""
-    wheels, lines = summary["wheels"], [where(summary)]
-    if wheels["installed"]:
-        lines.append(f"installed from wheels: {', '.join(wheels['installed'])}")
-    lines += [f"not installed: {failure}" for failure in wheels["failures"]]
+    """How each part ended, a line each."""
+    lines = [f"installed from wheels: {name}" for name in summary["wheels"]["installed"]]
+    lines += [f"not installed: {failure}" for failure in summary["wheels"]["failures"]]
     for part in summary["parts"]:
-        took = f"{part['seconds']:6.1f} s of {part['limit']:.0f}" if "seconds" in part else ""
-        lines.append(f"{part['name']:<15}{part['status']:<12}{took}")
+        times = (
+            f"{part['seconds']:6.1f} s, {part['device_s']:5.1f} s of them on the device" if "seconds" in part else ""
+        )
+        lines.append(f"{part['name']:<14}{part['status']:<13}{times}".rstrip())
     return lines
 
 
 def where(summary: dict[str, Any]) -> str:
-    """The device, the versions and the day."""
+    """The device, the versions, the day and the time of the run."""
     if summary["rehearsal"]:
-        return "A rehearsal on a CPU with a tiny model: its figures mean nothing."
-    device = summary["device"]
+        return "A rehearsal on a CPU with tiny sizes: its figures mean nothing."
+    device = device_of(summary)
     memory = f" with {device['memory'] / GIB:.0f} GiB for JAX" if device.get("memory") else ""
     versions = ", ".join(f"{name} {version}" for name, version in device.get("versions", {}).items())
-    return f"{device['kind']}{memory}; {versions}; {time.strftime('%Y-%m-%d', time.gmtime(summary['began']))}."
+    day = time.strftime("%Y-%m-%d", time.gmtime(summary["began"]))
+    cache = "with programs in the cache" if summary["cache_filled"] else "with an empty cache of compiled programs"
+    return f"{device['kind']}{memory}; {versions}; {day}, {summary.get('seconds', summary['limit']):.0f} s, {cache}."
+
+
+def device_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """The device that the parts found."""
+    return next((part["device"] for part in summary["parts"] if "device" in part), {"platform": None, "kind": "none"})
 
 
 def page(summary: dict[str, Any] | None) -> list[str]:
-    """The lines of the section, in Markdown; None: nobody has run it."""
+    """The lines of the section in Markdown; None: there are no results."""
     if summary is None:
-        said = "Nobody has run this on a GPU yet. Whoever is lent one runs this first; it takes eight minutes:"
-        return [said, "", "```text", COMMAND, "```"]
-    lines = [where(summary)]
-    for part in summary["parts"]:
-        results = part.get("results")
-        if part["status"] != "done":
-            why = "" if results else last_line(part.get("said", ""))
-            more = "; what it found is here" if results else f": `{why}`" if why else ""
-            lines += ["", f"**{part['about']}: {part['status']}**{more}."]
-        if results:
-            lines += ["", *TABLES[part["name"]](results)]
+        return ["This table has not been measured on a GPU yet."]
+    lines, parts = [where(summary)], {part["name"]: part for part in summary["parts"]}
+    for each in TABLES:
+        rows = [r for name in each.parts for r in results(parts, name) if each.has in r]
+        if rows:
+            lines += ["", f"{each.title}:", "", *table(each, rows)]
+    for name, part in parts.items():
+        for r in part["results"]:
+            if "profile" in r and name in ("train", "attention", "decode"):
+                lines += kernels(r) if "XLA" not in r["name"] else []
+    lines += notes(parts.values())
     return lines
+
+
+def results(parts: dict[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The results of a part, and figures that follow from them."""
+    found = parts.get(name, {"results": []})["results"]
+    return [r | ({"ps": 1e12 * r["both_s"] / r["scores"]} if "scores" in r else {}) for r in found]
+
+
+def table(which: Table, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """In Markdown; columns without a figure are left out, and times that compilers disturbed have an asterisk."""
+    columns = [column for column in which.columns if any(r.get(column.key) is not None for r in rows)]
+
+    def cell(column: Column, value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if value is None or isinstance(value, str):
+            return value or ""
+        return format(value * column.scale if column.form else value, column.form)
+
+    lines = [[r["name"] + ("*" if r.get("compiling") else ""), *(cell(x, r.get(x.key)) for x in columns)] for r in rows]
+    head = [which.first, *(column.head for column in columns)]
+    text = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] + ["--:"] * len(columns), *lines)]
+    disturbed = ["", "\\* Other parts compiled on the same machine at that time."]
+    return text + (disturbed if any(r.get("compiling") for r in rows) else [])
+
+
+def kernels(result: dict[str, Any]) -> list[str]:
+    """The kernels that take most of a call."""
+    found = result["profile"]
+    title = f"{result['name']}: {1e3 * found['seconds']:.2f} ms, {found['kernels']:,} kernels that take "
+    lines = ["", f"{title}{1e3 * found['busy_s']:.2f} ms:", "", "| kernel | starts | ms |", "| --- | --: | --: |"]
+    shown = ((x["name"].replace("|", "/"), x["count"], 1e3 * x["seconds"]) for x in found["most"][:KERNELS])
+    return lines + [f"| `{name}` | {count:,} | {ms:.2f} |" for name, count, ms in shown]
+
+
+def notes(parts: Iterable[dict[str, Any]]) -> list[str]:
+    """What failed, was cut off or was skipped, a line each."""
+    lines = []
+    for part in parts:
+        lines += [f"- {part['about']}, {r['name']}: `{plain(r['error'])}`." for r in part["results"] if "error" in r]
+        why = part.get("cut") or part.get("skipped")
+        if part["status"] == "failed" and not any("error" in r for r in part["results"]):
+            why = f"`{last_line(part['log'])}`"
+        if why or part["status"] == "not started":
+            lines.append(f"- {part['about']}: {part['status']}{f', {why}' if why else ''}.")
+    return ["", "Not measured, or not completely:", "", *lines] if lines else []
+
+
+def plain(text: str) -> str:
+    """Text that fits between backticks in a line."""
+    return text.replace("`", "'").replace("\n", " ")[:300]
 
 
 def last_line(text: str) -> str:
-    """Of what a part said, fit for a line of Markdown."""
+    """The last line of a log that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].replace("`", "'")[:200] if lines else ""
+    return plain(lines[-1]) if lines else "nothing"
 
 
-def name_of(result: dict[str, Any]) -> str:
-    """A system in words; of ours also whose kernels computed it, which need not be those that were asked for."""
-    name = SYSTEMS.get(result["system"].removesuffix("-xla"), result["system"])
-    if result["system"].endswith("-xla") or result.get("kernels") == "Xla":
-        return f"{name}, XLA's kernels"
-    return name
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    if len(argv) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        summary = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+        lines = page(summary)
+        if summary["rehearsal"] or device_of(summary)["platform"] != "gpu":
+            found = "a rehearsal" if summary["rehearsal"] else f"a run on {device_of(summary)['kind']}"
+            print(f"error: {argv[0]}: found {found}; expected a run on a GPU", file=sys.stderr)
+            return 2
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"error: {argv[0]}: found no summary of lab/benchmarks/gpu.sh ({error})", file=sys.stderr)
+        return 2
+    RESULTS.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    print("\n".join([*lines, "", f"{RESULTS} is written; docs/gpu.md shows it"]))
+    return 0
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int) -> list[str]:
-    """In Markdown; the first `words` columns hold words, the others figures."""
-    line = ["---"] * words + ["--:"] * (len(head) - words)
-    return [f"| {' | '.join(cells)} |" for cells in (head, line, *rows)]
-
-
-def kernels(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.agreement`."""
-    lines = [f"Own kernels {'agree' if found['agrees'] else '**do not agree**'} with XLA:", ""]
-    rows = []
-    for result in found["results"]:
-        figures = [f"{key.replace('_', ' ')} {value:.3g}" for key, value in result.items() if isinstance(value, float)]
-        said = result.get("error") or ", ".join(figures)
-        agrees = {True: "yes", False: "**no**", None: "not compared"}[result["agrees"]]
-        rows.append((result["name"], agrees, said.replace("|", "/")))
-    return lines + table(("compared", "agrees", "found"), rows, words=3)
-
-
-def decode(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.decode`; x is how many times as long as the first system of the same answers."""
-    rows, before, first = [], None, None
-    for r in found["results"]:
-        group = r["batch"], r["pattern"]
-        first = r if group != before else first
-        assert first is not None
-        cells = (
-            *((str(r["batch"]), r["pattern"]) if group != before else ("", "")),
-            name_of(r),
-            str(r["steps"]),
-            f"{1e3 * r['decode_s'] / r['steps']:.3f}",
-            f"{1e3 * r['encode_s']:.2f}",
-            f"{1e3 * r['decode_s']:.2f}",
-            f"{r['decode_s'] / first['decode_s']:.2f}",
-            f"{(r['decode_s'] + r['encode_s']) / (first['decode_s'] + first['encode_s']):.2f}",
-        )
-        rows.append(cells)
-        before = group
-    head = ("batch", "answer", "system", "steps", "ms a step", "encoder, ms", "decoder, ms", "x, decoding", "x, both")
-    title = f"T5-{found['model'].capitalize()}, {found['dtype']}, a source of {found['source']} tokens:"
-    lines = [title, "", *table(head, rows, words=3)]
-    for failure in found["failures"]:
-        place = ", ".join(str(failure[key]) for key in ("batch", "pattern") if key in failure)
-        lines += ["", f"Failed: {name_of(failure)} ({place or 'when it was loaded'}): `{last_line(failure['error'])}`."]
-    return lines
-
-
-def buffers(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.buffers`."""
-    rows = [
-        (
-            SETTINGS.get(r["setting"], r["setting"]),
-            f"`{r['flags']}`" if r["flags"] else "",
-            name_of(r),
-            f"{1e3 * r['decode_s'] / r['steps']:.3f}",
-            f"{1e3 * r['decode_s']:.2f}",
-        )
-        for r in found["results"]
-    ]
-    head = ("command buffers", "XLA_FLAGS", "system", "ms a step", "decoder, ms")
-    refused = [f"`{t['flags']}`" for t in found["tried"] if not t["taken"]]
-    more = ["", f"Refused, or failed: {', '.join(refused)}."] if refused else []
-    return ["The decoding loop in CUDA's command buffers:", "", *table(head, rows, words=3), *more]
-
-
-def train(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.steps`, and of `lab.benchmarks.peers.training`, which knows less."""
-
-    def gib(size: float | None) -> str:
-        return "" if size is None else f"{size / GIB:.2f}"
-
-    rows = [
-        (
-            r.get("system", "pipejax"),
-            r["model"],
-            f"{r['dtype']}, batch {r['batch']}, {r['source']} + {r['slots']} tokens, "
-            f"remat {r['remat']}, accumulate {r['accumulate']}",
-            f"{r['step_s']:.3f}",
-            "" if r["utilisation"] is None else f"{r['utilisation']:.1%}",
-            *(f"{r[key]:.1f}" if key in r else "" for key in ("compile_s", "cached_s")),
-            *(gib(r.get(f"{which}_bytes")) for which in ("peak", "compiled", "estimate")),
-        )
-        for r in found["results"]
-    ]
-    times = ("seconds", "utilisation", "compiling, s", "from the cache, s")
-    head = ("system", "model", "a step", *times, "peak, GiB", "compiler, GiB", "plan, GiB")
-    lines = ["A training step, and its memory as measured, by the compiler and by `pipejax plan`:", ""]
-    lines += table(head, rows, words=3)
-    for failure in found["failures"]:
-        of = ", ".join(str(failure[key]) for key in ("system", "model", "source") if key in failure)
-        lines += ["", f"Failed: {of}: `{last_line(failure['error'])}`."]
-    return lines
-
-
-def profile(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.profile`, with the three kernels that take most."""
-    rows = []
-    for r in found["results"]:
-        waits = max(r["seconds"] - r["busy_s"], 0.0)
-        most = ", ".join(f"{100 * each['seconds'] / r['seconds']:.0f}% {each['name'][:32]}" for each in r["most"][:3])
-        figures = [f"{1e3 * seconds:.2f}" for seconds in (r["seconds"], r["busy_s"], waits)]
-        rows.append((r["name"], most.replace("|", "/"), *figures, str(r["kernels"]), str(r["gaps"])))
-    head = ("work", "most of it", "ms", "in kernels", "waiting", "kernels", "gaps of 10 us")
-    lines = ["Kernels and waiting, by JAX's profiler:", "", *table(head, rows, words=2)]
-    return lines + [f"\nFailed: {f['name']}: `{last_line(f['error'])}`." for f in found["failures"]]
-
-
-def graph(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.graph`."""
-    rows = [(r["model"], str(r["queries"]), f"{1e3 * r['step_s']:.3f}") for r in found["results"]]
-    lines = [f"A step by hand in PyTorch {found['torch']}, in a CUDA graph, a source of {found['source']} tokens:", ""]
-    return lines + table(("model", "queries", "ms a step"), rows, words=1)
-
-
-def tests(found: dict[str, Any]) -> list[str]:
-    """Of `lab.benchmarks.suite`."""
-    outcomes = [r["outcome"] for r in found["results"]]
-    counts = ", ".join(f"{outcomes.count(x)} {x}" for x in ("passed", "failed", "skipped") if x in outcomes)
-    lines = [f"Tests of the suite on this device: {counts or 'none'}."]
-    return lines + [f"- `{r['name']}` failed" for r in found["results"] if r["outcome"] == "failed"]
-
-
-TABLES = {
-    "kernels": kernels,
-    **dict.fromkeys(("decode", "compiled", "large"), decode),
-    **dict.fromkeys(("train", "auto", "models", "lengths", "train-peers", "models-peers", "lengths-peers"), train),
-    "buffers": buffers,
-    "profile": profile,
-    "graph": graph,
-    "tests": tests,
-}
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

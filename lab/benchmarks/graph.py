@@ -1,57 +1,18 @@
 """A decoding step of T5 that is written by hand in PyTorch and captured in a CUDA graph: the peer to beat on a GPU.
 
-    python -m lab.benchmarks.graph --models base --source 512 --queries 1,9,20 --json OUT
-
 One example of T5 v1.0. A step embeds its queries, writes their keys and values into the cache, attends with PyTorch's
-fused kernel, and takes the likeliest tokens, which are the next step's queries. Replays wait for nobody, and are timed
-together. No encoder, no end of an answer, no rows. Without a GPU the same step is called, and not captured.
+fused kernel, and takes the likeliest tokens, which are the next step's queries. The host replays the steps of an answer
+without waiting, so they are timed together. There is no encoder, no end of an answer and no choice of rows. Without a
+GPU the same step is called, and not captured.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from lab.benchmarks.decode import whole_numbers
-from lab.benchmarks.systems import SIZES, names_of, random_params, save
 from pipejax.config import T5Config
-from pipejax.system import cli
-
-SLOTS = 256  # of the cache, at the least
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints a line for each number of queries, writes JSON after each."""
-    parser = cli.Parser(prog="python -m lab.benchmarks.graph", description=__doc__)
-    parser.add_argument("--models", default="base", metavar="NAME,...", help=f"of {', '.join(SIZES)} (base)")
-    parser.add_argument(
-        "--source", type=cli.whole_number(1), default=512, metavar="L", help="tokens of the source (512)"
-    )
-    parser.add_argument("--queries", default="1,9,20", metavar="N,...", help="of a step (1,9,20)")
-    parser.add_argument("--steps", type=cli.whole_number(1), default=22, metavar="N", help="of an answer (22)")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
-    flags = parser.parse_args(argv)
-    cli.check_output_file("--json", flags.json)
-    names, counts = names_of("--models", flags.models, SIZES), whole_numbers("--queries", flags.queries)
-    jax.config.update("jax_platforms", "cpu")  # the GPU's memory is PyTorch's
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else device}
-    found |= {"source": flags.source, "torch": torch.__version__, "results": [], "failures": []}
-    found["command"] = "python -m lab.benchmarks.graph " + " ".join(argv)
-    for name in names:
-        params = random_params(SIZES[name])
-        for queries in counts:
-            step = Step(SIZES[name], params, queries, flags.source, max(SLOTS, queries * flags.steps), device=device)
-            seconds = measured(step, flags.steps)
-            found["results"].append({"model": name, "queries": queries, "steps": flags.steps, "step_s": seconds})
-            print(f"{name}, {queries} queries: {1e3 * seconds:.3f} ms a step", flush=True)
-            if flags.json:
-                save(flags.json, found)
-    return 0
 
 
 def measured(step: "Step", steps: int, rounds: int = 5) -> float:
@@ -191,7 +152,3 @@ class Step:
         """Until the device has done all."""
         if self.device == "cuda":
             self.torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -5,6 +5,7 @@
 The other machine has JAX, Flax, Optax, Orbax, PyTorch and transformers, and whatever they bring. Standard library only.
 """
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -48,40 +49,48 @@ def collect(directory: Path, python: str = PYTHON) -> int:
     return size
 
 
-def install(directory: Path, site: Path, *, names: Sequence[str] = NAMES, anyway: bool = False) -> dict[str, Any]:
+def install(directory: Path, site: Path, *, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Installs what this Python lacks into an emptied directory for PYTHONPATH; returns what, and what failed.
 
-    pip decides what is lacking: it knows what is there, in which version, and what fits this machine.
+    pip decides which libraries a missing one needs: it knows what is there, in which version, and what fits this
+    machine.
 
     Args:
       directory: of the wheels.
       site: where to install.
       names: of libraries; what these ask for is installed as well.
-      anyway: install the libraries of these names even if they are there.
     """
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
     found: dict[str, Any] = {"installed": [], "failures": []}
-    if not directory.is_dir():
+    names = [name for name in names if not _is_installed(name)]
+    if names and not directory.is_dir():
         found["failures"].append(f"no wheels in {directory}: make gpu-wheels collects them where there is a network")
         return found
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     pip += [f"--find-links={directory}"]
     wanted: dict[str, str] = {}
     for name in names:
-        for options in ([], ["--ignore-installed", "--no-deps"])[: 1 + anyway]:
-            done = _run([*pip, *options, "--dry-run", "--report=-", name])
-            if done.returncode:
-                found["failures"].append(f"{name}: {_last(done.stderr)}")
-                break
-            for each in json.loads(done.stdout)["install"]:
-                wanted[each["metadata"]["name"]] = each["download_info"]["url"]
+        done = _run([*pip, "--dry-run", "--report=-", name])
+        if done.returncode:
+            found["failures"].append(f"{name}: {_last(done.stderr)}")
+            continue
+        for each in json.loads(done.stdout)["install"]:
+            wanted[each["metadata"]["name"]] = each["download_info"]["url"]
     if wanted:
         done = _run([*pip, "--no-deps", "--no-compile", f"--target={site}", *wanted.values()])
         found["installed" if not done.returncode else "failures"] += sorted(wanted)
         if done.returncode:
             found["failures"].append(_last(done.stderr))
     return found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":

@@ -1,10 +1,13 @@
-"""lab/benchmarks/gpu.sh: a failed part does not stop others, results are saved at once, and the tables show them."""
+"""lab/benchmarks/gpu.sh: parts share a device, results are saved at once, the end is in time, and tables show them."""
 
+import copy
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -17,8 +20,6 @@ from jax.profiler import ProfileData
 
 from lab.benchmarks import (
     agreement,
-    buffers,
-    decode,
     gpu,
     gpu_tables,
     graph,
@@ -40,127 +41,140 @@ from pipejax.training.step import check_batch
 from support import oracle
 from support.tiny import IN_BLOCKS
 
-ROOT = Path(gpu.__file__).resolve().parents[2]
-WRITES = "import json, sys; json.dump({found}, open(sys.argv[1], 'w')); "
+ROOT = gpu.ROOT
+BEGIN = "import os, sys, time; from lab.benchmarks.gpu import Channel; c = Channel(int(sys.argv[1]))\n"
+TURN = """
+with c.turn() as others:
+    begun = time.time()
+    time.sleep({held})
+    c.send(results=[{{'name': {name!r}, 'begun': begun, 'ended': time.time(), 'compiling': others}}])
+"""
 
 
-def part(name, seconds, code, found="None"):
-    return Part(name, seconds, f"about {name}", ("-c", WRITES.format(found=found) + code, "{json}"))
+def run(codes, *, seconds=60.0, at_once=9):
+    """Returns the records of parts with this code, and all that was saved. Parts named "...quiet" are quiet."""
+    parts = [Part(name, 1.5, f"about {name}", quiet=name.endswith("quiet")) for name in codes]
+    saved = []
+    found = gpu.run(
+        parts,
+        lambda records: saved.append(copy.deepcopy(records)),
+        lambda part: ("-c", BEGIN + codes[part.name]),
+        dict(os.environ),
+        seconds=seconds,
+        at_once=at_once,
+    )
+    assert saved[-1] == found
+    return {record["name"]: record for record in found}, saved
 
 
-def start():
-    return {"rehearsal": False, "began": time.time(), "device": {}, "wheels": {"installed": [], "failures": []}}
-
-
-# The runner.
+# The run.
 
 
 @pytest.mark.slow
-def test_a_broken_part_stops_no_other(tmp_path):
-    """One hangs, with a child of its own; one fails; one writes nothing that can be read; each leaves what it wrote."""
-    child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
-    table = [
-        part("hangs", 2.5, child, "[1]"),
-        part("fails", 60, "sys.exit('no such luck')", "[2]"),
-        Part("silent", 0, "about silent", ("-c", "import sys; open(sys.argv[1], 'w').write('[3')", "{json}")),
-        part("well", 0, "print('fine')", "[4]"),
-    ]
-    summary = start()
-    assert not gpu.run(table, tmp_path, summary, dict(os.environ))
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert found == summary
-    records = {record["name"]: record for record in found["parts"]}
-    assert {name: (r["status"], r["code"], r["results"]) for name, r in records.items()} == {
-        "hangs": ("timed out", None, [1]),
-        "fails": ("failed", 1, [2]),
-        "silent": ("done", 0, None),
-        "well": ("done", 0, [4]),
+def test_parts_measure_one_after_the_other_and_quiet_ones_when_none_compiles():
+    """The quiet part is worth most and asks first, but has its turn when the slow compiler has finished."""
+    turns = {name: TURN.format(held=0.3, name=name) for name in ("quiet", "first", "second")}
+    codes = {name: "time.sleep(0.2)" + turns[name] * 2 for name in ("quiet", "first")}
+    codes["second"] = "time.sleep(2)" + turns["second"]
+    found, _ = run(codes)
+    assert {record["status"] for record in found.values()} == {"done"}
+    every = sorted((r for record in found.values() for r in record["results"]), key=lambda r: r["begun"])
+    assert [r["name"] for r in every][:2] == ["first", "first"] and len(every) == 5
+    assert all(before["ended"] <= after["begun"] for before, after in itertools.pairwise(every))
+    assert {r["compiling"] for r in every if r["name"] == "quiet"} == {0}
+    assert every[0]["compiling"] >= 1  # "second" still compiled
+
+
+@pytest.mark.slow
+def test_the_worthier_part_has_the_next_turn(tmp_path):
+    """Both ask while another part holds the device, and the less worthy one asks first."""
+    go = str(tmp_path / "go")
+    waits = f"while not os.path.exists({go!r}): time.sleep(0.01)\n"
+    holds = f"open({go!r}, 'w'); time.sleep(1)"
+    codes = {
+        "worthy": f"{waits}time.sleep(0.3){TURN.format(held=0.1, name='worthy')}",
+        "holds": TURN.format(held=0.1, name="holds").replace("time.sleep(0.1)", holds),
+        "less": waits + TURN.format(held=0.1, name="less"),
     }
-    assert records["fails"]["said"] == "no such luck\n" and records["well"]["said"] == "fine\n"
-    assert 50 < records["well"]["limit"] < 60 < records["fails"]["limit"] + 0.5  # what others left over
-    stat = Path(f"/proc/{records['hangs']['said'].strip()}/stat")
+    found, _ = run(codes)
+    begun = {name: record["results"][0]["begun"] for name, record in found.items()}
+    assert begun["holds"] < begun["worthy"] < begun["less"]
+
+
+@pytest.mark.slow
+def test_every_way_to_end_leaves_what_was_found():
+    child = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    sends = "c.send(results=[{'name': 'before', 'x': 1}])\n"
+    codes = {
+        "holds": sends + "with c.turn(): time.sleep(60)",
+        "fails": sends + "sys.exit('no such luck')",
+        "partly": sends + "c.send(results=[{'name': 'a', 'error': 'MemoryError'}])",
+        "skips": "c.send(skipped='PyTorch is not installed')",
+        "hangs": sends + child,
+    }
+    began = time.time()
+    found, saved = run(codes, seconds=5, at_once=4)
+    assert time.time() - began < 5 + gpu.ENDING
+    assert {name: record["status"] for name, record in found.items()} == {
+        "holds": "cut off",
+        "fails": "failed",
+        "partly": "failed",
+        "skips": "skipped",
+        "hangs": "cut off",
+    }
+    assert found["holds"]["cut"] == "its 2 s on the device are over"
+    assert found["hangs"]["cut"] == "the time of the run was over while it was compiling"
+    assert all(record["results"] for name, record in found.items() if name != "skips")
+    assert found["fails"]["log"].strip() == "no such luck"
+    stat = Path(f"/proc/{found['hangs']['log'].strip()}/stat")
     assert not stat.exists() or " Z " in stat.read_text()
-    lines = gpu_tables.short(summary | {"device": {"kind": "NVIDIA H200"}})
-    assert [line.split()[:2] for line in lines[1:]] == [
-        ["hangs", "timed"],
-        ["fails", "failed"],
-        ["silent", "done"],
-        ["well", "done"],
-    ]
+    # What was found was saved while the parts ran.
+    running = [record for records in saved for record in records if record["status"] == "running" and record["results"]]
+    assert {record["name"] for record in running} >= {"holds", "hangs"}
+    text = "\n".join(gpu_tables.notes(found.values()))
+    assert "about fails: failed, `no such luck`" in text and "about partly, a: `MemoryError`" in text
+    assert "about skips: skipped, PyTorch is not installed" in text and "about holds: cut off, its 2 s" in text
 
 
-def test_requested_parts_share_the_total_time(capsys):
-    every = gpu.parts()
-    few = gpu.only(every, ["kernels", "train"])
-    assert [part.name for part in few] == ["train", "kernels"]
-    assert sum(part.seconds for part in few) == pytest.approx(sum(part.seconds for part in every))
+@pytest.mark.slow
+def test_parts_that_never_started_are_named():
+    found, _ = run({"a": "time.sleep(60)", "b": ""}, seconds=1, at_once=1)
+    assert found["b"]["status"] == "not started"
+    assert "- about b: not started." in gpu_tables.notes(found.values())
+
+
+def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
-        gpu.main(["--parts", "kernels,trian"])
+        gpu.main(["--parts", "decode,trian"])
     assert ended.value.code == 2
-    assert "found 'trian'; expected some of train, train-peers," in capsys.readouterr().err
+    assert "found 'trian'; expected some of train, attention," in capsys.readouterr().err
 
 
-def test_results_so_far_survive_the_end_of_the_process(tmp_path, monkeypatch):
-    before = signal.signal(signal.SIGTERM, gpu.interrupted)
-    try:
-        ends = part("ends", 60, "import os, time; os.kill(os.getppid(), 15); time.sleep(60)", "[2]")
-        with pytest.raises(KeyboardInterrupt):
-            gpu.run([part("well", 60, "", "[1]"), ends, part("never", 60, "")], tmp_path, start(), dict(os.environ))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    found = json.loads((tmp_path / "summary.json").read_text())["parts"]
-    assert [(r["name"], r["status"], r.get("results")) for r in found] == [
-        ("well", "done", [1]),
-        ("ends", "cut off", None),
-    ]
-    assert json.loads((tmp_path / "ends.json").read_text()) == [2]
-
-
-def test_there_must_be_a_gpu_or_a_rehearsal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "environment", lambda site, rehearse: ({}, {"installed": [], "failures": ["no wheels"]}))
-    monkeypatch.setattr(gpu, "look", lambda variables: {"platform": "cpu", "kind": "cpu"})
-    monkeypatch.setattr(gpu, "parts", lambda **options: [part("kernels", 60, "sys.exit(3)")])
-    assert gpu.main([str(tmp_path / "a")]) == 2
-    assert "found no GPU (JAX on cpu)" in capsys.readouterr().err
+@pytest.mark.slow
+def test_there_must_be_a_gpu_or_a_rehearsal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PIPEJAX_CACHE", str(tmp_path / "cache"))
     before = signal.getsignal(signal.SIGTERM)
-    assert gpu.main([str(tmp_path / "a"), "--rehearse"]) == 1
+    code = gpu.main([str(tmp_path / "out"), "--parts", "train"])
     signal.signal(signal.SIGTERM, before)
-    said = capsys.readouterr().out
-    assert said.startswith("A rehearsal") and "not installed: no wheels" in said and "about kernels: failed" in said
+    assert code == 2
+    assert "error: found no GPU (JAX on cpu); expected one, or --rehearse" in capsys.readouterr().err
 
 
-def test_programs_accept_all_flags_in_the_table(monkeypatch):
-    """On a GPU there is no time for a flag that is spelt wrong. Each program stops where its work begins."""
-
-    class Begun(BaseException):
-        pass
-
-    def begin(*given, **options):
-        raise Begun
-
-    mains = {"agreement": agreement.main, "decode": decode.main, "steps": steps.main, "suite": suite.main}
-    mains |= {"peers.training": training.main, "profile": profile.main, "graph": graph.main}
-    monkeypatch.setattr(training, "measured", begin)
-    monkeypatch.setattr(profile, "look", begin)
-    monkeypatch.setattr(graph, "random_params", begin)
-    monkeypatch.setattr(agreement, "trial", begin)
-    monkeypatch.setattr(decode, "random_params", begin)
-    monkeypatch.setattr(decode, "use_threads", lambda count: None)
-    monkeypatch.setattr(pytest, "main", begin)
-    monkeypatch.setattr(steps, "measured", begin)
-    for rehearse in (False, True):
-        table = gpu.parts(rehearse=rehearse, threads=16)
-        assert sum(part.seconds for part in table) == (960 if rehearse else 480)
-        assert len({part.name for part in table}) == len(table) == len(gpu_tables.TABLES)
-        for each in table:
-            assert each.name in gpu_tables.TABLES and each.command[0] == "-m"
-            module, arguments = each.command[1].removeprefix("lab.benchmarks."), list(each.command[2:])
-            assert arguments[arguments.index("--json") + 1] == "{json}"
-            if module == "buffers":
-                module, arguments = "decode", arguments[arguments.index("--") + 1 :]
-            with monkeypatch.context() as patch, pytest.raises(Begun):
-                patch.setattr(os, "environ", os.environ.copy())
-                mains[module]([x.replace("{json}", "out.json") for x in arguments])
+@pytest.mark.slow
+def test_results_so_far_survive_the_end_of_the_process(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from lab.benchmarks import gpu; folder = Path(sys.argv[1])\n"
+        "gpu.signal.signal(gpu.signal.SIGTERM, gpu.interrupted)\n"
+        f"begin = {BEGIN!r}\n"
+        "ends = begin + \"c.send(results=[{'name': 'a'}]); time.sleep(1); os.kill(os.getppid(), 15); time.sleep(60)\"\n"
+        "gpu.run([gpu.Part('a', 9, '')], lambda records: gpu.write(folder, {'parts': records}),\n"
+        "        lambda part: ('-c', ends),\n"
+        "        dict(gpu.os.environ), seconds=60, at_once=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode != 0
+    (record,) = json.loads((tmp_path / "summary.json").read_text())["parts"]
+    assert record["results"] == [{"name": "a"}] and record["status"] == "cut off"
 
 
 @pytest.mark.parametrize("arguments", [[], ["there"], ["--rehearse", "there"]])
@@ -173,6 +187,38 @@ def test_the_script_hands_its_arguments_on(arguments):
         check=True,
     )
     assert done.stdout.split() == ["-m", "lab.benchmarks.gpu", *arguments]
+
+
+@pytest.mark.long
+def test_the_whole_run_is_rehearsed(tmp_path, capsys):
+    """All parts on this CPU, their figures where the machine does not matter, and all tables."""
+    environment = os.environ | {"PIPEJAX_CACHE": str(tmp_path / "cache"), "PYTHON": sys.executable}
+    done = subprocess.run(
+        [ROOT / "lab" / "benchmarks" / "gpu.sh", "--rehearse", "--seconds", "1500", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    parts = {part["name"]: part for part in summary["parts"]}
+    assert [*parts] == [part.name for part in gpu.PARTS]
+    broken = {name: (part["status"], part["log"][-500:], part["results"]) for name, part in parts.items()}
+    assert done.returncode == 0, {name: x for name, x in broken.items() if x[0] != "done"}
+    assert done.stdout.startswith(("not installed", "train")) and "A rehearsal" in done.stdout
+    attention = parts["attention"]["results"]
+    errors = [r for r in attention if "xla_error" in r]
+    assert len(errors) == 14 and all(r["blocks_error"] < 0.02 for r in errors)
+    decodes = [r for name in ("decode", "launch") for r in parts[name]["results"] if "equal" in r]
+    assert len(decodes) >= 4 and all(r["equal"] == 1 for r in decodes)
+    assert all(r["agrees"] for part in parts.values() for r in part["results"] if "agrees" in r)
+    assert [r["name"] for r in parts["train"]["results"]] == [
+        "T5-Base, 32 tokens",
+        "T5-Base, 32 tokens, from the cache",
+    ]
+    assert all(f"{table.title}:" in done.stdout for table in gpu_tables.TABLES)
+    assert gpu_tables.main([str(tmp_path / "summary.json")]) == 2
+    assert "found a rehearsal; expected a run on a GPU" in capsys.readouterr().err
 
 
 # The wheels.
@@ -198,7 +244,7 @@ def test_only_missing_wheels_are_installed(tmp_path):
     assert found["installed"] == ["pipejax_lacks_that", "pipejax_lacks_this"]
     assert len(found["failures"]) == 1 and found["failures"][0].startswith("pipejax-knows-not: ")
     assert sorted(path.name for path in site.glob("*.py")) == ["pipejax_lacks_that.py", "pipejax_lacks_this.py"]
-    found = wheels.install(tmp_path / "absent", site)
+    found = wheels.install(tmp_path / "absent", site, names=names)
     assert found["installed"] == [] and "make gpu-wheels" in found["failures"][0] and not any(site.iterdir())
 
 
@@ -227,31 +273,6 @@ def test_a_system_that_fails_is_left_out():
         systems.interleaved([Fake("a", 0)], np.zeros((1, 1)), [[1]], 2, lambda: None)
 
 
-@pytest.mark.parametrize("taken, code", [(lambda flags: "+WHILE" not in flags, 0), (lambda flags: not flags, 1)])
-def test_first_accepted_spelling_of_a_flag_is_measured(taken, code, tmp_path, monkeypatch):
-    seen = []
-
-    def measured(flags, arguments):
-        seen.append(flags)
-        assert arguments == ["--model", "tiny"]
-        return ("", [{"system": "a", "steps": 2}]) if taken(flags) else ("error: unknown flag", [])
-
-    monkeypatch.setattr(buffers, "measured", measured)
-    assert buffers.main(["--json", str(tmp_path / "out.json"), "--", "--model", "tiny"]) == code
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert [t["flags"] for t in found["tried"]] == seen and seen[
-        0
-    ] == "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"
-    assert {r["setting"] for r in found["results"]} == ({"kernels"} if code else {*buffers.SETTINGS})
-    assert len(seen) == (5 if code else 4)
-
-
-@pytest.mark.slow
-def test_xla_refuses_unknown_flags() -> None:
-    said, results = buffers.measured("--xla_gpu_enable_command_buffer=+NONSENSE", ["--model", "tiny"])
-    assert said.startswith("error: XLA_FLAGS") and results == []
-
-
 @dataclasses.dataclass(frozen=True)
 class Wrong(Xla):
     """Another epsilon in every norm."""
@@ -271,25 +292,6 @@ def test_wrong_kernels_are_found(backend, agrees):
         assert found["agrees"] == agrees
     assert (found["apart"] == 0) == agrees  # the last is float32
     assert four.tokens("float32", source, strategy)["equal"] <= 1
-
-
-@pytest.mark.parametrize("broken, code", [("float32", 0), ("bfloat16", 1)])
-def test_kernels_that_decoding_does_not_use_need_not_fit(broken, code, tmp_path, monkeypatch):
-    def compared(self, dtype, *given):
-        if dtype == broken:
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-        return {"agrees": True}
-
-    monkeypatch.setattr(agreement.compile_cache, "use_cache", lambda: None)
-    monkeypatch.setattr(agreement, "trial", lambda queries, interpret: {"agrees": True, "apart": 0.0})
-    monkeypatch.setattr(agreement.Four, "__init__", lambda self, *given: None)
-    monkeypatch.setattr(agreement.Four, "outputs", compared)
-    monkeypatch.setattr(agreement.Four, "tokens", compared)
-    assert agreement.main(["--model", "tiny", "--json", str(tmp_path / "out.json")]) == code
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["agrees"] == (not code)
-    assert {r["agrees"] for r in found["results"] if "error" in r} == {False if code else None}
-    assert len(found["results"]) == 3 + 2 * 2 * 2 * 2
 
 
 @pytest.mark.long
@@ -345,123 +347,52 @@ def test_each_test_is_written_down_as_it_ends(tmp_path):
 # The tables.
 
 
-def measured(system, steps, decode_ms, **more):
-    encode = {"encode_s": 1e-3, "pattern": "8x14", "batch": 1}
-    return {"system": system, "steps": steps, "decode_s": decode_ms / 1e3, **encode, **more}
+def part(name, status="done", results=(), **more):
+    return {"name": name, "about": f"about {name}", "status": status, "results": [*results], **more}
 
 
-OF_A_STEP = ("model", "batch", "source", "slots", "dtype", "remat", "accumulate", "step_s", "utilisation")
+MOST = [{"name": "a|kernel", "seconds": 0.2, "count": 3000}]
 SUMMARY = {
     "rehearsal": False,
     "began": 0,
-    "device": {"platform": "gpu", "kind": "NVIDIA H200", "memory": 105 * 2**30, "versions": {"jax": "0.11.2"}},
-    "wheels": {"installed": ["pytest"], "failures": []},
+    "limit": 280,
+    "seconds": 271.2,
+    "cache_filled": False,
+    "wheels": {"installed": ["grain"], "failures": []},
     "parts": [
-        {
-            "name": "kernels",
-            "about": "own kernels",
-            "status": "failed",
-            "said": "some reason",
-            "results": {
-                "agrees": False,
-                "results": [
-                    {"name": "random numbers", "agrees": True, "apart": 0.0123},
-                    {"name": "outputs", "agrees": False, "error": "Error: a|b"},
-                    {"name": "float32", "agrees": None, "error": "no room"},
-                ],
-            },
-        },
-        {
-            "name": "decode",
-            "about": "T5-Base",
-            "status": "timed out",
-            "said": "",
-            "results": {
-                "model": "base",
-                "dtype": "bfloat16",
-                "source": 512,
-                "failures": [{"system": "hf", "batch": 1, "pattern": "8x14", "error": "OutOfMemoryError: no room"}],
-                "results": [
-                    measured("pipejax-pipelined", 22, 11.0, kernels="Gpu"),
-                    measured("pipejax-sequential", 120, 48.0, kernels="Xla"),
-                    measured("pipejax-sequential-xla", 120, 96.0, kernels="Xla"),
-                    measured("hf", 120, 1100.0, batch=8),
-                ],
-            },
-        },
-        {
-            "name": "buffers",
-            "about": "the loop",
-            "status": "done",
-            "results": {
-                "tried": [{"flags": "--a", "taken": False}, {"flags": "--b", "taken": True}],
-                "results": [measured("pipejax-pipelined", 22, 4.4, setting="loop", flags="--b")],
-            },
-        },
-        {
-            "name": "train",
-            "about": "a step",
-            "status": "done",
-            "results": {
-                "failures": [],
-                "results": [
-                    dict(zip(OF_A_STEP, ("large", 24, 2048, 768, "bfloat16", "layers", 4, 0.5, 0.314), strict=True))
-                    | {"peak_bytes": 20 * 2**30, "compiled_bytes": 2**31, "estimate_bytes": 2**30}
-                ],
-            },
-        },
-        {
-            "name": "train-peers",
-            "about": "transformers",
-            "status": "done",
-            "results": {
-                "failures": [
-                    {
-                        "system": "transformers",
-                        "model": "large",
-                        "source": 2048,
-                        "error": "OutOfMemoryError: no room",
-                    }
-                ],
-                "results": [
-                    dict(zip(OF_A_STEP, ("base", 24, 2048, 768, "bfloat16", "none", 4, 1.5, None), strict=True))
-                    | {"system": "transformers", "compile_s": 2.5, "peak_bytes": None}
-                ],
-            },
-        },
-        {
-            "name": "profile",
-            "about": "kernels and waiting",
-            "status": "done",
-            "results": {
-                "failures": [],
-                "results": [
-                    {
-                        "name": "base, a training step",
-                        "seconds": 0.5,
-                        "busy_s": 0.4,
-                        "kernels": 7,
-                        "gaps": 2,
-                        "gaps_s": 0.1,
-                        "most": [{"name": "a|kernel", "seconds": 0.2, "count": 3}],
-                    }
-                ],
-            },
-        },
-        {
-            "name": "graph",
-            "about": "by hand",
-            "status": "done",
-            "results": {"torch": "2.11", "source": 512, "results": [{"model": "base", "queries": 9, "step_s": 0.0007}]},
-        },
-        {
-            "name": "tests",
-            "about": "tests",
-            "status": "done",
-            "results": {"results": [{"name": "a", "outcome": "passed"}, {"name": "b", "outcome": "failed"}]},
-        },
-        {"name": "large", "about": "T5-Large", "status": "failed", "said": "x\nsome `reason`\n", "results": None},
-        {"name": "compiled", "about": "compiled", "status": "cut off"},
+        part(
+            "train",
+            results=[
+                {"name": "T5-Base, 2,048 tokens", "compile_s": 40.04, "step_s": 0.25, "utilisation": 0.242, "batch": 24}
+                | {"remat": "layers", "peak_bytes": 5 * 2**30, "compiled_bytes": 2**31, "estimate_bytes": 2**30}
+                | {"compiling": 3, "profile": {"seconds": 0.26, "busy_s": 0.24, "kernels": 12500, "most": MOST}},
+                {"name": "T5-Base, 2,048 tokens, from the cache", "compile_s": 9.5, "compiling": 0},
+            ],
+            device={"platform": "gpu", "kind": "NVIDIA H200", "memory": 105 * 2**30, "versions": {"jax": "0.11.2"}},
+            seconds=120.0,
+            device_s=11.5,
+        ),
+        part(
+            "attention",
+            "cut off",
+            [
+                {"name": "encoder", "array": "output", "blocks_error": 0.0012, "xla_error": 0.0034},
+                {"name": "encoder, blocks", "forward_s": 0.0021, "both_s": 0.0077, "scores": 7_700_000_000},
+            ],
+            cut="its 30 s on the device are over",
+        ),
+        part(
+            "decode",
+            "failed",
+            [
+                {"name": "own kernels", "step_s": 0.0005, "fixed_s": 0.0015, "equal": 1.0, "host_loops": 0},
+                {"name": "XLA's kernels", "error": "RuntimeError: `no`"},
+            ],
+            log="",
+        ),
+        part("transformers", "skipped", skipped="torch is not installed"),
+        part("agreement", results=[{"name": "tokens", "agrees": False, "apart": 0.0123}]),
+        part("graph", "not started"),
     ],
 }
 
@@ -469,47 +400,54 @@ SUMMARY = {
 @pytest.mark.parametrize(
     "line",
     [
-        "NVIDIA H200 with 105 GiB for JAX; jax 0.11.2; 1970-01-01.",
-        "**own kernels: failed**; what it found is here.",
-        "Own kernels **do not agree** with XLA:",
-        "| random numbers | yes | apart 0.0123 |",
-        "| outputs | **no** | Error: a/b |",
-        "| float32 | not compared | no room |",
-        "**T5-Base: timed out**; what it found is here.",
-        "| 1 | 8x14 | pipelined | 22 | 0.500 | 1.00 | 11.00 | 1.00 | 1.00 |",
-        "|  |  | sequential, XLA's kernels | 120 | 0.400 | 1.00 | 48.00 | 4.36 | 4.08 |",
-        "| 8 | 8x14 | transformers | 120 | 9.167 | 1.00 | 1100.00 | 1.00 | 1.00 |",
-        "Failed: transformers (1, 8x14): `OutOfMemoryError: no room`.",
-        "| with the loop | `--b` | pipelined | 0.200 | 4.40 |",
-        "Refused, or failed: `--a`.",
-        "| pipejax | large | bfloat16, batch 24, 2048 + 768 tokens, remat layers, accumulate 4 "
-        "| 0.500 | 31.4% |  |  | 20.00 | 2.00 | 1.00 |",
-        "| transformers | base | bfloat16, batch 24, 2048 + 768 tokens, remat none, accumulate 4 "
-        "| 1.500 |  | 2.5 |  |  |  |  |",
-        "Failed: transformers, large, 2048: `OutOfMemoryError: no room`.",
-        "| base, a training step | 40% a/kernel | 500.00 | 400.00 | 100.00 | 7 | 2 |",
-        "A step by hand in PyTorch 2.11, in a CUDA graph, a source of 512 tokens:",
-        "| base | 9 | 0.700 |",
-        "Tests of the suite on this device: 1 passed, 1 failed.",
-        "- `b` failed",
-        "**T5-Large: failed**: `some 'reason'`.",
-        "**compiled: cut off**.",
+        "NVIDIA H200 with 105 GiB for JAX; jax 0.11.2; 1970-01-01, 271 s, with an empty cache of compiled programs.",
+        "| T5-Base, 2,048 tokens* | layers | 24 | 0.250 | 24.2% | 40.0 | 5.0 | 2.0 | 1.0 |",
+        "| T5-Base, 2,048 tokens, from the cache |  |  |  |  | 9.5 |  |  |  |",
+        "\\* Other parts compiled on the same machine at that time.",
+        "| `a/kernel` | 3,000 | 200.00 |",
+        "| encoder | output | 0.0012 | 0.0034 |",
+        "| encoder, blocks | 2.100 | 7.700 | 1.000 |",
+        "| own kernels | 0.500 | 1.50 | 100% | 0 |",
+        "| tokens | no | 0.0123 |",
+        "- about decode, XLA's kernels: `RuntimeError: 'no'`.",
+        "- about attention: cut off, its 30 s on the device are over.",
+        "- about transformers: skipped, torch is not installed.",
+        "- about graph: not started.",
     ],
 )
 def test_page_shows_the_results(line):
     assert line in gpu_tables.page(json.loads(json.dumps(SUMMARY)))
 
 
-def test_page_without_results_says_that_it_was_never_run() -> None:
-    said = "\n".join(gpu_tables.page(None))
-    assert "Nobody has run this" in said and "lab/benchmarks/gpu.sh" in said and "make gpu-wheels" in said
+def test_tables_of_a_run_on_a_gpu_become_those_of_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path / "gpu.json")
+    given = tmp_path / "summary.json"
+    for summary, why in (
+        (SUMMARY | {"rehearsal": True}, "found a rehearsal"),
+        (SUMMARY | {"parts": SUMMARY["parts"][1:]}, "found a run on none"),
+        ([], "found no summary of lab/benchmarks/gpu.sh"),
+    ):
+        given.write_text(json.dumps(summary))
+        assert gpu_tables.main([str(given)]) == 2
+        assert why in capsys.readouterr().err and not gpu_tables.RESULTS.exists()
+    given.write_text(json.dumps(SUMMARY))
+    assert gpu_tables.main([str(given)]) == 0
+    assert json.loads(gpu_tables.RESULTS.read_text()) == SUMMARY
+    assert "| tokens | no | 0.0123 |" in capsys.readouterr().out
 
 
-def test_results_that_are_kept_are_no_rehearsal() -> None:
-    """The page is made from this file, if there is one."""
-    found = json.loads(gpu.RESULTS.read_text()) if gpu.RESULTS.exists() else None
-    assert found is None or (not found["rehearsal"] and found["device"]["platform"] == "gpu")
+def test_results_that_are_kept_are_of_a_gpu() -> None:
+    found = json.loads(gpu_tables.RESULTS.read_text()) if gpu_tables.RESULTS.exists() else None
+    assert found is None or (not found["rehearsal"] and gpu_tables.device_of(found)["platform"] == "gpu")
     assert gpu_tables.page(found)
+
+
+def test_short_lines_name_every_part() -> None:
+    assert [line.split()[:2] for line in gpu_tables.short(SUMMARY)][:3] == [
+        ["installed", "from"],
+        ["train", "done"],
+        ["attention", "cut"],
+    ]
 
 
 def test_batches_of_other_lengths_have_as_many_tokens_as_examples_allow():
