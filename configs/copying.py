@@ -17,7 +17,7 @@ config = Config(
     model=T5Config(vocab_size=4000, d_model=192, d_kv=64, d_ff=768, num_heads=4, num_layers=3, num_decoder_layers=2),
     data=DataConfig(max_source=128, max_target=96, metric="rouge"),
     train=TrainConfig(
-        objective="sequential",
+        method="sequential",
         steps=1600,
         batch_size=16,
         length_group=1,  # all stretches are of like length, and each other length would be compiled

@@ -1,7 +1,7 @@
 """The embedded task of `make demo`, generated from a seed: the contents of baskets that a note names. No download.
 
     python train.py --config configs/demo.py --workdir runs/demo
-    python train.py --config configs/demo.py --workdir runs/demo_sequential --set train.objective=sequential
+    python train.py --config configs/demo.py --workdir runs/demo_sequential --set train.method=sequential
 
 Two CPU cores: one to two minutes each. Expected: exact-match F1 above 98 on unseen documents for both.
 """

@@ -6,7 +6,7 @@
 
 The sequential baseline takes one setting more, and T5-Large three, once it is converted in the same way:
 
-    --set train.objective=sequential
+    --set train.method=sequential
     --set train.init_from=checkpoints/t5-large --set train.remat=layers --set mesh.fsdp=2
 
 T5-Base needs one card of 24 GB and T5-Large two: by estimate, and in the paper (RTX 4090). The paper reports

@@ -12,7 +12,7 @@ from pipejax.system import fields
 # Beside a public name: the lines of its directive of autodoc, where all members would be too many or too few.
 OPTIONS = {
     "Config": [],
-    "Generator": [":members: decode, stream_rows, warm_up, adapted, default_strategy"],
+    "Generator": [":members: decode, stream_rows, warm_up, adapted, default_method"],
     "Record": [":members:", ":exclude-members: __init__, __new__"],
     "RowEvent": [":members:", ":exclude-members: __init__, __new__"],
     "testing": [":members: check_method, check_backbone"],

@@ -1,4 +1,4 @@
-"""`make demo`: trains the embedded task with both objectives and compares both decoders on unseen documents.
+"""`make demo`: trains the embedded task with both methods and compares both decoders on unseen documents.
 
     python -m lab.demo [--workdir runs] [--set KEY=VALUE ...]
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from lab.benchmarks.systems import build, interleaved, paired, random_params
 from pipejax.apps import picture
-from pipejax.config import STRATEGIES, Config, T5Config, load
+from pipejax.config import METHODS, Config, T5Config, load
 from pipejax.data import make_task
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined, Sequential
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     root = Path(flags.workdir)
     generators: dict[str, Generator] = {}
-    for strategy in STRATEGIES:
-        config = load(CONFIG, [*flags.overrides, f"train.objective={strategy}"])
+    for strategy in METHODS:
+        config = load(CONFIG, [*flags.overrides, f"train.method={strategy}"])
         workdir = root / f"{config.data.task}_{strategy}"
         cli.note(f"--- {strategy}: {workdir}")
         if code := fit(config, workdir):

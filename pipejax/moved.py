@@ -1,14 +1,27 @@
-"""Former names of modules and classes. Imports by a former name work until the next release, with a warning."""
+"""Former names of modules, classes, settings, flags, keywords and request fields.
 
+They work until the next release, with a warning.
+"""
+
+import dataclasses
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pipejax.system.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+_Class = TypeVar("_Class")
 
 # Former module name -> present name, for modules that the documentation named or that a config names as MODULE:CLASS.
 MOVED = {
@@ -38,6 +51,115 @@ MOVED_NAMES = {
     "pipejax.decoding:Grammar": "pipejax.apps.schemas.grammar:Grammar",
     "pipejax.decoding:Table": "pipejax.apps.schemas.grammar:Table",
 }
+
+# Former dotted key of a setting -> present one.
+MOVED_KEYS = {"train.objective": "train.method"}
+
+
+@functools.cache
+def note(former: str, present: str) -> None:
+    """Logs, once in a process for each name, that a flag, a key or a field was given by its former name."""
+    logger.warning(f"{former} is now {present}; the former name will be removed in the next release")
+
+
+def both(former: str, present: str) -> UserError:
+    """Returns the error for a value that was given by its former and by its present name."""
+    hint = f"{former} is the former name of {present}"
+    return UserError(present, found=f"{former} and {present}", expected=f"{present} alone", hint=hint)
+
+
+def with_present_names(
+    given: Mapping[str, Any], present: Mapping[str, str], say: Callable[[str, str], None]
+) -> dict[str, Any]:
+    """Returns values by name, with present names instead of former ones.
+
+    Args:
+      given: the values by name.
+      present: the present name of each former one.
+      say: called with the former and the present name of each value that was renamed.
+
+    Raises:
+      UserError: a value has both names.
+    """
+    renames = {former: name for former, name in present.items() if former in given}
+    for former, name in renames.items():
+        if name in given:
+            raise both(former, name)
+        say(former, name)
+    return {renames.get(name, name): value for name, value in given.items()}
+
+
+def keywords(**present: str) -> Callable[[_Callable], _Callable]:
+    """Returns a decorator that lets a function take keywords by their former names, with a warning.
+
+    A call with both names of a keyword raises a UserError.
+
+    Args:
+      present: the present name of each keyword, by its former name.
+    """
+
+    def bridge(function: _Callable) -> _Callable:
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            return function(*args, **with_present_names(given, present, _warn_of_keyword))
+
+        return call  # type: ignore[return-value]
+
+    return bridge
+
+
+def _warn_of_keyword(former: str, name: str) -> None:
+    """Warns at the call of the function that calls `with_present_names`."""
+    line = f"{former}= is now {name}=; the former keyword will be removed in the next release"
+    warnings.warn(line, DeprecationWarning, stacklevel=4)
+
+
+def attributes(**present: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Returns a decorator of a class whose attributes can be read by their former names, with a warning.
+
+    Args:
+      present: the present name of each attribute, by its former name.
+    """
+
+    def bridge(cls: type[_Class]) -> type[_Class]:
+        for former, name in present.items():
+            setattr(cls, former, _former_attribute(cls.__name__, former, name))
+        return cls
+
+    return bridge
+
+
+def _former_attribute(owner: str, former: str, name: str) -> property:
+    def read(self: object) -> Any:
+        line = f"{owner}.{former} is now {name}; the former name will be removed in the next release"
+        warnings.warn(line, DeprecationWarning, stacklevel=2)
+        return getattr(self, name)
+
+    return property(read, doc=f"The former name of `{name}`.")
+
+
+def fields(**present: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Returns a decorator of a dataclass whose fields can be set and read by their former names, with a warning.
+
+    Args:
+      present: the present name of each field, by its former name.
+    """
+
+    def bridge(cls: type[_Class]) -> type[_Class]:
+        create = cls.__init__
+
+        @functools.wraps(create)
+        def init(self: _Class, *args: Any, **given: Any) -> None:
+            # `dataclasses.replace` passes all fields, so there a former name beside its present one is no error.
+            if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
+                replaced = {name for former, name in present.items() if former in given}
+                given = {name: value for name, value in given.items() if name not in replaced}
+            create(self, *args, **with_present_names(given, present, _warn_of_keyword))
+
+        cls.__init__ = init  # type: ignore[assignment, method-assign]
+        return attributes(**present)(cls)
+
+    return bridge
 
 
 def present_class(name: str) -> str:

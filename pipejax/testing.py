@@ -115,7 +115,7 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
     generator = Generator(Config(model=config, grid=bounds, decode=DecodeConfig(scores=True)), params, None)
     rng, method = np.random.default_rng(0), methods.PipelinedMethod(bounds)
     given = [[*_draw(rng, config, LONGEST - 1), config.eos_token_id] for _ in range(sources)]
-    records = generator.decode(given, batch_size=4, strategy=method.name)
+    records = generator.decode(given, batch_size=4, method=method.name)
     checked = [generator.source(ids, "source", i) for i, ids in enumerate(given)]
     compared = _compare_records(config, params, method, checked, {"step": records}, config)
     return f"{name}: {len(shapes)} parameters, and {compared} answers agree with recomputation"

@@ -118,10 +118,10 @@ def check_answers(
         forced.rows(source, strategy)
         sure.append(forced.margin > 1e-4)
     assert sum(sure) > 0.8 * len(given) and len({str(rows) for rows in expected}) > 5
-    found: list[list[Any]] = [generator.decode(given, strategy=strategy, batch_size=4)]
+    found: list[list[Any]] = [generator.decode(given, method=strategy, batch_size=4)]
     if not briefly:
-        found.append(generator.decode(given, strategy=strategy, batch_size=1))
-        found.append(generator.decode(given, strategy=strategy, draft="source", batch_size=4))
+        found.append(generator.decode(given, method=strategy, batch_size=1))
+        found.append(generator.decode(given, method=strategy, draft="source", batch_size=4))
         engine = Engine(generator, places=3, queue=100)
         answers = [engine.submit(Request(Source(i, ids), strategy)) for i, ids in enumerate(given)]
         found.append([list(answer.events())[-1] for answer in answers])
@@ -150,7 +150,7 @@ def test_a_changed_layer_decodes_as_the_teacher_forced_module(strategy, briefly,
         check_answers(generator, forced, sources(20), strategy, briefly=briefly)
     assert caplog.text.count("which is modified, layer by layer") == 1
     monkeypatch.undo()
-    stock = Generator(config, params, None).decode(sources(20), strategy=strategy, batch_size=4)
+    stock = Generator(config, params, None).decode(sources(20), method=strategy, batch_size=4)
     assert [record["row_ids"] for record in stock] != [forced.rows(source, strategy) for source in sources(20)]
 
 
@@ -206,7 +206,7 @@ def test_layer_by_layer_is_the_stock_decoder(weights, model):
     config = Config(model=model, grid=GRID, decode=DecodeConfig(max_length=20, weights=weights, scores=True))
     own, packed = (Generator(config, params, None, backend=kind(weights)) for kind in (Backend, Xla))
     for strategy in ("pipelined", "sequential"):
-        for a, b in zip(*(x.decode(sources(12), strategy=strategy) for x in (own, packed)), strict=True):
+        for a, b in zip(*(x.decode(sources(12), method=strategy) for x in (own, packed)), strict=True):
             assert a["row_ids"] == b["row_ids"] and a["log_prob"] == pytest.approx(b["log_prob"], abs=1e-2)
 
 
@@ -550,7 +550,7 @@ def test_the_backbone_of_the_page_is_trained(page, tmp_path):
     config = dataclasses.replace(change(RUN, mesh={"data": 2, "tensor": 2}), model=page(**vars(RUN.model)))
     run = pipejax.fit(config, tmp_path / "run")
     assert type(pipejax.load(run).config.model) is page
-    assert pipejax.load(run).decode(["red apples"], strategy="sequential")
+    assert pipejax.load(run).decode(["red apples"], method="sequential")
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,14 @@ def test_generator_decodes_with_beams(in_torch):
     params = oracle.random_params(V1_1, rng, eos_scale=1.5)
     texts, model = sources(rng, 5, V1_1.vocab_size), in_torch(V1_1, params)
     decode = DecodeConfig(max_length=50, beams=3, length_penalty=1.2, batch_size=2)
-    generator = Generator(Config(model=V1_1, decode=decode, train=TrainConfig(objective="none")), params, None)
+    generator = Generator(Config(model=V1_1, decode=decode, train=TrainConfig(method="none")), params, None)
     records = generator.decode(texts)
     for text, record in zip(texts, records, strict=True):
         [tokens], calls = generate(model, [text], num_beams=3, length_penalty=1.2, max_new_tokens=50)
         row, truncated = until_eos(tokens)
         assert (record["row_ids"], record["steps"], record["truncated"]) == ([row], calls, truncated)
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, since beam search is sequential"):
-        generator.decode(texts, strategy="pipelined")
+        generator.decode(texts, method="pipelined")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def decoded(trained: Path, source: str, *overrides: str, skip_bad: bool = False) -> bytes:
     """What pipejax decode writes."""
     opened = loading.load(str(trained), best=False, overrides=overrides)
-    records.decode_file(opened, source, "expected", strategy=None, batch_size=None, skip_bad=skip_bad)
+    records.decode_file(opened, source, "expected", method=None, batch_size=None, skip_bad=skip_bad)
     return Path("expected").read_bytes()
 
 
@@ -283,7 +283,11 @@ def test_finished_shards_are_not_decoded_again(run: Run, trained: Path, said: li
     assert len(pool.asked) == 2 and not {path.name for path in before} & set(pool.asked)
     assert all((path.stat().st_ino, path.stat().st_mtime_ns) == facts for path, facts in before.items())
     assert content() == decoded(trained, "a.jsonl") and manifest()["complete"]
-    assert run("a.jsonl").asked == []
+    found = manifest()
+    older = {"strategy" if key == "--method" else key: value for key, value in found["settings"].items()}
+    assert "strategy" in older
+    Path("out/manifest.json").write_text(json.dumps({**found, "settings": older}))  # of an older release
+    assert run("a.jsonl").asked == [] and manifest() == found
 
 
 def test_unreported_shard_of_a_dead_worker_is_kept(run: Run, trained: Path, monkeypatch: Any) -> None:

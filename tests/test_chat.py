@@ -171,10 +171,10 @@ def test_engine_receives_settings_of_the_request(
 ) -> None:
     names = ("max_tokens", "max_completion_tokens") if path == CHAT else ("max_output_tokens",)
     for name in names:
-        body = {**given, name: 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 11, "strategy": "sequential"}
+        body = {**given, name: 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 11, "method": "sequential"}
         assert client.post(path, json=body).status_code == 200
         request = engine.requests[-1]
-        assert request.max_tokens == 7 and request.strategy == "sequential"
+        assert request.max_tokens == 7 and request.method == "sequential"
         sampling = request.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 4)
         assert sampling.seed == seed_of(request.source, 11)

@@ -149,7 +149,7 @@ TEXTS = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]]
 
 def generator(strategy="pipelined", params=None, **decode):
     config = Config(
-        model=MORE_WORDS, grid=GRID, train=TrainConfig(objective=strategy), decode=DecodeConfig(max_length=14, **decode)
+        model=MORE_WORDS, grid=GRID, train=TrainConfig(method=strategy), decode=DecodeConfig(max_length=14, **decode)
     )
     return Generator(config, params or oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
 

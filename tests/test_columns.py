@@ -182,7 +182,7 @@ def run(request: Any, tmp_path_factory: pytest.TempPathFactory, compiled_once: N
         model={"vocab_size": len(schemas.PIECES)},
         grid={"delay": 1, "time_max": 24},
         data={**TABLE, "train": str(table), "dev": str(table), "tokenizer": str(tokenizer)},
-        train={"steps": 2, "batch_size": 2, "evaluate_every": 2, "objective": request.param},
+        train={"steps": 2, "batch_size": 2, "evaluate_every": 2, "method": request.param},
     )
     assert fit(config_lib.override(config, {}), directory / "run") == 0
     return directory / "run"
@@ -196,7 +196,7 @@ def test_a_table_comes_back_as_a_table(run: Path, tmp_path: Path) -> None:
     assert t5.config.grid.row_names == NAMES and t5.config.data.columns == COLUMNS
     source = write(tmp_path / "in.csv", [row[:2] for row in ROWS], ("id", "text"))
     for name in ("out.csv", "out.parquet", "out.jsonl"):
-        decode_file(t5, str(source), str(tmp_path / name), strategy=None, batch_size=None)
+        decode_file(t5, str(source), str(tmp_path / name), method=None, batch_size=None)
     with (tmp_path / "out.csv").open(newline="") as file:
         names, *rows = csv.reader(file)
     assert names == ["id", *COLUMNS, "truncated"] and [row[0] for row in rows] == ["1", "2", "3"]
@@ -287,7 +287,7 @@ def test_a_score_of_a_column_is_the_share_of_right_cells() -> None:
 def generator(**data: Any) -> Generator:
     tokenizer = schemas.tokenizer()
     config = Config(model=IN_BLOCKS, data=DataConfig(**{**TABLE, **data}), grid=GridConfig(delay=0, time_max=40))
-    made = change(config, model={"vocab_size": len(schemas.PIECES)}, train={"objective": "pipelined"})
+    made = change(config, model={"vocab_size": len(schemas.PIECES)}, train={"method": "pipelined"})
     made = config_lib.override(made, {})
     return Generator(made, oracle.random_params(made.model, np.random.default_rng(0)), tokenizer)
 

@@ -38,12 +38,12 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
     [
         ("evaluate --checkpoint x --split tset", "--split", ["'tset'", "train, dev, test (did you mean test?)"]),
         (
-            "decode --checkpoint x --strategy seqential",
-            "--strategy",
+            "decode --checkpoint x --method seqential",
+            "--method",
             ["pipelined, sequential (did you mean sequential?)"],
         ),
-        ("bulk --checkpoint x --strategy Pipelined", "--strategy", ["'Pipelined'", "(did you mean pipelined?)"]),
-        ("export x y --strategy grid", "--strategy", ["'grid'", "pipelined, sequential"]),
+        ("bulk --checkpoint x --method Pipelined", "--method", ["'Pipelined'", "(did you mean pipelined?)"]),
+        ("export x y --method grid", "--method", ["'grid'", "pipelined, sequential"]),
         ("export x y --platforms cpu,cudda", "--platforms", ["'cudda'", "cpu,cuda,tpu (did you mean cuda?)"]),
         ("metrics rogue in.jsonl", "metric", ["'rogue'", "exact, ", "(did you mean rouge?)"]),
         ("decode --checkpiont x", "--checkpiont", ["(did you mean --checkpoint?)"]),
@@ -66,11 +66,11 @@ def python(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]
         ("Train", "pipejax", ["'Train'", "(did you mean train?)"]),
         ("xyzzy", "pipejax", ["'xyzzy'", "train, ", ", picture"]),
         (
-            "train --config {root}/configs/demo.py --workdir r --set train.objective=seqential",
-            "train.objective",
+            "train --config {root}/configs/demo.py --workdir r --set train.method=seqential",
+            "train.method",
             ["one of pipelined, sequential (did you mean sequential?)"],
         ),
-        ("train --config {root}/configs/demo.py --workdir r --set train.objective=seq", "train.objective", ["'seq'"]),
+        ("train --config {root}/configs/demo.py --workdir r --set train.method=seq", "train.method", ["'seq'"]),
         (
             "train --config {root}/configs/demo.py --workdir r --set train.init_best=true",
             "train.init_best",

@@ -186,7 +186,7 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("mesh.data=0", "mesh.data: found 0; expected -1 or at least 1"),
         ("mesh.data=-2", "mesh.data: found -2; expected at least -1"),
         ("grid.stop=empty", "found 'empty'; expected one of empty_row, literal (did you mean empty_row?)"),
-        ("train.objective=Pipelined", "found 'Pipelined'; expected one of pipelined, sequential (did you mean"),
+        ("train.method=Pipelined", "found 'Pipelined'; expected one of pipelined, sequential (did you mean"),
         ("decode.dtype=float16", "decode.dtype: found 'float16'; expected one of auto, float32, bfloat16"),
         ("data.train=\udcff.jsonl", "data.train: found '\\udcff.jsonl'; expected valid Unicode"),
         ("data.train=caf\udcc3\udca9.jsonl", "data.train: found 'caf\\udcc3\\udca9.jsonl'; expected PYTHONUTF8=1"),
@@ -209,7 +209,7 @@ def test_keys_of_an_absent_model_are_refused():
 def test_a_sequential_target_needs_a_separator():
     config = Config(data=DataConfig(separator=""))
     check(config, where="here")
-    config = dataclasses.replace(config, train=TrainConfig(objective="sequential"))
+    config = dataclasses.replace(config, train=TrainConfig(method="sequential"))
     assert refusal(check, config, where="here").startswith("here: data.separator: found nothing")
 
 

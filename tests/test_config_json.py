@@ -670,10 +670,10 @@ def check_there_and_back(kind: str, place: Path, model: Any, params: Any, torchs
 
 def check_answers(model: Any, params: Any, torchs: Any, sources: list[list[int]]) -> None:
     """Compares greedy answers with log-probabilities, and answers of beams."""
-    config = Config(model=model, decode=DecodeConfig(max_length=MOST, scores=True), train=TrainConfig(objective="none"))
+    config = Config(model=model, decode=DecodeConfig(max_length=MOST, scores=True), train=TrainConfig(method="none"))
     greedy = Generator(config, params, None)
     beams = Generator(
-        Config(model=model, decode=DecodeConfig(max_length=MOST, beams=3), train=TrainConfig(objective="none")),
+        Config(model=model, decode=DecodeConfig(max_length=MOST, beams=3), train=TrainConfig(method="none")),
         params,
         None,
     )

@@ -294,7 +294,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     theirs.mkdir()  # empty is as good as absent
     sizes = [huggingface.from_hf(directory, ours)]
     config = checkpoint.open_run(ours).config
-    assert (config.name, config.train.objective) == ("byt5-tiny", "none")
+    assert (config.name, config.train.method) == ("byt5-tiny", "none")
     assert config.model == huggingface.read_hf(directory)[0]
     sizes.append(huggingface.to_hf(ours, theirs))
     tensors = tensors_of(directory)

@@ -79,7 +79,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig, T5Config, TrainConf
 from pipejax.inference.generator import Generator
 
 sizes = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_heads=2, num_layers=1, num_decoder_layers=1)
-grid, train = GridConfig(delay=1, time_max=16, sub_max=5), TrainConfig(objective="pipelined")
+grid, train = GridConfig(delay=1, time_max=16, sub_max=5), TrainConfig(method="pipelined")
 config = Config(model=sizes, grid=grid, train=train, decode=DecodeConfig(draft="source", draft_tokens=4))
 shapes = jax.eval_shape(sizes.init_params, jax.random.key(0))  # drawing them is more to compile
 generator = Generator(config, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), None)
@@ -363,7 +363,7 @@ def test_beams_with_a_draft_are_refused():
 
 def test_t5s_that_cannot_draft_are_refused(tmp_path):
     """In one line, before anything is compiled."""
-    config = Config(model=MODEL, grid=GridConfig(delay=2), train=TrainConfig(objective="pipelined"))
+    config = Config(model=MODEL, grid=GridConfig(delay=2), train=TrainConfig(method="pipelined"))
     params = oracle.random_params(MODEL, np.random.default_rng(5))
 
     def opened(name="small", **changes):
@@ -383,8 +383,8 @@ def test_t5s_that_cannot_draft_are_refused(tmp_path):
     with pytest.raises(UserError, match=rf"^{where}found a T5 trained with grid\.delay = 1; expected 2$"):
         opened(grid=GridConfig(delay=1)).decode([[5, 1]])
     with pytest.raises(UserError, match=rf"^{where}found a T5 trained for sequential decoding; expected pipelined$"):
-        opened(train=TrainConfig(objective="sequential")).decode([[5, 1]])
-    assert opened(train=TrainConfig(objective="none"), grid=GridConfig(delay=1)).make_strategy("pipelined")
+        opened(train=TrainConfig(method="sequential")).decode([[5, 1]])
+    assert opened(train=TrainConfig(method="none"), grid=GridConfig(delay=1)).make_strategy("pipelined")
     with pytest.raises(
         UserError, match=r"decode\.draft_checkpoint: found nothing with decode\.draft = model; expected"
     ):
@@ -433,7 +433,7 @@ def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
     config = Config(
         model=MODEL,
         grid=GridConfig(delay=2, time_max=30 if rows == 7 else 12, sub_max=rows),
-        train=TrainConfig(objective=strategy),
+        train=TrainConfig(method=strategy),
         decode=DecodeConfig(max_length=40, batch_size=4 if rows == 7 else 2),
     )
     params = oracle.random_params(MODEL, np.random.default_rng(5))
@@ -458,7 +458,7 @@ def test_records_equal_records_without_drafts(strategy, draft, rows, tmp_path):
     assert one.warm_up([48], batch_sizes=[1]).shapes > 1
     report = Report()
     sources_ = [one.source(text, "", i) for i, text in enumerate(texts) if 32 < len(text) <= 48]
-    assert list(one.stream(sources_, strategy=None, batch_size=1, report=report))
+    assert list(one.stream(sources_, method=None, batch_size=1, report=report))
     assert report.shapes == 0
 
 
@@ -470,7 +470,7 @@ def test_records_hold_the_trace(strategy, tokenizer, tmp_path, monkeypatch):
     config = Config(
         model=MODEL,
         grid=GridConfig(delay=2, time_max=20, sub_max=5),
-        train=TrainConfig(objective=strategy),
+        train=TrainConfig(method=strategy),
         decode=DecodeConfig(max_length=20, draft_tokens=3, trace=True),
     )
     rng = np.random.default_rng(6)
@@ -518,7 +518,7 @@ def test_a_trace_numbers_rows_as_the_record_does(monkeypatch):
     config = Config(
         model=TINY,
         grid=GridConfig(time_max=16, sub_max=6, stop="literal"),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(draft="source", trace=True),
     )
     generator = Generator(config, oracle.random_params(TINY, np.random.default_rng(3)), None)

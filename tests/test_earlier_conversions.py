@@ -81,7 +81,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def save(place: Path, model: Any, *, objective: str = "none", **given: Any) -> Path:
-    config = Config(model=model, data=DataConfig(task="none"), train=TrainConfig(objective=objective))
+    config = Config(model=model, data=DataConfig(task="none"), train=TrainConfig(method=objective))
     checkpoint.save_params(place, config, varied(model, 0), **given)
     return place
 
@@ -143,7 +143,7 @@ def test_runs_trained_from_earlier_conversion_are_reported(
     conversion: int | None, said: list[str], tmp_path: Path, tokenizer_files: Path
 ) -> None:
     """The runs are reported when they begin, are resumed and are opened. Their heads are not changed."""
-    config = Config(model=UMT5, data=DataConfig(task="none"), train=TrainConfig(objective="none"))
+    config = Config(model=UMT5, data=DataConfig(task="none"), train=TrainConfig(method="none"))
     place, run = tmp_path / "converted", tmp_path / "run"
     checkpoint.save_params(place, config, varied(UMT5, 0), tokenizer_source=tokenizer_files, conversion=conversion)
     of_run = tiny.change(tiny.RUN_ON_ONE, train={"steps": 2, "init_from": str(place), "checkpoint_every": 1})

@@ -191,7 +191,7 @@ def test_log_probabilities_of_samples_equal_torch(tmp_path: Path) -> None:
     """Of each token, and of the end token that was drawn, which `log_prob` counts."""
     params = oracle.random_params(SHALLOW, np.random.default_rng(1), eos_scale=1.0)
     decode = DecodeConfig(temperature=1.0, scores=True, samples=6, max_length=12)
-    config = Config(model=SHALLOW, decode=decode, train=TrainConfig(objective="none"))
+    config = Config(model=SHALLOW, decode=decode, train=TrainConfig(method="none"))
     torchs, texts = in_torch(SHALLOW, params, tmp_path / "hf"), [[3, 4, 6, 1], [7, 2, 2, 8, 1]]
     ended = Counter[int]()
     for i, record in enumerate(Generator(config, params, None).decode(texts)):
@@ -210,7 +210,7 @@ def test_log_probabilities_of_samples_equal_torch(tmp_path: Path) -> None:
 
 def test_a_stream_names_the_token_that_ended_each_row() -> None:
     params = oracle.random_params(SEVERAL, np.random.default_rng(1))
-    config = Config(model=SEVERAL, grid=GridConfig(1, 12, 5), train=TrainConfig(objective="pipelined"))
+    config = Config(model=SEVERAL, grid=GridConfig(1, 12, 5), train=TrainConfig(method="pipelined"))
     generator, rng, seen = Generator(config, params, None), np.random.default_rng(0), Counter[Any]()
     for text in sources(rng, 8, SEVERAL.vocab_size):
         expected = of_algorithm_1(SEVERAL, params, text, GRIDS[0])
@@ -245,7 +245,7 @@ class Words:
 def test_training_writes_one_end_token(objective: str, named: int) -> None:
     """The first, or the one that `train.eos_token_id` names; those that a text spells out are left out."""
     model = dataclasses.replace(MORE_WORDS, other_eos_token_ids=(5, 7))
-    train, words = TrainConfig(objective=objective, eos_token_id=named), Words()
+    train, words = TrainConfig(method=objective, eos_token_id=named), Words()
     config = choose_end(Config(model=model, train=train, data=DataConfig(separator=" ; ")))
     assert config.model is not None and {*config.model.end_token_ids} == {1, 5, 7}
     example = Example("a", "red", ("red <end> blue", "<over>", "blue </s>"))

@@ -39,7 +39,7 @@ def generator():
     config = Config(
         model=MORE_WORDS,
         grid=GridConfig(delay=2, time_max=16, sub_max=5),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(max_length=30, scores=True),
     )
     return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
@@ -49,7 +49,7 @@ def generator():
 def fast(kernel):
     """One that our kernel decodes; its answers have no end, as the eos is never the likeliest."""
     sizes = dataclasses.replace(MORE_WORDS, vocab_size=300, d_model=32, d_kv=16, d_ff=32)
-    config = Config(model=sizes, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=1_000_000))
+    config = Config(model=sizes, train=TrainConfig(method="sequential"), decode=DecodeConfig(max_length=1_000_000))
     params = oracle.random_params(sizes, np.random.default_rng(4))
     params = {**params, "shared": {"embedding": jax.numpy.asarray(params["shared"]["embedding"]).at[1].set(0.0)}}
     return Generator(config, params, None, backend=OwnKernel("auto", kernel))
@@ -75,7 +75,7 @@ def assert_same(found, expected):
 
 @pytest.mark.slow
 def test_answers_equal_answers_decoded_alone(generator):
-    """Both strategies, many more requests than places, sources of all lengths, a cache that grows."""
+    """Both methods, many more requests than places, sources of all lengths, a cache that grows."""
     given = texts(20)
     engine = Engine(generator, places=3, queue=100)
     names = ["pipelined" if i % 3 else "sequential" for i in range(len(given))]
@@ -87,7 +87,7 @@ def test_answers_equal_answers_decoded_alone(generator):
     engine.close(drain=True, seconds=60)
     answers[1].listen(found[1].extend)  # all of it has come
     assert (engine.scheduler.answered, engine.scheduler.failed, engine.running, engine.waiting) == (20, 0, 0, 0)
-    expected = {name: generator.decode(given, strategy=name, batch_size=1) for name in {*names}}
+    expected = {name: generator.decode(given, method=name, batch_size=1) for name in {*names}}
     for i, (events, name) in enumerate(zip(found, names, strict=True)):
         *tokens, record = events
         assert_same(record, expected[name][i])
@@ -119,7 +119,7 @@ def drafting(request, generator, tmp_path):
 def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
     """Sources of several lengths come and go, so that drafters meet longer ones in the middle of an answer."""
     given = texts(9)
-    expected = generator.decode(given, strategy=strategy, batch_size=1)
+    expected = generator.decode(given, method=strategy, batch_size=1)
     engine = Engine(drafting, places=3, queue=99)
     sampled = [request(100 + i, ids, strategy, temperature=0.7, seed=i) for i, ids in enumerate(given[:3])]
     few = [request(200 + i, ids, strategy, max_tokens=4) for i, ids in enumerate(given[:3])]
@@ -151,7 +151,7 @@ def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
 def test_64_clients_get_the_drafted_answers_of_offline_decoding(generator, drafting):
     """Each client waits for its answer in a thread, so that requests join and leave a batch in any order."""
     given = texts(64)
-    plain, offline = (one.decode(given, strategy="pipelined", batch_size=8) for one in (generator, drafting))
+    plain, offline = (one.decode(given, method="pipelined", batch_size=8) for one in (generator, drafting))
     engine = Engine(drafting, places=8, queue=64)
     with ThreadPoolExecutor(64) as clients:
         answers = [
@@ -170,7 +170,7 @@ def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
     config = Config(
         model=MORE_WORDS,
         grid=GridConfig(delay=1, time_max=24, sub_max=2),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(draft="source", draft_tokens=1),
     )
     made = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
@@ -213,7 +213,7 @@ def test_samples_depend_on_the_seed_only(generator):
 def test_answers_to_a_source_that_was_just_encoded(generator):
     """Answers to repeated and simultaneous sources equal decoding; the encoder reads each source once."""
     given = [[5, 6, 7, 1], [8, 9, 1], [2, 3, 4, 5, 6, 1]]
-    expected = generator.decode(given, strategy="sequential", batch_size=1)
+    expected = generator.decode(given, method="sequential", batch_size=1)
     engine = Engine(generator, places=2, queue=9, encodings=2)
     counts = []
     for turn in ([0], [0], [1], [0], [2, 0], [1]):  # of two that are kept, 2 makes 1 leave
@@ -343,7 +343,7 @@ def test_full_queue_cancelled_requests_and_closed_engine(generator):
 def test_settings_that_an_engine_lacks_are_refused(generator):
     for key, value, strategy in (("limit", "source", "pipelined"), ("beams", 2, "sequential")):
         decode = DecodeConfig(max_length=30, **{key: value})
-        config = dataclasses.replace(generator.config, decode=decode, train=TrainConfig(objective=strategy))
+        config = dataclasses.replace(generator.config, decode=decode, train=TrainConfig(method=strategy))
         other = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
         with pytest.raises(UserError, match=f"decode.{key}: found"):
             Engine(other, places=1, queue=1)
@@ -420,7 +420,7 @@ def record_in(answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", ["length", "strategy", "scores", "temperature"])
+@pytest.mark.parametrize("other", ["length", "method", "scores", "temperature"])
 def test_other_requests_run_while_one_waits_for_compilation(generator, other):
     """For any kind of new program; the answer equals decoding."""
     engine, short = Engine(generator, places=2, queue=9), [5, 6, 7, 1]
@@ -428,7 +428,7 @@ def test_other_requests_run_while_one_waits_for_compilation(generator, other):
         for answer in [engine.submit(request(0, short, log_probs=False)) for _ in range(2)]:
             record_in(answer)
     held, ids, more = Held(engine), short, {"log_probs": False}
-    strategy = "sequential" if other == "strategy" else "pipelined"
+    strategy = "sequential" if other == "method" else "pipelined"
     if other == "length":
         ids = [*short[:3] * 25, 1]
     elif other == "scores":
@@ -443,7 +443,7 @@ def test_other_requests_run_while_one_waits_for_compilation(generator, other):
     held.let_go()
     found = record_in(waits)
     if other != "temperature":
-        assert found["row_ids"] == generator.decode([ids], strategy=strategy)[0]["row_ids"]
+        assert found["row_ids"] == generator.decode([ids], method=strategy)[0]["row_ids"]
     engine.close(drain=True, seconds=60)
 
 

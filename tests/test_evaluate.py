@@ -81,7 +81,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
         generator: Any = SimpleNamespace(
             config=Config(data=data),
             stream=stream,
-            default_strategy=strategy,
+            default_method=strategy,
             method=method,
             answer_format=None,
             tokenizer=None,
@@ -99,7 +99,7 @@ def test_the_same_text_scores_the_same_from_either_decoder():
 def test_indistinguishable_rows_give_no_step_ratio(run, tmp_path):
     out = tmp_path / "out.json"
     flags = ["--checkpoint", str(run), "--limit", "3", "--batch-size", "3", "--json", str(out)]
-    evaluation.main([*flags, "--strategy", "sequential", "--set", "data.separator= "])
+    evaluation.main([*flags, "--method", "sequential", "--set", "data.separator= "])
     found = json.loads(out.read_text())
     assert found["pipelined_steps"] is None and found["step_ratio"] is None and found["sequential_steps"] > 0
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
@@ -197,7 +197,7 @@ def test_refusals(run, flags, message):
 class Canned:
     """A generator that knows its answers."""
 
-    default_strategy = "pipelined"
+    default_method = "pipelined"
 
     def __init__(self, config, *answers, schema=None, tokenizer=None):
         self.config, self.answers, self.answer_format, self.tokenizer = config, answers, schema, tokenizer
@@ -289,7 +289,7 @@ def test_values_under_a_schema_are_compared_by_its_types():
 class CannedText(Canned):
     """A generator whose answer is always one text, which the separator splits into rows."""
 
-    default_strategy = "sequential"
+    default_method = "sequential"
 
     def stream(self, sources, *, report, **rest):
         for record in super().stream(sources, report=report, **rest):

@@ -33,7 +33,7 @@ Answer = tuple[list[list[int]], int, str | None]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("export") / "run"
     params = oracle.random_params(tiny.MODEL, np.random.default_rng(7), eos_scale=1.5)
-    checkpoint.save_params(directory, tiny.change(tiny.RUN, train={"objective": "pipelined"}), params)
+    checkpoint.save_params(directory, tiny.change(tiny.RUN, train={"method": "pipelined"}), params)
     return directory
 
 
@@ -55,11 +55,11 @@ def run(trained: Path, out: Path, *flags: str, settings: Sequence[str] = ()) -> 
     assert main(["--checkpoint", str(trained), str(out), *shape, *flags, *assignments]) == 0
 
 
-def loader(out: Path, strategy: str, *, records: bool = False) -> str:
+def loader(out: Path, method: str, *, records: bool = False) -> str:
     """The code of the page, with the names of this export; `records`: also that which makes ids of records."""
     page = (ROOT / "docs" / "export.md").read_text()
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[: 1 + records])
-    return code.replace("exported/sequential", f"exported/{strategy}").replace("exported/", f"{out}/")
+    return code.replace("exported/sequential", f"exported/{method}").replace("exported/", f"{out}/")
 
 
 def answers(decode: Callable[[Any], Any], out: Path, given: list[list[int]]) -> list[Answer]:
@@ -74,8 +74,8 @@ def answers(decode: Callable[[Any], Any], out: Path, given: list[list[int]]) -> 
     return found
 
 
-def expected(trained: Path, strategy: str, given: list[Any], settings: Sequence[str] = ()) -> list[Answer]:
-    records = pipejax.load(trained, overrides=settings).decode(given, strategy=strategy, batch_size=BATCH)
+def expected(trained: Path, method: str, given: list[Any], settings: Sequence[str] = ()) -> list[Answer]:
+    records = pipejax.load(trained, overrides=settings).decode(given, method=method, batch_size=BATCH)
     return [([row for row in r["row_ids"] if row], r["steps"], r["truncated"]) for r in records]
 
 
@@ -84,13 +84,13 @@ def following(printed: Iterator[Any], part: list[list[int]]) -> Any:
 
 
 @pytest.mark.slow
-def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_methods_without_the_libraries(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, given = tmp_path / "out", sources(8)
     with monkeypatch.context() as patch:
         patch.setattr(programs, "SLOTS", (12,))  # most answers need a larger cache
-        run(trained, out, "--strategy", "pipelined", "--strategy", "sequential")
-    for strategy in ("pipelined", "sequential"):
-        code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n{loader(out, strategy)}"
+        run(trained, out, "--method", "pipelined", "--method", "sequential")
+    for method in ("pipelined", "sequential"):
+        code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n{loader(out, method)}"
         code += "import json\nfor part in json.load(sys.stdin):\n"
         code += "    print(json.dumps({name: x.tolist() for name, x in decode(part).items()}))\n"
         parts = [given[i : i + BATCH] for i in range(0, len(given), BATCH)]
@@ -105,20 +105,20 @@ def test_both_strategies_without_the_libraries(trained: Path, tmp_path: Path, mo
         assert ended.returncode == 0, ended.stderr
         printed = map(json.loads, ended.stdout.splitlines())
         found = answers(partial(following, printed), out, given)
-        wanted = expected(trained, strategy, given)
+        wanted = expected(trained, method, given)
         assert found == wanted
         assert len({sum(map(len, rows)) for rows, _, _ in wanted}) > 2, "answers of a few lengths"
 
 
-def decoder(out: Path, strategy: str) -> Callable[[Any], Any]:
+def decoder(out: Path, method: str) -> Callable[[Any], Any]:
     names: dict[str, Any] = {}
-    exec(loader(out, strategy), names)
+    exec(loader(out, method), names)
     found: Callable[[Any], Any] = names["decode"]
     return found
 
 
 @pytest.mark.parametrize(
-    "strategy, settings",
+    "method, settings",
     [
         pytest.param("pipelined", ["decode.weights=int8"], marks=pytest.mark.slow),
         pytest.param("sequential", ["decode.weights=bfloat16"], marks=pytest.mark.long),
@@ -128,10 +128,10 @@ def decoder(out: Path, strategy: str) -> Callable[[Any], Any]:
         pytest.param("sequential", ["decode.beams=3"], marks=pytest.mark.slow),
     ],
 )
-def test_settings(trained: Path, tmp_path: Path, strategy: str, settings: list[str]) -> None:
+def test_settings(trained: Path, tmp_path: Path, method: str, settings: list[str]) -> None:
     out, given = tmp_path / "out", sources(8)
-    run(trained, out, "--strategy", strategy, settings=settings)
-    assert answers(decoder(out, strategy), out, given) == expected(trained, strategy, given, settings)
+    run(trained, out, "--method", method, settings=settings)
+    assert answers(decoder(out, method), out, given) == expected(trained, method, given, settings)
 
 
 def test_the_description_and_the_platforms(trained: Path, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_template_makes_the_ids_of_decode(
             "--set: data.task cannot change in an export; expected one of grid, decode, method",
         ),
         (["--set", "grid.delay=-1"], "grid.delay: found -1; expected at least 0"),
-        (["--strategy", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),
+        (["--method", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),
         (["--set", "decode.temperature=0.5"], "decode.temperature: found 0.5; expected 0.0"),
         (["--set", "decode.unique_rows=true"], "decode.unique_rows: found True; expected False"),
         (["--best"], "found no best/; expected a run that was evaluated at least once"),

@@ -31,7 +31,7 @@ CONFIG = Config(
     model=MODEL,
     grid=GridConfig(time_max=6, sub_max=3),
     data=DataConfig(task="jsonl", source_template="{title} {text}"),
-    train=TrainConfig(objective="pipelined"),
+    train=TrainConfig(method="pipelined"),
     mesh=MeshConfig(data=1),
 )
 GOOD = {"title": "a note", "text": "the baker sang .", "targets": ["the baker"]}
@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Pat
     directory = tmp_path_factory.mktemp("runs")
     params = oracle.random_params(MODEL, np.random.default_rng(2))
     checkpoint.save_params(directory / "rows", CONFIG, params, tokenizer_source=tokenizer_files)
-    sequential = dataclasses.replace(CONFIG, train=TrainConfig(objective="sequential"))
+    sequential = dataclasses.replace(CONFIG, train=TrainConfig(method="sequential"))
     checkpoint.save_params(directory / "line", sequential, params, tokenizer_source=tokenizer_files)
     return directory
 

@@ -109,7 +109,7 @@ def test_bfloat16_and_int8_stay_near(model):
         decode = DecodeConfig(max_length=4, weights=weights, scores=True)
         config = Config(model=model, grid=GridConfig(time_max=4, sub_max=1), decode=decode)
         generator = Generator(config, params, None, backend=None)
-        (found[weights],) = generator.decode(source, strategy="sequential")
+        (found[weights],) = generator.decode(source, method="sequential")
     assert found["auto"]["log_prob"] == pytest.approx(found["int8"]["log_prob"], abs=0.5)
     assert found["auto"]["log_prob"] != found["int8"]["log_prob"]
     held = flatten_dict(generator.programs._ready.decoding, sep="/")

@@ -38,7 +38,7 @@ IN_ROWS: dict[str, Any] = {
         "data_dir": "/home/someone/secret",
     },
     "train": {
-        "objective": "pipelined",
+        "method": "pipelined",
         "init_from": "/home/someone/secret/start",
         "wandb": "secret",
         "mlflow": "secret",
@@ -121,18 +121,16 @@ def test_exported_files_hold_no_paths_and_secrets(in_rows: Path) -> None:
 
 
 def test_the_same_run_comes_back(in_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Records, strategy and template; a second time there the same files are written."""
+    """Records, method and template; a second time there the same files are written."""
     config, lines = followed(in_rows.with_name("hf"), tmp_path / "back", capsys)
     (line,) = lines
-    assert line.startswith(
-        f"{in_rows.with_name('hf')}/pipejax.json: followed for objective (pipelined), grid, template"
-    )
+    assert line.startswith(f"{in_rows.with_name('hf')}/pipejax.json: followed for method (pipelined), grid, template")
     before = checkpoint.open_run(in_rows).config
     assert (config.grid, config.decode, config.model) == (before.grid, before.decode, before.model)
-    assert config.train.objective == "pipelined" and not config.train.init_from and not config.data.train
+    assert config.train.method == "pipelined" and not config.train.init_from and not config.data.train
     assert config.data.source_template == "notes : {note} things : {my-thing}" and config.data.separator == " # "
     one, two = pipejax.load(in_rows), pipejax.load(tmp_path / "back")
-    assert two.default_strategy == one.default_strategy == "pipelined"
+    assert two.default_method == one.default_method == "pipelined"
     records = one.decode(RECORDS)
     assert two.decode(RECORDS) == records and any(len(record["rows"] or ()) > 1 for record in records)
     huggingface.to_hf(tmp_path / "back", tmp_path / "hf")
@@ -195,7 +193,7 @@ def test_the_card_has_metadata_and_scores(in_rows: Path, tmp_path: Path, capsys:
 def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> None:
     """A local file has no name on the hub; its scores are in the table only."""
     scores = {"task": task, "split": "test", "examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
-    config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(objective="pipelined"))
+    config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(method="pipelined"))
     text = description.card("k", config, tokenizer=True, origin=description.ModelOrigin(scores=scores))
     data: Any = huggingface_hub.ModelCard(text).data
     found = data.eval_results or []
@@ -214,13 +212,13 @@ def test_the_card_names_a_license(license: str, in_rows: Path, tmp_path: Path) -
     "delay, words", [(1, "a new one every step ("), (2, "every 2 steps ("), (7, "every 7 steps (")]
 )
 def test_card_describes_when_rows_begin(delay: int, words: str) -> None:
-    config = Config(grid=GridConfig(delay=delay), train=TrainConfig(objective="pipelined"))
+    config = Config(grid=GridConfig(delay=delay), train=TrainConfig(method="pipelined"))
     text = description.card("k", config, tokenizer=True)
     assert words in text and "every 1 steps" not in text
 
 
 def test_the_card_of_a_published_task_has_its_template() -> None:
-    config = Config(data=DataConfig(task="kp20k"), train=TrainConfig(objective="pipelined"))
+    config = Config(data=DataConfig(task="kp20k"), train=TrainConfig(method="pipelined"))
     card = description.card("k", config, tokenizer=True)
     assert '{"title": "...", "abstract": "..."}' in card and make_task(config.data).template in card
 
@@ -229,7 +227,7 @@ def test_the_card_of_a_published_task_has_its_template() -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
     """transformers writes its whole answer, with beams if it has some, and the card parts the rows."""
-    sections = {"train": {"objective": "sequential"}, "decode": {"beams": beams, "length_penalty": 2.0}}
+    sections = {"train": {"method": "sequential"}, "decode": {"beams": beams, "length_penalty": 2.0}}
     run = run_of(tmp_path / "run", tokenizer_files, **sections, data={"source_template": "", "separator": " the "})
     huggingface.to_hf(run, tmp_path / "hf")
     assert capsys.readouterr().err == ""
@@ -241,7 +239,7 @@ def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, cap
     assert text and names["text"].split() == text.split()
     assert names["rows"] == [row.strip() for row in text.split("the")]
     config, _ = followed(tmp_path / "hf", tmp_path / "back", capsys)
-    assert config.train.objective == "sequential" and config.decode.beams == beams
+    assert config.train.method == "sequential" and config.decode.beams == beams
     assert pipejax.load(tmp_path / "back").decode(["deliver small apples and the baker"]) == [record]
 
 
@@ -263,7 +261,7 @@ def test_a_converted_checkpoint_keeps_its_settings(there: Path, tmp_path: Path, 
     before, _ = followed(there, tmp_path / "one", capsys)
     huggingface.to_hf(tmp_path / "one", tmp_path / "again")
     after, _ = followed(tmp_path / "again", tmp_path / "two", capsys)
-    assert (before.decode.beams, before.decode.length_penalty, before.train.objective) == (2, 0.5, "none")
+    assert (before.decode.beams, before.decode.length_penalty, before.train.method) == (2, 0.5, "none")
     assert to_json(after).replace('"again"', '"hf"') == to_json(before)
     assert "was converted and not trained since" in (tmp_path / "again" / "README.md").read_text()
 
@@ -271,7 +269,7 @@ def test_a_converted_checkpoint_keeps_its_settings(there: Path, tmp_path: Path, 
 def test_draws_and_named_rows_and_a_drafter(tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:
     names = ("small", "old")
     drawn = {"temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.25}
-    run = run_of(tmp_path / "one", None, train={"objective": "sequential"}, decode=drawn)
+    run = run_of(tmp_path / "one", None, train={"method": "sequential"}, decode=drawn)
     huggingface.to_hf(run, tmp_path / "drawn")
     generation = json.loads((tmp_path / "drawn" / "generation_config.json").read_text())
     assert {key: generation[key] for key in drawn} == drawn and generation["do_sample"] is True
@@ -300,7 +298,7 @@ def test_changed_weights_and_settings_are_reported(there: Path, tmp_path: Path, 
     model.generation_config.no_repeat_ngram_size = 3
     model.save_pretrained(there)  # as after a training by transformers: pipejax.json stays
     config, lines = followed(there, tmp_path / "out", capsys)
-    assert config.train.objective == "pipelined" and config.decode.max_length == 11
+    assert config.train.method == "pipelined" and config.decode.max_length == 11
     assert lines[1:] == [
         f"{there}/pipejax.json: written for other weights; correct only if these weights were trained with the same "
         "settings",
@@ -330,7 +328,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (changed(lambda v: v.pop("config")), "config: top level: found NoneType; expected an object"),
     "a key of a later day": (changed(lambda v: v["config"]["grid"].update(depth=1)), "grid.depth: unknown key"),
     "text for a number": (changed(lambda v: v["config"]["grid"].update(delay="1")), "grid.delay: found '1'"),
-    "no such objective": (changed(lambda v: v["config"]["train"].update(objective="x")), "train.objective: found 'x'"),
+    "no such method": (changed(lambda v: v["config"]["train"].update(method="x")), "train.method: found 'x'"),
     "against config.json": (
         changed(lambda v: v["config"]["decode"].update(beams=33)),
         "decode.beams: found 33; expected at most half of model.vocab_size = 64",

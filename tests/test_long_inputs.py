@@ -177,7 +177,7 @@ def test_decode_of_a_command_ends_in_a_line(
     "body",
     [
         {"prompt": "b", LONG: 1},
-        {"prompt": "b", "strategy": LONG},
+        {"prompt": "b", "method": LONG},
         {"prompt": "b", "model": LONG},
         {"prompt": {LONG: "b"}},
         {"prompt": {f"key{i}": "b" for i in range(50_000)}},

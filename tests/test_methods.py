@@ -169,7 +169,7 @@ class Modest(Staggered):
     [
         ({"temperature": 0.5}, "temperature: found 0.5 with modest decoding"),
         ({"logprobs": 0}, "logprobs: found some with modest decoding, which does not return log-probabilities"),
-        ({"strategy": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
+        ({"method": "pipelined"}, "grid.delay: found 0 without grid.row_names; expected the names"),
     ],
 )
 def test_unsupported_request_is_refused(more: dict[str, Any], line: str) -> None:
@@ -194,7 +194,7 @@ def test_model_list_works_with_any_settings() -> None:
     client = TestClient(
         app.make_app(app.Service(made, engine, name="tiny", limits=limits)), raise_server_exceptions=False
     )
-    assert client.get("/v1/models/tiny").json()["strategies"] == []
+    assert client.get("/v1/models/tiny").json()["methods"] == []
     assert methods.methods_with(CONFIG, "serve").keys() == {"pipelined", "sequential", "staggered"}
 
 
@@ -217,9 +217,9 @@ def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
 
 @pytest.mark.parametrize("objective", ["pipelined", "none"])
 def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
-    """By the method's loss, with any train.objective."""
+    """By the method's loss, with any train.method."""
     drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
-    config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"objective": objective})
+    config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"method": objective})
     small = DraftModel("there", config, None)
     borrower: Any = SimpleNamespace(needs_draft_model=True)
     check_drafter(small, borrower, drafted(rows=2))
@@ -232,7 +232,7 @@ def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
 def test_a_report_has_its_name(generator: Generator) -> None:
     report = Report()
     given = [Source(0, text) for text in sources(3)]
-    records = list(generator.stream(given, strategy=None, batch_size=2, report=report))
+    records = list(generator.stream(given, method=None, batch_size=2, report=report))
     found = report.summary(generator.method())
     assert found["staggered_steps"] == sum(record["steps"] for record in records) / 3
     assert "pipelined_steps" not in found and found["sequential_steps"] > 0
@@ -372,7 +372,7 @@ def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     described = {"class": NAME, "rows": 3, "width": 5, "second": 0.25}
     assert json.loads((whole / "config.json").read_text())["method"] == described
     opened = pipejax.load(whole)
-    assert opened.default_strategy == "staggered" and opened.config.method == METHOD
+    assert opened.default_method == "staggered" and opened.config.method == METHOD
     evaluated = [line for line in metrics(whole) if line["event"] == "evaluation"]
     assert evaluated and all("staggered_steps" in line for line in evaluated)
     other = pipejax.load(whole, method=Staggered(rows=2, width=5))
@@ -383,7 +383,7 @@ def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
     found = workers.result_or_error(
         workers.describe, workers.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path))
     )
-    assert found["settings"]["strategy"] == "staggered" and not found["doubts"]
+    assert found["settings"]["--method"] == "staggered" and not found["doubts"]
     assert found["settings"]["method"]["rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
     assert (tmp_path / "exported" / "staggered-cpu.jax").is_file()
@@ -472,7 +472,7 @@ def test_named_class_takes_the_settings_of_the_run(
     described = workers.describe(workers.BulkWork(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
     assert described["settings"]["method"]["rows"] == 2 and not described["doubts"]
     opened = pipejax.load(run, overrides=[BROUGHT])
-    assert opened.config.method.rows == 2 and opened.default_strategy == "brought"
+    assert opened.config.method.rows == 2 and opened.default_method == "brought"
     assert str(run.parent) in sys.path  # for what the module imports later
     opened.decode([[5, 1]])
     assert not caplog.records
@@ -495,10 +495,10 @@ def test_changed_method_settings_are_logged_once(run: Path, caplog: pytest.LogCa
 
 
 def test_changed_method_class_is_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Settings of equal name are compared without the class; no line is about the other objective."""
+    """Settings of equal name are compared without the class; no line is about the other method."""
     assert pipejax.load(run, method=Staggered()).decode([[5, 1]])[0]["row_ids"] is not None
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("these weights were trained with the brought:Brought objective; staggered decoding will")
+    assert first.startswith("these weights were trained with the brought:Brought method; staggered decoding will")
     assert second.startswith("method.rows: found 3, but these weights were trained with 2; ")
 
 
@@ -572,25 +572,25 @@ def test_class_instead_of_an_object_is_one_line(run: Path, tmp_path: Path) -> No
 
 
 def test_rows_are_not_taught_by_another_method() -> None:
-    saved = change(RUN, train={"objective": "sequential"}, data={"separator": " ; "})
+    saved = change(RUN, train={"method": "sequential"}, data={"separator": " ; "})
     saved = dataclasses.replace(saved, method=None)
     with pytest.raises(UserError, match=r"^--set: method\.class cannot change when rows are taught"):
         lesson(saved, "there", [f"method={NAME}"])
 
 
-def test_custom_strategy_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
+def test_custom_method_is_named_with_its_class(run: Path, tmp_path: Path) -> None:
     """Without the class the name is unknown; with the class, the run refuses another name."""
     (tmp_path / "in.jsonl").write_text('{"source_ids": [5, 1]}\n')
     places = ["--checkpoint", str(run), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    with pytest.raises(UserError, match=r"^--strategy: found 'brought'; expected one of pipelined, sequential$"):
-        decode([*places, "--strategy", "brought"])
-    with pytest.raises(UserError, match=r"^strategy: found 'brougt'; expected one of .* \(did you mean brought\?\)$"):
-        decode([*places, "--strategy", "brougt", "--set", BROUGHT])
-    assert decode([*places, "--strategy", "brought", "--set", BROUGHT]) == 0
+    with pytest.raises(UserError, match=r"^--method: found 'brought'; expected one of pipelined, sequential$"):
+        decode([*places, "--method", "brought"])
+    with pytest.raises(UserError, match=r"^method: found 'brougt'; expected one of .* \(did you mean brought\?\)$"):
+        decode([*places, "--method", "brougt", "--set", BROUGHT])
+    assert decode([*places, "--method", "brought", "--set", BROUGHT]) == 0
 
 
 def test_export_of_a_custom_method_records_its_class(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^strategy: found modest; expected another value, since modest decoding"):
+    with pytest.raises(UserError, match=r"^method: found modest; expected another value, since modest decoding"):
         export(run, tmp_path / "out", platforms=["cpu"], overrides=[f"method={HERE}:Modest"])
     export(run, tmp_path / "out", platforms=["cpu"], batch=1, length=16, overrides=[BROUGHT])
     facts = json.loads((tmp_path / "out" / "export.json").read_text())

@@ -162,7 +162,7 @@ def test_a_task_names_its_metric() -> None:
 class Canned:
     """A generator that knows its answers."""
 
-    default_strategy = "pipelined"
+    default_method = "pipelined"
 
     def __init__(self, data: DataConfig, rows: list[list[str]]) -> None:
         self.config, self.rows, self.answer_format, self.tokenizer = Config(data=data), rows, None, None

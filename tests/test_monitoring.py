@@ -146,7 +146,7 @@ def test_rows_with_the_separator_are_reported_at_the_start(separator, rows, chan
     tokenizer = schemas.tokenizer(normalizers.NFKC())
     examples = [Example(str(i), "the baker", rows if i == 3 else ("baker", "clerk"), f"a.jsonl:{i}") for i in range(8)]
     for objective in ("sequential", "pipelined"):
-        config = change(CONFIG, data={"separator": separator}, train={"objective": objective})
+        config = change(CONFIG, data={"separator": separator}, train={"method": objective})
         said.clear()
         warn_of_examples(examples, tokenizer, config)
         told = [line for line in said if "data.separator" in line]

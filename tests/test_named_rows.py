@@ -43,7 +43,7 @@ def generator(sizes=SIZES, *, backend=XLA, tokenizer=None, seed=4, decode=None, 
     config = Config(
         model=sizes,
         grid=GridConfig(**{"delay": 0, "time_max": 12, "sub_max": 6, **grid}),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(max_length=14, **(decode or {})),
     )
     params = oracle.random_params(sizes, np.random.default_rng(seed), eos_scale=1.3)
@@ -159,7 +159,7 @@ def test_row_names_of_the_grid_begin_every_answer(named, tokenizer, delay):
     own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # a record knows better
     (record,) = made.decode([own])
     assert len(record["rows"]) == 1 and record["rows"][0].startswith("new")
-    sequential = made.decode(TEXTS[:1], strategy="sequential")  # it has no rows
+    sequential = made.decode(TEXTS[:1], method="sequential")  # it has no rows
     assert not sequential[0]["text"].startswith(NAMES[0])
 
 
@@ -304,7 +304,7 @@ def test_targets_without_the_row_names_are_refused(tokenizer, rows, words):
     with pytest.raises(UserError) as refused:
         encode_example(Example("7", "the clerk slept .", rows), tokenizer, TRAINED, MODEL)
     assert words in str(refused.value) and "\n" not in str(refused.value)
-    sequential = change(TRAINED, train={"objective": "sequential"})  # it has no rows
+    sequential = change(TRAINED, train={"method": "sequential"})  # it has no rows
     encode_example(Example("7", "the clerk slept .", rows), tokenizer, sequential, MODEL)
 
 

@@ -51,10 +51,10 @@ def test_decoding_needs_no_extra(tokenizer_files: Path, tmp_path: Path, monkeypa
     checkpoint.save_params(trained, tiny.RUN, params, tokenizer_source=tokenizer_files)
     monkeypatch.setenv("PIPEJAX_NATIVE", "off")  # spares the test a C++ compiler's time
     texts = [demo.examples("test")[i].source for i in range(2)]
-    expected = pipejax.load(trained).decode(texts, strategy="pipelined")
+    expected = pipejax.load(trained).decode(texts, method="pipelined")
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"source": text}) + "\n" for text in texts))
     code = f"{BLOCKED}from pipejax.__main__ import script; script()"
-    flags = ("--checkpoint", str(trained), "--input", "in.jsonl", "--output", "out.jsonl", "--strategy", "pipelined")
+    flags = ("--checkpoint", str(trained), "--input", "in.jsonl", "--output", "out.jsonl", "--method", "pipelined")
     ended = python("-c", code, "decode", *flags, folder=tmp_path)
     assert ended.returncode == 0 and "extra" not in ended.stderr, ended.stderr
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory):
     """A converted checkpoint of a tiny model, and the data directory of all published tasks."""
     root = tmp_path_factory.mktemp("tiny")
     import_transformers().ByT5Tokenizer().save_pretrained(str(root / "tokenizer"))  # bytes: it needs no vocabulary
-    config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(objective="none"))
+    config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(method="none"))
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(root / "checkpoint", config, params, tokenizer_source=root / "tokenizer")
     for name, (files, _) in CASES.items():
@@ -44,7 +44,7 @@ def tiny(tmp_path_factory):
 def test_configs_have_the_settings_of_the_paper(task, size, objective):
     config = experiment(task, size, objective)
     train, published = config.train, PUBLISHED[task]
-    assert (config.name, config.data.task, train.objective) == (task, task, objective)
+    assert (config.name, config.data.task, train.method) == (task, task, objective)
     assert (train.optimizer, train.learning_rate, train.batch_size, config.data.max_source) == ("adamw", 1e-4, 24, 2048)
     assert (config.grid.delay, config.mesh.fsdp) == (1, 2 if size == "large" else 1)
     assert train.init_from == f"checkpoints/t5-{size}" and config.model is None
@@ -116,7 +116,7 @@ def ends_at_two(config: Config, run: Path) -> bool:
 @pytest.mark.parametrize("name", ["kp20k_scratch", "cnn_dailymail_scratch"])
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
 def test_dry_run_from_initial_weights(name, objective, tiny, compiled_once, tmp_path):
-    settings = TWO_STEPS | {"train.objective": objective, "train.init_from": tiny / "checkpoint"}
+    settings = TWO_STEPS | {"train.method": objective, "train.init_from": tiny / "checkpoint"}
     settings |= {"data.data_dir": tiny / "data"}
     config = load(CONFIGS / f"{name}.py", [f"{key}={value}" for key, value in settings.items()])
     assert config.data.task == name.removesuffix("_scratch")

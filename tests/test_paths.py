@@ -23,7 +23,7 @@ def room(tmp_path_factory, tokenizer_files):
     """A run, a model of Hugging Face's made of it, data and records; beside them `deep`, where commands start."""
     room = tmp_path_factory.mktemp("room")
     (room / "deep").mkdir()
-    config = tiny.change(tiny.RUN_ON_ONE, train={"objective": "pipelined"})
+    config = tiny.change(tiny.RUN_ON_ONE, train={"method": "pipelined"})
     checkpoint.save_params(
         room / "run", config, tiny.MODEL.init_params(jax.random.key(0)), tokenizer_source=tokenizer_files
     )

@@ -321,7 +321,7 @@ def test_padded_sizes_have_room_for_each_side() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
     """A sequential checkpoint with random weights, and 40 examples beside it."""
     place = tmp_path_factory.mktemp("probe")
-    config = change(Config(model=MODEL), train={"objective": "sequential"}, data={"separator": " ; "})
+    config = change(Config(model=MODEL), train={"method": "sequential"}, data={"separator": " ; "})
     params = oracle.random_params(MODEL, np.random.default_rng(5))
     checkpoint.save_params(place / "run", config, params, tokenizer_source=tokenizer_files)
     chance = random.Random(0)
@@ -470,7 +470,7 @@ def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeyp
         return update(module, optimizer, params, state, batch, delay, without)
 
     monkeypatch.setattr(adaptation, "_update", counted)
-    config = change(Config(model=MODEL), train={"objective": "sequential", "learning_rate": 0.01})
+    config = change(Config(model=MODEL), train={"method": "sequential", "learning_rate": 0.01})
     rng = random.Random(4)
     targets = [sequential(drawn(rng))[0] for _ in range(5)]
     params = jax.tree.map(jnp.asarray, oracle.random_params(MODEL, np.random.default_rng(3)))
@@ -530,7 +530,7 @@ def test_a_run_that_writes_rows(tmp_path: Path, run: Path, tokenizer_files: Path
 
 def test_encoded_examples_keep_their_rows(tokenizer_files: Path) -> None:
     tokenizer = Tokenizer.load(tokenizer_files)
-    config = change(Config(model=MODEL), train={"objective": "sequential"}, data={"separator": " ; "})
+    config = change(Config(model=MODEL), train={"method": "sequential"}, data={"separator": " ; "})
     encoded = encode_example(Example("x", "bread", ("old lamps", "coins")), tokenizer, config, MODEL)
     ids = Ids(MODEL.decoder_start_token_id, MODEL.eos_token_id)
     target = of_rows(encoded, methods.trained(config).rows_of(encoded.target, ("old lamps", "coins"), tokenizer, ids))

@@ -53,7 +53,7 @@ def t5(run: Path) -> pipejax.Generator:
 
 
 @pytest.mark.parametrize(
-    "strategy, values",
+    "method, values",
     [
         ("pipelined", {"temperature": 0.7, "seed": 3, "batch_size": 2}),
         pytest.param("pipelined", {"sub_max": 2, "time_max": 5, "scores": True}, marks=pytest.mark.slow),
@@ -66,13 +66,13 @@ def t5(run: Path) -> pipejax.Generator:
     ],
 )
 def test_a_call_with_settings_is_a_checkpoint_opened_with_them(
-    run: Path, t5: pipejax.Generator, strategy: str, values: dict[str, Any]
+    run: Path, t5: pipejax.Generator, method: str, values: dict[str, Any]
 ) -> None:
-    before = t5.decode(TEXTS, strategy=strategy, max_length=8)
+    before = t5.decode(TEXTS, method=method, max_length=8)
     opened = pipejax.load(run, overrides={settings.NAMES[name]: value for name, value in values.items()})
-    found = t5.decode(TEXTS, strategy=strategy, **values)
-    assert found == opened.decode(TEXTS, strategy=strategy) != before
-    assert t5.decode(TEXTS, strategy=strategy, max_length=8) == before, "it is for that call alone"
+    found = t5.decode(TEXTS, method=method, **values)
+    assert found == opened.decode(TEXTS, method=method) != before
+    assert t5.decode(TEXTS, method=method, max_length=8) == before, "it is for that call alone"
     assert t5.config == CONFIG
 
 
@@ -123,7 +123,7 @@ def test_settings_of_a_stream_apply_to_that_stream_only(t5: pipejax.Generator) -
         ("decode", {"dtype": "bfloat16"}, "decode(): dtype", ["'bfloat16'", '"decode.dtype"']),
         ("decode", {"draft_checkpoint": "x"}, "decode(): draft_checkpoint", ["'x'", '"decode.draft_checkpoint"']),
         ("decode", {"draft": "model"}, "decode(): draft", ["'model'", '"decode.draft_checkpoint": DIRECTORY']),
-        ("decode", {"strategy": "seqential"}, "strategy", ["'seqential'", "(did you mean sequential?)"]),
+        ("decode", {"method": "seqential"}, "method", ["'seqential'", "(did you mean sequential?)"]),
         ("stream_rows", {"batch_size": 4}, "stream_rows(): batch_size", ["4"]),
         ("stream_rows", {"samples": 4}, "stream_rows(): samples", ["4"]),
         ("stream_rows", {"top_p": 0}, "stream_rows(): decode.top_p", ["0", "more than 0"]),

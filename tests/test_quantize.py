@@ -36,7 +36,7 @@ CONFIG = Config(
     model=MODEL,
     grid=GridConfig(delay=1, time_max=12, sub_max=4),
     data=DataConfig(task="none", separator=" "),
-    train=TrainConfig(objective="pipelined"),
+    train=TrainConfig(method="pipelined"),
     decode=DecodeConfig(max_length=12),
 )
 SOURCES = [np.random.default_rng(i).integers(2, 64, 3 + i).tolist() for i in range(8)]
@@ -76,7 +76,7 @@ def test_quantized_checkpoint_decodes_as_original_with_rounded_weights(weights, 
     records = expected.decode(SOURCES)
     assert found.decode(SOURCES) == records
     assert len({str(record["row_ids"]) for record in records}) > 5
-    assert found.tokenizer is not None and found.default_strategy == "pipelined"
+    assert found.tokenizer is not None and found.default_method == "pipelined"
 
 
 @pytest.mark.parametrize("weights", NARROW)

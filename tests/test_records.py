@@ -60,7 +60,7 @@ def checkpoints(tmp_path_factory, tokenizer_files):
     root = tmp_path_factory.mktemp("checkpoints")
     for objective in ("none", "pipelined", "sequential"):
         data = DataConfig(task="none", separator=" ") if objective == "none" else DataConfig(task="demo")
-        train, limits = TrainConfig(objective=objective), DecodeConfig(max_length=16)
+        train, limits = TrainConfig(method=objective), DecodeConfig(max_length=16)
         config = Config(name=objective, model=MODEL, grid=GRID, data=data, train=train, decode=limits)
         checkpoint.save_params(root / objective, config, PARAMS, tokenizer_source=tokenizer_files)
     return root
@@ -206,8 +206,8 @@ def test_records_without_a_tokenizer_have_ids_only(checkpoints, decoded, tokeniz
     shutil.copytree(checkpoints / "pipelined", bare, ignore=shutil.ignore_patterns("tokenizer"))
     values = [{"source_ids": [*tokenizer.encode(text), 1]} for text in SHORT]
     for strategy in ("pipelined", "sequential"):
-        found, err = decoded(values, "--strategy", strategy, model="bare")
-        full, _ = decoded(values, "--strategy", strategy, model="pipelined")
+        found, err = decoded(values, "--method", strategy, model="bare")
+        full, _ = decoded(values, "--method", strategy, model="pipelined")
         assert found == [record | {"text": None, "rows": None} for record in full]
         assert all(list(record) == KEYS for record in found) and f"{len(SHORT)} examples" in err
 
@@ -224,8 +224,8 @@ def test_records_without_a_tokenizer_have_ids_only(checkpoints, decoded, tokeniz
         ("sequential", "pipelined", "pipelined", 1),
     ],
 )
-def test_strategy(decoded, model, flag, used, warnings):
-    found, err = decoded([{"source": SHORT[2]}] * 8, *(["--strategy", flag] if flag else []), model=model)
+def test_method(decoded, model, flag, used, warnings):
+    found, err = decoded([{"source": SHORT[2]}] * 8, *(["--method", flag] if flag else []), model=model)
     lines = err.splitlines()
     warned = [line for line in lines if line.startswith("warning: ")]
     assert len(warned) == warnings and all(used in line for line in warned)
@@ -245,7 +245,7 @@ def test_strategy(decoded, model, flag, used, warnings):
 def test_changed_grid_is_reported(checkpoints, caplog, model, setting, warned):
     opened = load(checkpoints / model, overrides=[setting])
     for _ in range(2):
-        opened.make_strategy(opened.default_strategy)
+        opened.make_strategy(opened.default_method)
     told = [f"{record.levelname.lower()}: {record.getMessage()}" for record in caplog.records]
     assert len(told) == bool(warned) and all(line.startswith(warned) for line in told)
 
@@ -350,7 +350,7 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
     (tmp_path / "in.jsonl").write_text(as_lines({"source_ids": [5] * length} for length in range(1, 43)))
     for again in (False, True):
         flags = str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")
-        report = records.decode_file(generator, *flags, strategy=None, batch_size=4)
+        report = records.decode_file(generator, *flags, method=None, batch_size=4)
         assert report.examples == 42
         assert compiled == [(4, 64)]  # one decoder for all; the last batch is filled up
         assert (report.shapes, report.compile_seconds == 0) == ((0, True) if again else (1 + 4, False))
@@ -359,14 +359,14 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
 def test_python_gives_the_same_records(checkpoints, decoded, tokenizer, monkeypatch):
     generator = pipejax.load(checkpoints / "pipelined")
     for strategy, texts in ((None, TEXTS), ("sequential", SHORT)):
-        flags = ["--strategy", strategy] if strategy else []
+        flags = ["--method", strategy] if strategy else []
         expected, _ = decoded([{"source": text} for text in texts], *flags, model="pipelined")
         expected = [record | {"id": i} for i, record in enumerate(expected)]
-        assert generator.decode(texts, strategy=strategy) == expected
+        assert generator.decode(texts, method=strategy) == expected
         monkeypatch.setattr(programs, "decode_batch", None)  # whatever compiles now, fails
-        assert generator.decode(iter(texts), strategy=strategy, batch_size=8) == expected
+        assert generator.decode(iter(texts), method=strategy, batch_size=8) == expected
         ids = [np.asarray([*tokenizer.encode(text), 1]) for text in texts]
-        assert generator.decode(ids, strategy=strategy) == expected
+        assert generator.decode(ids, method=strategy) == expected
         monkeypatch.undo()
     assert generator.decode([]) == []
     assert generator.decode([{"source": SHORT[0], "id": "x"}]) == [generator.decode(SHORT[:1])[0] | {"id": "x"}]
@@ -425,7 +425,7 @@ def test_a_full_disk_is_one_line(checkpoints, decoded, tmp_path):
     decoded([{"source": text} for text in SHORT])
     generator, source = load(checkpoints / "none"), str(tmp_path / "in.jsonl")
     with pytest.raises(UserError, match=r"--output /dev/full: cannot be written \(No space left"):
-        records.decode_file(generator, source, "/dev/full", strategy=None, batch_size=None)
+        records.decode_file(generator, source, "/dev/full", method=None, batch_size=None)
 
 
 TEMPLATE = {"task": "jsonl", "source_template": "Question: {question} Context: {context}"}
@@ -497,7 +497,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     source, target, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.unfinished"))
     source.write_text(as_lines({"source": text} for text in SHORT[:3]))
     generator = load(checkpoints / "none")
-    more = {"strategy": None, "batch_size": None, "resume": True}
+    more = {"method": None, "batch_size": None, "resume": True}
     work = partial(records.decode_file, generator, str(source), str(target), **more)
     work()
     lines = target.read_bytes().splitlines(keepends=True)
@@ -556,12 +556,15 @@ def test_resume_refuses_output_of_other_settings(checkpoints, tmp_path, spoil, w
     older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
     assert kept(settings) == (1, target.stat().st_size)
-    with pytest.raises(UserError, match="found strategy = 'sequential'; expected 'pipelined'"):
-        kept(settings | {"strategy": "pipelined"})
+    older = {"strategy" if key == "--method" else key: value for key, value in settings.items()}
+    (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that named methods by "strategy"
+    assert kept(settings) == (1, target.stat().st_size)
+    with pytest.raises(UserError, match="found --method = 'sequential'; expected 'pipelined'"):
+        kept(settings | {"--method": "pipelined"})
     spoil(tmp_path)
     before = target.read_bytes()
     with pytest.raises(UserError, match=words):
-        records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=True)
+        records.decode_file(generator, str(source), str(target), method=None, batch_size=None, resume=True)
     assert target.read_bytes() == before
     with pytest.raises(UserError, match="--resume: found --input - "):
         records.check_paths("-", str(target), resume=True)
@@ -668,7 +671,7 @@ def test_table_output_is_resumed(checkpoints, tmp_path, monkeypatch):
     generator = load(checkpoints / "none")
 
     def work(resume):
-        records.decode_file(generator, str(source), str(target), strategy=None, batch_size=None, resume=resume)
+        records.decode_file(generator, str(source), str(target), method=None, batch_size=None, resume=resume)
 
     with interrupted_after(2):
         work(False)

@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory, tokenizer_files):
     """Random weights with a tokenizer, the same without one, and things that are no checkpoints."""
     root = tmp_path_factory.mktemp("checkpoints")
     shutil.copytree(tokenizer_files, root / "tokenizer")
-    config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(objective="none"))
+    config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(method="none"))
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     checkpoint.save_params(root / "good", config, params, tokenizer_source=root / "tokenizer")
     checkpoint.save_params(root / "bare", config, params)
@@ -139,7 +139,7 @@ def decode_flags(**changes):
         ([*decode_flags(), "--strat", "sequential"], ["--strat"]),  # no abbreviations
         (["--checkpoint"], ["--checkpoint", "expected one argument"]),
         ([*decode_flags(), "--set"], ["--set"]),
-        (decode_flags(strategy="nonsense"), ["--strategy", "'nonsense'", "pipelined", "sequential"]),
+        (decode_flags(method="nonsense"), ["--method", "'nonsense'", "pipelined", "sequential"]),
         (decode_flags(batch_size="0"), ["--batch-size: found 0"]),
         (decode_flags(batch_size="-3"), ["--batch-size: found -3"]),
         (decode_flags(batch_size="many"), ["--batch-size", "'many'"]),
@@ -148,7 +148,7 @@ def decode_flags(**changes):
         (decode_flags(set="grid.delay=-1"), ["grid.delay: found -1; expected at least 0"]),
         (decode_flags(set="grid.delay"), ["grid.delay: found no '='"]),
         (decode_flags(set="grid=3"), ["grid: found a section"]),
-        (decode_flags(set="decode.beams=3", strategy="pipelined"), ["decode.beams: found 3; expected 1", "pipelined"]),
+        (decode_flags(set="decode.beams=3", method="pipelined"), ["decode.beams: found 3; expected 1", "pipelined"]),
         (decode_flags(set="decode.beams=9999"), ["decode.beams: found 9999", "half of model.vocab_size"]),
         (decode_flags(set="train.steps=3"), ["train.steps", "cannot change", "grid, decode"]),
         (decode_flags(set="model.d_model=8"), ["model.d_model", "cannot change"]),
@@ -457,7 +457,7 @@ def test_help_is_no_error(capsys, main):
 @pytest.mark.parametrize(
     "command, words",
     [
-        (["{root}/decode.py", *decode_flags(strategy="nonsense")], ["--strategy", "'nonsense'"]),
+        (["{root}/decode.py", *decode_flags(method="nonsense")], ["--method", "'nonsense'"]),
         (["{root}/decode.py", *decode_flags(input="-", output="{tmp}/in.jsonl")], ["found the input file"]),
         (["{root}/train.py", "--config", "{tmp}/no.py", "--workdir", "w"], ["{tmp}/no.py: no such file"]),
         (["-m", "pipejax", "convert", "nonsense"], ["'nonsense'"]),

@@ -41,7 +41,7 @@ def lines(first: int = 0, count: int = COUNT) -> list[str]:
 def here(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path, compiled_once: Any) -> Path:
     """Weights to begin with, data, and a run of them."""
     root = tmp_path_factory.mktemp("here")
-    base = change(RUN_ON_ONE, data={"task": "none"}, train={"objective": "none"})
+    base = change(RUN_ON_ONE, data={"task": "none"}, train={"method": "none"})
     for name, seed in (("weights", 1), ("others", 2)):
         params = oracle.random_params(MODEL, np.random.default_rng(seed))
         checkpoint.save_params(root / name, base, params, tokenizer_source=tokenizer_files)
@@ -194,7 +194,7 @@ def test_only_places_are_left_to_the_content() -> None:
 def run_with_best(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> Path:
     """A run whose best step, 3, is not its newest, 5, with other weights."""
     root = tmp_path_factory.mktemp("best") / "run"
-    base = change(RUN_ON_ONE, data={"task": "none"}, train={"objective": "sequential"})
+    base = change(RUN_ON_ONE, data={"task": "none"}, train={"method": "sequential"})
     best = oracle.random_params(MODEL, np.random.default_rng(7))
     newest = jax.tree.map(lambda x: 1.02 * x, best)
     checkpoint.save_params(root, base, newest, tokenizer_source=tokenizer_files)

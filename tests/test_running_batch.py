@@ -20,7 +20,7 @@ LENGTHS = (64, 128, 256, 512)  # of memories
 
 @pytest.fixture(scope="module")
 def generator() -> Generator:
-    config = Config(model=MORE_WORDS, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=2000))
+    config = Config(model=MORE_WORDS, train=TrainConfig(method="sequential"), decode=DecodeConfig(max_length=2000))
     return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
 
 

@@ -170,7 +170,7 @@ def generator() -> Generator:
     config = Config(
         model=MORE_WORDS,
         grid=GridConfig(delay=2, time_max=16, sub_max=5),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(max_length=30, scores=True),
     )
     return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)

@@ -676,8 +676,8 @@ def test_schemas_that_are_too_large(made: Any, monkeypatch: Any) -> None:
 
 def test_settings_that_go_against_a_schema(made: Any) -> None:
     asked = schema("yes")
-    with pytest.raises(UserError, match=r"^schema: found a schema with sequential .*; expected strategy pipelined$"):
-        made.decode(["a"], schema=asked, strategy="sequential")
+    with pytest.raises(UserError, match=r"^schema: found a schema with sequential .*; expected method pipelined$"):
+        made.decode(["a"], schema=asked, method="sequential")
     with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
         made.decode(["a"], schema=asked, limit="source")
     with pytest.raises(UserError, match=r"^decode\.limit: found source with a schema; expected none"):
@@ -951,7 +951,7 @@ def test_the_real_tokenizer_of_t5(real_data: Any) -> None:
     grid = GridConfig(delay=0, time_max=24, sub_max=5)
     params = oracle.random_params(sizes, np.random.default_rng(0), eos_scale=1.2)
     own = Generator(
-        Config(model=sizes, grid=grid, train=TrainConfig(objective="pipelined")),
+        Config(model=sizes, grid=grid, train=TrainConfig(method="pipelined")),
         params,
         Tokenizer.load(real_data / "t5_tokenizer"),
     )
@@ -985,7 +985,7 @@ def submit_all(engine: Engine, own: Any, asked: Sequence[Any], **more: Any) -> l
     answers = []
     for one in asked:
         under = own.under(one)
-        request = Request(under.source(SOURCES[0], "a test", 0), own.default_strategy, log_probs=False, **more)
+        request = Request(under.source(SOURCES[0], "a test", 0), own.default_method, log_probs=False, **more)
         answers.append(engine.submit(request))
     return [list(answer.events())[-1] for answer in answers]
 

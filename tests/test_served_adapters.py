@@ -32,7 +32,7 @@ from support import oracle, tiny
 CONFIG = Config(
     model=tiny.MORE_WORDS,
     grid=GridConfig(delay=2, time_max=12, sub_max=4),
-    train=TrainConfig(objective="pipelined"),
+    train=TrainConfig(method="pipelined"),
     decode=DecodeConfig(max_length=20),
 )
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -93,7 +93,7 @@ def test_a_completion(client: TestClient, generator: Generator) -> None:
 def test_engine_receives_settings_of_the_request(client: TestClient, engine: ScriptedEngine) -> None:
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.25, "max_tokens": 7}
     prompts = [[5, 6, 1], [7, 1]]
-    body = {"prompt": prompts, "n": 2, "seed": 2**31 - 1, "strategy": "sequential", **settings}
+    body = {"prompt": prompts, "n": 2, "seed": 2**31 - 1, "method": "sequential", **settings}
     reply = client.post(PATH, json=body).json()
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
     sources = [Source(i, ids, sample=k) for i, ids in enumerate(prompts) for k in (0, 1)]
@@ -101,7 +101,7 @@ def test_engine_receives_settings_of_the_request(client: TestClient, engine: Scr
     for request, source in zip(engine.requests, sources, strict=True):
         found = {**vars(request.sampling), "max_tokens": request.max_tokens}
         assert found == {**settings, "seed": seed_of(source, 2**31 - 1)}  # as decode draws
-    assert {r.strategy for r in engine.requests} == {"sequential"}
+    assert {r.method for r in engine.requests} == {"sequential"}
 
 
 def test_defaults_equal_an_offline_decode(client: TestClient, engine: ScriptedEngine) -> None:
@@ -109,7 +109,7 @@ def test_defaults_equal_an_offline_decode(client: TestClient, engine: ScriptedEn
     (request,) = engine.requests
     drawn = request.sampling
     assert (drawn.temperature, drawn.top_k, drawn.top_p, request.max_tokens) == (0, 0, 1, None)
-    assert request.strategy == "pipelined"
+    assert request.method == "pipelined"
 
 
 def test_rows_are_the_record(client: TestClient, engine: ScriptedEngine) -> None:
@@ -495,7 +495,7 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         ({"prompt": "a", "stream_options": {}, "stream": "no"}, "stream", "stream: found 'no'"),
         ({"prompt": "a", "stop": ["a", ""]}, "stop", "stop: found ''; expected texts of 1 to"),
         ({"prompt": "a", "stop": "a", "rows": True}, "stop", "stop: found 'a'; expected none with rows"),
-        ({"prompt": "a", "strategy": "best"}, "strategy", "strategy: found 'best'; expected one of"),
+        ({"prompt": "a", "method": "best"}, "method", "method: found 'best'; expected one of"),
         ({"prompt": "a", "echo": True}, "echo", "echo: found True; expected false or nothing"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: found 'b'; expected"),
         ({"prompt": "a", "temprature": 1}, "temprature", "temprature: found an unknown field; expected one of prompt"),
@@ -1180,7 +1180,7 @@ def test_a_method_that_cannot_stream_is_refused_in_one_line(
         assert error(client.post(path, json={**source, "stop": "a"}), 400)["param"] == "stop"
     chat = {"messages": [{"role": "user", "content": TEXT}], "stream": True}
     assert error(client.post("/v1/chat/completions", json=chat), 400)["param"] == "stream"
-    taken: list[dict[str, Any]] = [{}, {"stream": False}, {"stop": []}, {"stream": True, "strategy": "sequential"}]
+    taken: list[dict[str, Any]] = [{}, {"stream": False}, {"stop": []}, {"stream": True, "method": "sequential"}]
     for more in taken:
         assert client.post(PATH, json={"prompt": TEXT, **more}).status_code == 200
 

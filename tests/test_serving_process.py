@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 KEY = "of-this-test"
 TEXTS = [example.source for example in demo.examples("test")[:12]]
 # All tokens are nearly as likely, so that it lasts until one of them is the eos; the seed is one of a long one.
-LONG = {"strategy": "sequential", "prompt": TEXTS[0], "temperature": 100, "seed": 20}
+LONG = {"method": "sequential", "prompt": TEXTS[0], "temperature": 100, "seed": 20}
 pytestmark = pytest.mark.slow
 
 
@@ -114,24 +114,24 @@ def expected(trained: Path) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEJAX_NATIVE", "off")
         generator = pipejax.load(trained, overrides=["decode.max_length=40"])
-    return {name: generator.decode(TEXTS, strategy=name) for name in ("pipelined", "sequential")}
+    return {name: generator.decode(TEXTS, method=name) for name in ("pipelined", "sequential")}
 
 
 def test_answers_equal_records_of_decode(server: Server, expected: dict[str, list[Any]]) -> None:
-    """Many at a time, of both strategies, streamed or not."""
+    """Many at a time, of both methods, streamed or not."""
 
     def ask(i: int) -> None:
-        strategy = "sequential" if i % 3 == 0 else "pipelined"
+        method = "sequential" if i % 3 == 0 else "pipelined"
         k = i % len(TEXTS)
-        body = {"prompt": TEXTS[k], "strategy": strategy, "rows": True}
-        if strategy == "sequential":
+        body = {"prompt": TEXTS[k], "method": method, "rows": True}
+        if method == "sequential":
             body["max_tokens"] = 40
         if i % 2:
             (choice,) = server.complete(**body)["choices"]
         else:
             events = server.ask("/v1/completions", body | {"stream": True})[1].split("\n\n")
             choice = json.loads(events[-3].removeprefix("data: "))["choices"][0]
-        record, wanted = choice["record"], expected[strategy][k]
+        record, wanted = choice["record"], expected[method][k]
         assert (record["row_ids"], record["rows"], record["text"]) == (
             wanted["row_ids"],
             wanted["rows"],

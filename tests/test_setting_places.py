@@ -29,7 +29,7 @@ from support.tiny import MODEL
 CONFIG = Config(
     model=MODEL,
     data=DataConfig(task="none"),
-    train=TrainConfig(objective="none", init_from="y"),
+    train=TrainConfig(method="none", init_from="y"),
     mesh=MeshConfig(data=1),
 )
 GRID = {"delay", "time_max", "sub_max", "stop", "row_names"}
@@ -54,7 +54,7 @@ DATA = {
     *("new_tokenizer", "special_tokens", "max_source", "max_target", "separator"),
 }
 TRAIN = {
-    *("objective", "steps", "batch_size", "accumulate", "pack", "length_group", "remat", "shapes", "optimizer"),
+    *("method", "steps", "batch_size", "accumulate", "pack", "length_group", "remat", "shapes", "optimizer"),
     *("freeze", "lora_rank", "learning_rate", "schedule", "warmup_steps", "warmup_share", "weight_decay", "beta1"),
     *("beta2", "epsilon", "clip_norm", "dropout", "new_dropout", "dtype", "seed", "max_bad_steps", "init_from"),
     *("init_best", "eos_token_id", "log_every", "evaluate_every", "evaluate_examples", "patience"),
@@ -78,7 +78,7 @@ TAKEN = {  # by command; all also take model=MODULE:CLASS, and decode, export an
         keys("name", "grid", "decode", "train", "mesh")
         | {f"data.{x}" for x in ("max_source", "max_target", "separator", "csv_delimiter", "csv_quotes", "metric")}
     )
-    - {"train.objective", "train.init_from", "train.init_best"},
+    - {"train.method", "train.init_from", "train.init_best"},
 }
 CHANGEABLE = {
     *("name", "data.test", "mesh.data", "mesh.fsdp", "mesh.tensor", "train.shapes", "train.steps", "train.log_every"),
@@ -265,7 +265,7 @@ def test_records_depend_on_these_settings(tmp_path: Path) -> None:
     made = cast(Generator, SimpleNamespace(config=CONFIG, tokenizer=None, architecture=MODEL, origin={}))
     speed = {"decode.batch_size", "decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"}
     ours = keys("grid", "decode", "data.max_source", "data.separator")
-    more = {"input", "weights", "strategy"}
+    more = {"input", "weights", "--method"}
     assert noted(CONFIG).keys() == ours - speed | more
     traced = config_lib.override(CONFIG, ["decode.trace=true"])
     assert noted(traced).keys() == ours - {"decode.batch_size"} | more
@@ -285,7 +285,7 @@ def test_note_without_a_key_of_a_later_version_has_its_default() -> None:
 def test_lesson_divides_these_counts_of_updates() -> None:
     kinds = fields.types_of(TrainConfig)
     counts = {name: 400 for name in TRAIN - {"accumulate", "pack", "eos_token_id", "lora_rank"} if kinds[name] is int}
-    full: TrainConfig = dataclasses.replace(CONFIG.train, objective="sequential", **counts)  # type: ignore[arg-type]
+    full: TrainConfig = dataclasses.replace(CONFIG.train, method="sequential", **counts)  # type: ignore[arg-type]
     made = lessons.lesson(dataclasses.replace(CONFIG, train=full), "/nowhere/x", []).train
     divided = {name for name in counts if getattr(made, name) == 100}
     assert divided == {"steps", "warmup_steps", "log_every", "evaluate_every", "checkpoint_every"}

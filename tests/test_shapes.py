@@ -143,8 +143,6 @@ def test_no_batch_is_longer_than_the_longest():
     for rows in ([[7] * 3] * 80, [[7]] * 160, [[7] * 320]):
         target = flatten(rows, delay=1, bos=0, eos=1)
         tokens = int(target.weights.sum())
-        data, train = DataConfig(max_target=tokens), TrainConfig(pack=2, batch_size=2, objective="pipelined")
+        data, train = DataConfig(max_target=tokens), TrainConfig(pack=2, batch_size=2, method="pipelined")
         assert 2 * len(target.inputs) <= longest(Config(data=data, train=train))[1] < 3.2 * tokens
-    assert longest(Config(data=data, train=dataclasses.replace(train, objective="sequential")))[1] == round_up(
-        2 * tokens
-    )
+    assert longest(Config(data=data, train=dataclasses.replace(train, method="sequential")))[1] == round_up(2 * tokens)

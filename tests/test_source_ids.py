@@ -86,7 +86,7 @@ def test_source_ids_equal_transformers(kind: str, made: dict[str, Path]) -> None
 def test_all_callers_encode_sources_alike(kind: str, made: dict[str, Path]) -> None:
     """Training, decoding, a server, and the statistics of data."""
     text, most = "the foxes jump over a dog", 7
-    config = Config(model=MODEL, data=DataConfig(max_source=most), train=TrainConfig(objective="pipelined"))
+    config = Config(model=MODEL, data=DataConfig(max_source=most), train=TrainConfig(method="pipelined"))
     generator = Generator(config, PARAMS, Tokenizer.load(made[kind]))
     expected = transformers_ids(made[kind], text, most)
     assert len(expected) == most
@@ -165,7 +165,7 @@ def written(directory: Path, tokenizer: Path, model: Any = MODEL, **data: Any) -
         model=model,
         data=DataConfig(task="none", **data),
         grid=GridConfig(delay=1, time_max=9, sub_max=3),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
     )
     checkpoint.save_params(directory / "run", config, PARAMS, tokenizer_source=tokenizer)
     huggingface.to_hf(directory / "run", directory / "hf")
@@ -185,7 +185,7 @@ def test_answers_equal_transformers(kind: str, eos: int, made: dict[str, Path], 
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory)
     texts, card = ["the fox", "the foxes jump over", "x"], (directory / description.CARD).read_text()
-    rows, lines = ours.decode(texts), ours.decode(texts, strategy="sequential", max_length=7)
+    rows, lines = ours.decode(texts), ours.decode(texts, method="sequential", max_length=7)
     assert again.decode(texts) == rows
     for text, row, line in zip(texts, rows, lines, strict=True):
         (encode,) = [line for line in card.splitlines() if line.startswith("ids = ")]
@@ -253,7 +253,7 @@ def as_of_former_version(run: Path) -> Path:
 def run_of(directory: Path, tokenizer: Path, objective: str, **data: Any) -> Path:
     eos = Tokenizer.load(tokenizer).eos
     model = dataclasses.replace(MODEL, eos_token_id=1 if eos is None else eos)
-    config = Config(model=model, data=DataConfig(task="none", **data), train=TrainConfig(objective=objective))
+    config = Config(model=model, data=DataConfig(task="none", **data), train=TrainConfig(method=objective))
     checkpoint.save_params(directory, config, PARAMS, tokenizer_source=tokenizer)
     return directory
 

@@ -67,7 +67,7 @@ def byt5(directory: Path) -> Path:
 
 def run_of(directory: Path, tokenizer: Path | None, model: T5Config = MODEL, **train: Any) -> Path:
     """A run directory as `pipejax train` leaves it; nothing is compared when it is written."""
-    settings = {"objective": "sequential", **train}
+    settings = {"method": "sequential", **train}
     config = Config(model=model, data=DataConfig(task="demo"), train=TrainConfig(**settings), mesh=tiny.RUN_ON_ONE.mesh)
     checkpoint.save_params(directory, config, PARAMS, tokenizer_source=tokenizer)
     return directory
@@ -238,11 +238,11 @@ def test_each_end_token_is_compared(ends: list[int], line: str, tmp_path: Path) 
 def test_trained_end_token_becomes_first_of_run(tmp_path: Path) -> None:
     """`train.eos_token_id` names one of a checkpoint's: rows are trained to end with it, and sources end as before."""
     files = word_level(tmp_path / "chat", CHAT, pad_token="<pad>", **EOS)
-    origin = run_of(tmp_path / "origin", files, dataclasses.replace(MODEL, other_eos_token_ids=(3,)), objective="none")
+    origin = run_of(tmp_path / "origin", files, dataclasses.replace(MODEL, other_eos_token_ids=(3,)), method="none")
     (tmp_path / "train.jsonl").write_text('{"source": "word1", "targets": ["word2", "word3"]}\n')
     wanted: dict[str, Any] = {
         "init_from": str(origin),
-        "objective": "pipelined",
+        "method": "pipelined",
         "steps": 1,
         "batch_size": 1,
         "log_every": 1,
@@ -307,7 +307,7 @@ def test_a_run_that_was_trained_with_two_ends_still_opens(
 ) -> None:
     """Its model's eos, `<s>`, ended all that it learned. It does not leave: transformers would end sources with 2."""
     files = directories["sentencepiece as it is by itself"]
-    run, converted = run_of(tmp_path / "run", files), run_of(tmp_path / "converted", files, objective="none")
+    run, converted = run_of(tmp_path / "run", files), run_of(tmp_path / "converted", files, method="none")
     assert pipejax.load(run).architecture.eos_token_id == 1
     begun = Config(data=DataConfig(task="jsonl"), train=TrainConfig(init_from=str(run)))
     copied = dataclasses.replace(begun, data=DataConfig(task="jsonl", tokenizer=str(files)))

@@ -211,28 +211,28 @@ def test_streamed_rows_equal_record(client: TestClient, text: str) -> None:
 # From Python: random weights, which write bytes in any order.
 
 
-@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("unique", [False, True])
-def test_the_last_event_of_a_row_has_its_text_in_the_record(strategy: str, unique: bool, tmp_path: Path) -> None:
+def test_the_last_event_of_a_row_has_its_text_in_the_record(method: str, unique: bool, tmp_path: Path) -> None:
     """Rows that were cut off have no event that says that they ended."""
     pieces = ["<0xC3>", "<0xA9>", "<0xE4>", "<0xB8>", "<0xAD>", "a", "▁", "b", "<0xFF>"]
     tokenizer = Tokenizer.load(decoded_by(SPACE, FALLBACK, FUSE, pieces=pieces)(tmp_path / "it"))
     config = Config(
         model=tiny.MORE_WORDS,
         grid=GridConfig(delay=2, time_max=9, sub_max=4),
-        train=TrainConfig(objective=strategy),
+        train=TrainConfig(method=method),
         decode=DecodeConfig(max_length=12, temperature=1.0, unique_rows=unique),
     )
     made = Generator(config, oracle.random_params(tiny.MORE_WORDS, np.random.default_rng(4)), tokenizer)
     rng, cut = np.random.default_rng(1), 0
     for seed in range(12):
         ids = [*rng.integers(2, 12, 8).tolist(), 1]
-        streamed: list[Any] = [*made.stream_rows(ids, strategy=strategy, seed=seed)]
+        streamed: list[Any] = [*made.stream_rows(ids, method=method, seed=seed)]
         *found, record = streamed
         texts = {event.row: event.text for event in found}
         said = [texts[row] for row in sorted(texts)]
         assert said == [tokenizer.decode(row) for row in record["row_ids"] if row]
-        if strategy == "pipelined":
+        if method == "pipelined":
             assert said == [text for text, row in zip(record["rows"], record["row_ids"], strict=True) if row]
         else:
             assert said == ([record["text"]] if record["row_ids"][0] else [])

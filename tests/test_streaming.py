@@ -24,7 +24,7 @@ def generator(**decode):
     config = Config(
         model=MORE_WORDS,
         grid=GridConfig(delay=2, time_max=20, sub_max=6),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(max_length=20, **decode),
     )
     return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
@@ -35,12 +35,12 @@ def texts(count):
     return [[*rng.integers(2, 12, rng.integers(1, 40)).tolist(), 1] for _ in range(count)]
 
 
-@pytest.mark.parametrize("strategy", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
-def test_events_add_up_to_the_record(strategy):
+@pytest.mark.parametrize("method", ["pipelined", pytest.param("sequential", marks=pytest.mark.slow)])
+def test_events_add_up_to_the_record(method):
     made, given = generator(temperature=0.8, scores=True), texts(6)
-    expected = made.decode(given, strategy=strategy, batch_size=4)
+    expected = made.decode(given, method=method, batch_size=4)
     for i, (ids, one) in enumerate(zip(given, expected, strict=True)):
-        *events, record = made.stream_rows({"source_ids": ids, "id": i}, strategy=strategy)
+        *events, record = made.stream_rows({"source_ids": ids, "id": i}, method=method)
         assert record["row_ids"] == one["row_ids"] and record["truncated"] == one["truncated"]
         assert record["steps"] == one["steps"] and record["calls"] == one["calls"]
         assert record["log_prob"] == pytest.approx(one["log_prob"], abs=1e-3)
@@ -133,7 +133,7 @@ def test_unsupported_stream_settings_are_refused_before_output(tmp_path, capsys)
     with pytest.raises(UserError, match=r"^decode\.limit: found source"):
         list(limited.stream_rows([3, 1]))
     with pytest.raises(UserError, match=r"^decode\.limit: found source"):
-        decode_file(limited, str(given), str(out), strategy=None, batch_size=None, live=True)
+        decode_file(limited, str(given), str(out), method=None, batch_size=None, live=True)
     assert not out.exists() and "0:" not in capsys.readouterr().err
     with pytest.raises(UserError, match="row_prefixes"):
         list(generator().stream_rows({"source_ids": [3, 1], "row_prefixes": [[4]]}))
@@ -143,7 +143,7 @@ def test_samples_are_headed_apart(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"id": "a", "source_ids": [3, 1]}\n')
     made = generator(samples=2, temperature=1.0)
     source, target = str(tmp_path / "in.jsonl"), str(tmp_path / "out")
-    decode_file(made, source, target, strategy=None, batch_size=None, live=True)
+    decode_file(made, source, target, method=None, batch_size=None, live=True)
     headed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("a")]
     assert headed == ["a, sample 0:", "a, sample 1:"]
 
@@ -188,7 +188,7 @@ def test_elsewhere_each_row_is_a_line(tmp_path, capsys):
     source, made = tmp_path / "in.jsonl", generator()
     source.write_text("".join(json.dumps({"id": i, "source_ids": ids}) + "\n" for i, ids in enumerate(texts(4))))
     for live in (False, True):
-        report = decode_file(made, str(source), str(tmp_path / f"{live}"), strategy=None, batch_size=None, live=live)
+        report = decode_file(made, str(source), str(tmp_path / f"{live}"), method=None, batch_size=None, live=live)
         assert report.examples == 4
         assert ("(compilation included)" in report.lines(methods.make("pipelined", Config()))[0]) == live
     assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes()

@@ -37,7 +37,7 @@ TEACHER = Config(
     model=MODEL,
     grid=GridConfig(time_max=12, sub_max=4),
     data=DataConfig(task="none", separator=" ; "),
-    train=TrainConfig(objective="none"),
+    train=TrainConfig(method="none"),
     decode=DecodeConfig(max_length=16),
     mesh=MeshConfig(data=1),
 )
@@ -84,7 +84,7 @@ def test_labels_equal_output_of_decode(given, taught):
     """Of the sequential decoder, parted at the separator that was set."""
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    expected = t5.decode(sources, strategy="sequential")
+    expected = t5.decode(sources, method="sequential")
     answers = [json.loads(line) for line in (taught / "labels" / lessons.ANSWERS).read_text().splitlines()]
     assert answers == expected
     counts = json.loads((taught / "agreement.json").read_text())["labels"]
@@ -102,7 +102,7 @@ def test_beams_of_the_checkpoint_are_used(given, tmp_path):
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     answers = [json.loads(line) for line in (tmp_path / "run/labels" / lessons.ANSWERS).read_text().splitlines()]
-    assert answers == t5.decode(sources, strategy="sequential")
+    assert answers == t5.decode(sources, method="sequential")
     assert pipejax.load(tmp_path / "run").config.decode.beams == 1
 
 
@@ -200,7 +200,7 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
     saved = change(
         Config(model=MODEL),
         train={
-            "objective": "sequential",
+            "method": "sequential",
             "steps": 700,
             "warmup_steps": 50,
             "learning_rate": 2e-3,
@@ -214,7 +214,7 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
     config = lessons.lesson(saved, "/runs/teacher", ["train.weight_decay=0.5"])
     assert (config.train.steps, config.train.warmup_steps, config.train.weight_decay) == (175, 13, 0.5)
     assert (config.train.batch_size, config.train.accumulate, config.train.learning_rate) == (64, 8, 4e-3)
-    assert (config.train.objective, config.train.init_from) == ("pipelined", "/runs/teacher")
+    assert (config.train.method, config.train.init_from) == ("pipelined", "/runs/teacher")
     assert config.data == change(saved, data={"train": "", "tokenizer": ""}).data
     converted = lessons.lesson(TEACHER, "/checkpoints/t5", [])
     assert (converted.train.steps, converted.data.task, converted.model) == (500, "jsonl", MODEL)
@@ -226,7 +226,7 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_checkpoint_of_any_config_can_be_taught_from(file):
     """The parts of a batch are as large, and as packed, as those that the checkpoint was trained with."""
-    overrides = ["train.objective=sequential", "mesh.data=1", "mesh.fsdp=1"]
+    overrides = ["train.method=sequential", "mesh.data=1", "mesh.fsdp=1"]
     saved = dataclasses.replace(config_lib.load(file, overrides), model=MODEL)
     config = lessons.lesson(saved, "/runs/teacher", [])
     before, after = saved.train, config.train
@@ -254,7 +254,7 @@ def test_agreement_compares_the_run_with_the_checkpoint(given, taught):
     chosen = lessons.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
     pairs = [(sources[i]["source"], answers[i]) for i in chosen if not answers[i]["truncated"]]
     t5 = pipejax.load(taught)
-    assert t5.default_strategy == "pipelined"
+    assert t5.default_method == "pipelined"
     decoded = t5.decode([source for source, _ in pairs])
     found = json.loads((taught / "agreement.json").read_text())
     same = [set(answer["rows"]) & set(record["rows"]) for (_, answer), record in zip(pairs, decoded, strict=True)]
@@ -326,7 +326,7 @@ def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
     "overrides, message",
     [
         (["data.train=x.jsonl"], r"^--set: data\.train cannot change when rows are taught"),
-        (["train.objective=sequential"], r"^--set: train\.objective cannot change"),
+        (["train.method=sequential"], r"^--set: train\.method cannot change"),
         (["train.init_from=x"], r"^--set: train\.init_from cannot change"),
         (["model.d_model=8"], r"^--set: model\.d_model cannot change"),
         (["train.step=3"], r"^train\.step: unknown key \(did you mean train\.steps\?\)"),

@@ -462,7 +462,7 @@ def test_an_example_without_rows_still_teaches_to_stop(tokenizer):
 def test_rows_without_tokens_are_dropped_for_both_objectives(tokenizer):
     """Between separators, too, nothing is left of a row that the tokenizer leaves nothing of."""
     for objective in ("pipelined", "sequential"):
-        config = change(CONFIG, train={"objective": objective})
+        config = change(CONFIG, train={"method": objective})
         spoilt, clean = (
             encode_example(Example("x", "the baker smiled .", rows), tokenizer, config, MODEL).target
             for rows in (("honey", "</s>", "old </s> bread", " "), ("honey", "old bread"))

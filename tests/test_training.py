@@ -67,7 +67,7 @@ def test_a_target_of_many_rows_is_cut_in_few_attempts(tokenizer):
 
     counting, rows = Counting.__new__(Counting), ("honey",) * 4000
     vars(counting).update(vars(tokenizer))
-    config = change(CONFIG, data={"max_target": 101}, train={"objective": "sequential"})
+    config = change(CONFIG, data={"max_target": 101}, train={"method": "sequential"})
     encoded = encode_example(Example("x", "deliver honey .", rows), counting, config, MODEL)
     assert encoded.target_was_cut and Counting.calls <= 15
     separator = tokenizer.encode(";")
@@ -91,7 +91,7 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
     assert slots(10) == (True, [*words[0], 1, *words[1], 1])
     assert slots(5) == (True, [*words[0], 1])
     assert slots(3) == (True, words[0][:2])  # not even one row: cut, and no eos is taught
-    sequential = {"train": {"objective": "sequential"}}
+    sequential = {"train": {"method": "sequential"}}
     separator = tokenizer.encode(";")
     joined = [*words[0], *separator, *words[1], *separator, *words[2]]
     assert slots(11, **sequential) == (False, [*joined, 1])
@@ -102,7 +102,7 @@ def test_a_cut_target_loses_its_last_rows_and_its_empty_row(tokenizer):
 @pytest.mark.parametrize("objective", ["pipelined", "sequential"])
 def test_no_row_ends_in_its_middle(tokenizer, objective):
     """A tokenizer reads "</s>" as the token that ends a row."""
-    config = change(CONFIG, train={"objective": objective})
+    config = change(CONFIG, train={"method": objective})
     spelt, plain = (
         encode_example(Example("x", "deliver apples .", (row,)), tokenizer, config, MODEL).target
         for row in ("small </s> apples", "small apples")
@@ -239,7 +239,7 @@ def test_evaluations_are_bounded_by_their_targets(tokenizer):
     assert examiner.bound_decoding(CONFIG, encoded) == CONFIG  # never wider than asked for
     cut = change(wide, data={"max_target": 4})  # says nothing about the answers' lengths
     assert examiner.bound_decoding(cut, [encode_example(e, tokenizer, cut, MODEL) for e in examples]) == cut
-    joined = change(wide, train={"objective": "sequential"}, decode={"max_length": 512})
+    joined = change(wide, train={"method": "sequential"}, decode={"max_length": 512})
     longest = max(len(tokenizer.encode(" ; ".join(e.targets))) + 1 for e in examples)
     bound = examiner.bound_decoding(
         joined, [encode_example(e, tokenizer, joined, MODEL) for e in examples]
@@ -408,7 +408,7 @@ def test_beams_are_for_the_sequential_objective_and_no_more_than_the_vocabulary_
     with pytest.raises(UserError, match=r"decode\.beams: found 3; expected 1, .*, not pipelined"):
         fit(change(CONFIG, decode={"beams": 3}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    config = change(CONFIG, train={"objective": "sequential", "init_from": str(finished)}, decode={"beams": 33})
+    config = change(CONFIG, train={"method": "sequential", "init_from": str(finished)}, decode={"beams": 33})
     with pytest.raises(UserError, match=r"decode\.beams: found 33; expected at most half of model\.vocab_size = 64"):
         fit(dataclasses.replace(config, model=None), tmp_path / "run")
 
@@ -418,7 +418,7 @@ def test_a_separator_that_the_tokenizer_loses(tmp_path):
         UserError,
         match=r"data\.separator: found '\\n'",
     ):
-        fit(change(CONFIG, train={"objective": "sequential"}, data={"separator": "\n"}), tmp_path / "run")
+        fit(change(CONFIG, train={"method": "sequential"}, data={"separator": "\n"}), tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -437,7 +437,7 @@ def test_the_number_of_dev_examples_may_change_on_resume(finished, said):
 
 
 REFUSED = [
-    ({"train": {"objective": "none"}}, r"train\.objective: found 'none'"),
+    ({"train": {"method": "none"}}, r"train\.method: found 'none'"),
     ({"train": {"batch_size": 6}, "mesh": {"data": 4}}, r"train\.batch_size: found 6; expected a multiple of 4"),
     ({"mesh": {"data": 16}}, r"mesh: found data x fsdp x tensor = 16; expected at most the 8 devices"),
     ({"mesh": {"tensor": 3}}, r"mesh: found fsdp x tensor = 3; expected a divisor of the 8 devices"),
@@ -483,7 +483,7 @@ def test_fine_tuning_a_converted_checkpoint(converted, tmp_path, said):
     """The first sequential loss is torch's on the same labels; the loss falls; the result goes back to Hugging Face."""
     model, ours = converted
     every = dict.fromkeys(("steps", "evaluate_every", "checkpoint_every"), 30)
-    train = dataclasses.replace(CONFIG.train, objective="sequential", dropout=0.0, init_from=str(ours), **every)
+    train = dataclasses.replace(CONFIG.train, method="sequential", dropout=0.0, init_from=str(ours), **every)
     own = {"data": DataConfig(task="demo"), "decode": DecodeConfig(max_length=8), "mesh": MeshConfig(data=1)}
     config = Config(name="fine", train=train, **own)
     assert fit(config, tmp_path / "run") == 0

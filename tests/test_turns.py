@@ -348,7 +348,7 @@ def test_a_t5_decodes_and_streams_the_same(kind: str, monkeypatch: pytest.Monkey
             runs.append(made.decode(texts, schema=schema("whole", "colour", "yes"), batch_size=2))
             continue
         grid, decode = GridConfig(delay=1, time_max=10, sub_max=4), DecodeConfig(scores=True, temperature=0.8, seed=5)
-        config = Config(model=MORE_WORDS, grid=grid, train=TrainConfig(objective="pipelined"), decode=decode)
+        config = Config(model=MORE_WORDS, grid=grid, train=TrainConfig(method="pipelined"), decode=decode)
         made = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
         runs.append([*made.decode(texts, batch_size=2), *(x for text in texts[1:] for x in made.stream_rows(text))])
     (here, there), (tree, expected) = zip(*map(jax.tree.flatten, runs), strict=True)

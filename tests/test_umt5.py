@@ -164,7 +164,7 @@ def test_madlad_reads_the_names_of_its_file_and_starts_with_its_own_token(tmp_pa
     encoded = oracle.encode(params, MADLAD, [5, 6, 7, 2])
     expected = oracle.sequential(params, MADLAD, encoded, 12)
     generator = Generator(Config(model=found, decode=DecodeConfig(max_length=12)), back, None)
-    (record,) = generator.decode([[5, 6, 7, 2]], strategy="sequential")
+    (record,) = generator.decode([[5, 6, 7, 2]], method="sequential")
     assert record["row_ids"] == [expected.tokens] and expected.tokens
 
 

@@ -40,7 +40,7 @@ def generator(tokenizer=None, model=MODEL, **decode):
     config = Config(
         model=model,
         grid=GridConfig(delay=2, time_max=24, sub_max=9),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(unique_rows=True, max_length=24, scores=True, **decode),
     )
     return Generator(config, oracle.random_params(model, np.random.default_rng(4)), tokenizer)
@@ -326,7 +326,7 @@ def test_rows_with_prefixes_may_repeat():
     config = Config(
         model=FEW_WORDS,
         grid=GridConfig(delay=1, time_max=16, sub_max=9),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(unique_rows=True),
     )
     params, left_out, in_circles = oracle.random_params(FEW_WORDS, np.random.default_rng(39)), 0, 0

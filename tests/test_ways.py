@@ -186,7 +186,7 @@ CONFIG = Config(
     model=MORE_WORDS,
     grid=GridConfig(delay=1, time_max=10, sub_max=4),
     decode=DecodeConfig(),
-    train=TrainConfig(objective="pipelined"),
+    train=TrainConfig(method="pipelined"),
 )
 SOURCES = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1], [6, 1]]
 

@@ -32,7 +32,7 @@ echo '{"id": "a", "source_ids": [5, 6, 7, 1], "gold": ["a"], "pred": ["b"]}' >in
 # decode NAME: into NAME-STRATEGY.jsonl
 decode() {
     for strategy in pipelined sequential; do
-        pipejax decode --checkpoint converted --input in.jsonl --output "$1-$strategy.jsonl" --strategy $strategy \
+        pipejax decode --checkpoint converted --input in.jsonl --output "$1-$strategy.jsonl" --method $strategy \
             --set grid.time_max=8 --set grid.sub_max=3 --set decode.max_length=8
     done
 }

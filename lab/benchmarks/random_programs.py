@@ -105,7 +105,7 @@ def random_step(rng: np.random.Generator) -> Config:
     train = TrainConfig(
         batch_size=4,
         accumulate=int(pick(rng, 1, 2)),
-        objective=pick(rng, "pipelined", "sequential"),
+        method=pick(rng, "pipelined", "sequential"),
         dtype=pick(rng, "bfloat16", "bfloat16", "float32"),
         remat=pick(rng, "none", "dots", "layers"),
         dropout=float(pick(rng, 0.0, 0.1)),

@@ -124,7 +124,7 @@ def prepare(config: T5Config, grid: GridConfig, scratch: Path, longest: int) -> 
         model=config,
         grid=grid,
         data=DataConfig(max_source=longest),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
     )
     checkpoint.save_params(scratch / "run", run, params)
     return scratch / "run", write(config, params, scratch)

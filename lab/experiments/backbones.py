@@ -2,7 +2,7 @@
 
     python -m lab.experiments.backbones [--workdir runs/backbones] [--only NAME,...] [--set KEY=VALUE ...]
 
-Small models of each kind, of about the size of `make demo`'s T5, are trained with both objectives for the same number
+Small models of each kind, of about the size of `make demo`'s T5, are trained with both methods for the same number
 of steps and evaluated on the same unseen documents. Prints a table and writes WORKDIR/backbones.json. What is finished
 is not trained again.
 """
@@ -17,7 +17,7 @@ from lab.demo import CONFIG
 from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.backbones.umt5 import UMT5Config
-from pipejax.config import STRATEGIES, load
+from pipejax.config import METHODS, load
 from pipejax.data import make_task
 from pipejax.inference.loading import load as open_run
 from pipejax.model.backbone import Backbone
@@ -43,19 +43,17 @@ def main(argv: Sequence[str]) -> int:
     results = dict[str, dict[str, dict[str, float]]]()
     for name in names_of("--only", flags.only, BACKBONES):
         results[name] = {}
-        for strategy in STRATEGIES:
-            config = load(CONFIG, [*flags.overrides, f"train.objective={strategy}"])
+        for method in METHODS:
+            config = load(CONFIG, [*flags.overrides, f"train.method={method}"])
             config = dataclasses.replace(config, model=BACKBONES[name])
-            workdir = Path(flags.workdir) / f"{name}_{strategy}"
-            cli.note(f"--- {name}, {strategy}: {workdir}")
+            workdir = Path(flags.workdir) / f"{name}_{method}"
+            cli.note(f"--- {name}, {method}: {workdir}")
             if code := fit(config, workdir):
                 return code
             found, _ = evaluate(open_run(workdir), list(make_task(config.data, config.grid.row_names).examples("test")))
-            results[name][strategy] = {key: float(found[key]) for key in ("em_f1", "steps")}
+            results[name][method] = {key: float(found[key]) for key in ("em_f1", "steps")}
         own = results[name]
-        told = ", ".join(
-            f"{strategy} F1 {own[strategy]['em_f1']:.2f} in {own[strategy]['steps']:.1f}" for strategy in own
-        )
+        told = ", ".join(f"{method} F1 {own[method]['em_f1']:.2f} in {own[method]['steps']:.1f}" for method in own)
         print(f"{name}: {told} steps", flush=True)
     cli.write_output("--workdir", str(Path(flags.workdir) / "backbones.json"), json.dumps(results, indent=2) + "\n")
     return 0

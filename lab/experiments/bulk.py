@@ -71,7 +71,7 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
         model=model,
         grid=GridConfig(delay=2, time_max=12, sub_max=4),
         data=DataConfig(task="demo"),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(max_length=16),
     )
     demo.build_tokenizer(folder / "tokenizer")

@@ -76,7 +76,7 @@ CONFIG = Config(
 )
 TOGETHER = ("grid.delay=0", f"grid.sub_max={len(NAMES)}", f"grid.row_names={json.dumps(NAMES)}")
 RUNS: dict[str, tuple[str, ...]] = {
-    "sequential": ("train.objective=sequential",),
+    "sequential": ("train.method=sequential",),
     "delay 1": ("grid.delay=1",),
     "delay 0, named": TOGETHER,
 }

@@ -10,7 +10,7 @@ A few thousand labelled documents do not teach random weights to copy. Their tex
 again: nothing but copying helps there. Then two examples of every stretch of a document, with the templates of the
 published tasks: "Title: ... Context: ..." asks for the phrases that are frequent in the document and rare elsewhere,
 in order of appearance; "summarize: ..." asks for the first sentences. Each target is one row, as an ordinary T5 writes
-it and as the paper's were pretrained: the sequential objective goes on in the form it knows, rows are new.
+it and as the paper's were pretrained: the sequential method goes on in the form it knows, rows are new.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
     with tempfile.TemporaryDirectory() as scratch:  # last: once they are there, the command is done
         learn_tokenizer(documents, config.model.vocab_size).save(Path(scratch) / "tokenizer")
-        untrained = dataclasses.replace(config, train=dataclasses.replace(config.train, objective="none"))
+        untrained = dataclasses.replace(config, train=dataclasses.replace(config.train, method="none"))
         save_params(output / "start", untrained, weights(config.model), tokenizer_source=Path(scratch) / "tokenizer")
     cli.note(f"{len(documents)} documents: {len(parts['train'])} examples, {len(parts['dev'])} for the dev split")
     return 0

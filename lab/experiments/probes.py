@@ -2,7 +2,7 @@
 
     python -m lab.experiments.probes --json probes.json --png probes.png [--workdir runs/probes] [--set KEY=VALUE ...]
 
-For each kind of dependence (`lab/experiments/probe_data.py`) and seed it trains the sequential objective and the
+For each kind of dependence (`lab/experiments/probe_data.py`) and seed it trains the sequential method and the
 pipelined one with each Δt, decodes 512 unseen documents, and prints Markdown tables. What is finished is not trained
 again, so the same command goes on after an interruption.
 """
@@ -53,7 +53,7 @@ CONFIG = Config(
     decode=DecodeConfig(max_length=24, batch_size=64),
 )
 PLACES = ("data.train", "data.tokenizer")  # settings that say nothing about a result
-VARIED = ("grid.delay", "train.objective", "train.seed", "train.steps")  # settings that tell cells apart
+VARIED = ("grid.delay", "train.method", "train.seed", "train.steps")  # settings that tell cells apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Cell:
 
     def config(self, base: Config, data: Path, tokenizer: Path) -> Config:
         """The settings of this run."""
-        objective = "pipelined" if self.delay else "sequential"
+        method = "pipelined" if self.delay else "sequential"
         return dataclasses.replace(
             base,
             grid=dataclasses.replace(base.grid, delay=max(self.delay, 1)),
             data=dataclasses.replace(base.data, train=str(data), tokenizer=str(tokenizer)),
             train=dataclasses.replace(
-                base.train, steps=base.train.steps * self.kind.training, objective=objective, seed=self.seed
+                base.train, steps=base.train.steps * self.kind.training, method=method, seed=self.seed
             ),
         )
 

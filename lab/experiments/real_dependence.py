@@ -3,7 +3,7 @@
     PIPEJAX_DATA=DIR python -m lab.experiments.real_dependence --init runs/copying/run --json FILE [--set KEY=VALUE ...]
 
 DIR holds kp20k/ and cnn_dailymail/ as JSON lines; the weights of --init are those of `configs/copying.py`. Of each data
-set it trains the sequential objective, and the pipelined one with each Δt, with equal updates and the same seed, and
+set it trains the sequential method, and the pipelined one with each Δt, with equal updates and the same seed, and
 measures 1,000 documents that none of them saw: `pipejax probe` asks the sequential model for the cost of each Δt, and
 the others say their tokens' likelihoods, as their own Δt lets them see. What is finished is not done again.
 """
@@ -118,7 +118,7 @@ def train(base: Config, delay: int, run: Path) -> None:
     config = dataclasses.replace(
         base,
         grid=dataclasses.replace(base.grid, delay=max(delay, 1)),
-        train=dataclasses.replace(base.train, objective="pipelined" if delay else "sequential"),
+        train=dataclasses.replace(base.train, method="pipelined" if delay else "sequential"),
     )
     if code := fit(config, run):
         raise SystemExit(code)

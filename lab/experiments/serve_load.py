@@ -3,7 +3,7 @@
     python -m lab.experiments.serve_load --checkpoint DIR [--clients 64] [--bad 5] [--new 1] [--requests 2000]
 
 Sources are random ids of all lengths up to the longest that the run takes; requests are whole or streamed, greedy,
-drawn or scored, with the strategy of the run. Some of the clients (`--other`) ask by the other strategy, whose programs
+drawn or scored, with the method of the run. Some of the clients (`--other`) ask by the other method, whose programs
 no warm-up compiles, some (`--bad`) send schemas that are made to be slow, each of them new, and some (`--new`) send
 usual schemas that are new. The load begins once /readyz is 200. Tells the seconds until then, the waits of each kind of
 client until their first byte and their end, statuses, and how the server's memory grew from a tenth of the requests on.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         "--new", type=cli.whole_number(0, 64), default=0, metavar="N", help="of them, with new schemas of a usual kind"
     )
     parser.add_argument(
-        "--other", type=cli.whole_number(0, 64), default=2, metavar="N", help="of them, by the other strategy"
+        "--other", type=cli.whole_number(0, 64), default=2, metavar="N", help="of them, by the other method"
     )
     parser.add_argument("--requests", type=cli.whole_number(1, 10**5), default=2000, metavar="N")
     parser.add_argument(
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
     """Asks with all clients; gives waits in seconds by kind of client at SHARES, and the rest of the report."""
     model = json.loads(get(port, "/v1/models")[1])["data"][0]
-    others = [name for name in model["strategies"] if name != model["default_strategy"]]
+    others = [name for name in model["methods"] if name != model["default_method"]]
     kinds = ["bad"] * flags.bad + ["new"] * flags.new + ["other"] * (flags.other if others else 0)
     kinds += ["usual"] * (flags.clients - len(kinds))
     waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
@@ -110,7 +110,7 @@ def load(flags: Any, port: int, pid: int) -> dict[str, Any]:
                 ids = [rng.randint(*IDS) for _ in range(rng.randint(1, model["max_prompt_tokens"] - 1))]
                 body = {"prompt": [*ids, 1]} | rng.choice(WAYS)
                 if kind == "other":
-                    body["strategy"] = others[0]
+                    body["method"] = others[0]
                 elif kind in ("bad", "new"):
                     text = {"type": "string", "pattern": rng.choice(SLOW) % number}
                     properties = {"a": text} if kind == "bad" else {f"n{number}": {"type": "string", "maxLength": 9}}

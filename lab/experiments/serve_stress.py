@@ -2,7 +2,7 @@
 
     python -m lab.experiments.serve_stress --checkpoint runs/demo_long_pipelined [--requests 10000] [--at-a-time 16]
 
-The prompts are the demo's. Requests are mixed: of both strategies, greedy or sampled, whole or streamed, as text or as
+The prompts are the demo's. Requests are mixed: of both methods, greedy or sampled, whole or streamed, as text or as
 records. Each kind comes once alone before all others, since an answer that is alone has a program of its own. Tells how
 the server's resident memory grew from request 500 to the end. Needs Linux. The exit code is 1 if an answer was another
 or was lost, or if the memory grew by more than 5 %.
@@ -33,9 +33,9 @@ from pipejax.system import cli
 TEXTS = 64  # different prompts
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
-    {"strategy": "sequential"},
+    {"method": "sequential"},
     {"temperature": 1.0, "seed": 3, "n": 2},
-    {"strategy": "sequential", "temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 5},
+    {"method": "sequential", "temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 5},
 )
 WAYS: tuple[dict[str, Any], ...] = ({}, {"rows": True}, {"stream": True}, {"stream": True, "rows": True})
 EARLY, GROWTH = 500, 0.05  # the request at which memory is first looked at, and by how much it may grow
@@ -106,9 +106,9 @@ def main(argv: Sequence[str]) -> int:
 def offline(flags: Any, settings: dict[str, Any], texts: Sequence[str]) -> list[list[Record]]:
     """The answers of `decode` to each text by itself."""
     names = {"n": "samples"}
-    changed = [f"decode.{names.get(key, key)}={value}" for key, value in settings.items() if key != "strategy"]
+    changed = [f"decode.{names.get(key, key)}={value}" for key, value in settings.items() if key != "method"]
     generator = load(flags.checkpoint, best=flags.best, overrides=changed)
-    return [generator.decode([text], strategy=settings.get("strategy")) for text in texts]
+    return [generator.decode([text], method=settings.get("method")) for text in texts]
 
 
 def differs(connection: http.client.HTTPConnection, body: dict[str, Any], expected: Sequence[Record]) -> str:

@@ -62,7 +62,7 @@ class Ours:
     def __init__(self, generator: Generator, traced: Generator | None) -> None:
         """Nothing compiles yet. `traced`: the same, and its records tell what became of drafts; None: it has none."""
         held, draft = generator.config.decode.weights, generator.config.decode.draft
-        self.name, self.beside = (f"{generator.default_strategy}, {held}, {x}" for x in (draft, "none"))
+        self.name, self.beside = (f"{generator.default_method}, {held}, {x}" for x in (draft, "none"))
         self.generator, self.traced = generator, traced
 
     def judge(self, sources: Sequence[list[int]]) -> None:
@@ -146,8 +146,8 @@ def main(argv: Sequence[str]) -> int:
             traced = load(flags.checkpoint, best=flags.best, overrides=[*settings, "decode.trace=true"])
         systems.append(Ours(generator, traced))
     if peers:
-        if generator.default_strategy != "sequential":
-            raise UserError("--peers", found=f"{generator.default_strategy} weights", expected="sequential ones")
+        if generator.default_method != "sequential":
+            raise UserError("--peers", found=f"{generator.default_method} weights", expected="sequential ones")
         systems += of_transformers(flags, peers, systems[0].name, generator.config.decode.max_length)
     sources = [
         list(generator.ids_of(generator.source(value, place, place)))

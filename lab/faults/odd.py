@@ -335,7 +335,7 @@ TEMPLATES: Table = (
 )
 # Arguments of commands: those that are good, then those that are odd.
 FLAGS: Table = (
-    ("a strategy misspelt", ("decode", *DECODE, "--strategy=seqential"), ("did you mean sequential",), REFUSED, ()),
+    ("a method misspelt", ("decode", *DECODE, "--method=seqential"), ("did you mean sequential",), REFUSED, ()),
     (
         "a split misspelt",
         ("pipejax.offline.evaluation", "--checkpoint={here}/run", "--split=tset"),

@@ -134,7 +134,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_generator_is_forced_as_a_batch_is(params):
     """By a strategy that the engine takes for the pipelined one."""
-    config = Config(model=SIZES["tiny"], train=TrainConfig(objective="pipelined"))
+    config = Config(model=SIZES["tiny"], train=TrainConfig(method="pipelined"))
     generator = Generator(config, params, None)
     for rows in ([3, 1, 5], [7]):
         apps.force(generator, rows, GridConfig(delay=1, sub_max=6, time_max=12))
@@ -277,7 +277,7 @@ def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
         name="run",
         model=MORE_WORDS,
         grid=GridConfig(time_max=6, sub_max=2),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(batch_size=1),
     )
     checkpoint.save_params(tmp_path / "run", config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)))

@@ -60,9 +60,7 @@ def test_drafts_of_trained_weights_are_timed_beside_transformers(weights, tmp_pa
     """Each system writes the same answers; what is said of calls is what records say."""
     monkeypatch.setattr(trained_drafts, "use_threads", lambda count: None)  # the suite keeps its threads
     model = dataclasses.replace(TINY, num_layers=TINY.num_decoder_layers)  # transformers' lookup assumes as many
-    config = Config(
-        name="run", model=model, train=TrainConfig(objective="sequential"), decode=DecodeConfig(max_length=20)
-    )
+    config = Config(name="run", model=model, train=TrainConfig(method="sequential"), decode=DecodeConfig(max_length=20))
     params = oracle.random_params(model, np.random.default_rng(8))
     checkpoint.save_params(tmp_path / "run", config, params)
     given = sources(np.random.default_rng(8), 5, TINY.vocab_size)

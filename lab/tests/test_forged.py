@@ -30,7 +30,7 @@ def run(tmp_path_factory, tokenizer_files):
     """A run directory with a step 4."""
     here = tmp_path_factory.mktemp("forged")
     shutil.copytree(tokenizer_files, here / "run/tokenizer")
-    config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(objective="none"))
+    config = Config(model=MODEL, data=DataConfig(task="none", separator=" "), train=TrainConfig(method="none"))
     store = checkpoint.Store(here / "run/checkpoints", writable=True)
     params = oracle.random_params(MODEL, np.random.default_rng(0))
     assert store.save(4, {"params": params}, config=config, wait=True) and store.close()

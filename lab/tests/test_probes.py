@@ -252,7 +252,7 @@ def test_a_few_steps_of_real_training(tmp_path, monkeypatch) -> None:
     (result,) = probes.run_all([cell], base, tmp_path)
     assert result["examples"] == 8 and result["truncated"] == {"time_max": 8}
     used = json.loads((tmp_path / "copy_end-delay2-seed1" / "config.json").read_text())
-    assert (used["grid"]["delay"], used["train"]["objective"], used["train"]["seed"]) == (2, "pipelined", 1)
+    assert (used["grid"]["delay"], used["train"]["method"], used["train"]["seed"]) == (2, "pipelined", 1)
     assert used["train"]["steps"] == 3  # of which this kind takes three for one
     assert list(probes.run_all([cell], base, tmp_path)) == [result]
     # An untrained decoder is right nowhere; that the right rows are found right is the business of the tests above.

@@ -20,7 +20,7 @@ CONFIG = Config(
     model=MODEL,
     grid=GridConfig(delay=1, time_max=12, sub_max=4),
     data=DataConfig(task="none", separator=" "),
-    train=TrainConfig(objective="pipelined"),
+    train=TrainConfig(method="pipelined"),
     decode=DecodeConfig(max_length=12),
 )
 

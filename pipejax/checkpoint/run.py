@@ -74,7 +74,7 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
 def report_conversion(restored: Restored) -> None:
     """Warns once about weights that an earlier release may have converted with settings unlike transformers'."""
     model, metadata, place = restored.config.model, restored.metadata, restored.path.parents[1]
-    trained = restored.config.train.objective != "none"
+    trained = restored.config.train.method != "none"
     if model is None or "conversion" in metadata or (trained and not metadata.get("init")):
         return
     if not (doubts := model.earlier_doubts()):
@@ -100,7 +100,7 @@ def tokenizer_of(restored: Restored) -> Tokenizer | None:
     tokenizer, model, place = Tokenizer.load(files), restored.config.model, restored.path.parents[1]
     if model is None:
         return tokenizer
-    trained = restored.config.train.objective != "none"
+    trained = restored.config.train.method != "none"
     check_special_ids(tokenizer, model, f"{place}: model.eos_token_id", str(files), trained=trained)
     if restored.is_former and (former := source_affixes(tokenizer, model, "eos")) != tokenizer.affixes:
         now, why = tokenizer.affixes, f"as in transformers; an earlier version of pipejax added {former}"

@@ -1,5 +1,6 @@
 """The configuration of an experiment: its sections and settings (`sections`), and how files are read (`files`)."""
 
+from pipejax import moved
 from pipejax.config.files import (
     Overrides,
     assignments,
@@ -21,10 +22,10 @@ from pipejax.config.files import (
 from pipejax.config.sections import (
     DRAFTS,
     GRID,
+    METHODS,
     METRICS,
     REMATS,
     SETTINGS,
-    STRATEGIES,
     WEIGHTS,
     Config,
     DataConfig,
@@ -39,10 +40,10 @@ from pipejax.model.t5_config import T5Config
 __all__ = [
     "DRAFTS",
     "GRID",
+    "METHODS",
     "METRICS",
     "REMATS",
     "SETTINGS",
-    "STRATEGIES",
     "WEIGHTS",
     "Config",
     "DataConfig",
@@ -69,3 +70,5 @@ __all__ = [
     "takes",
     "to_json",
 ]
+
+__getattr__ = moved.renamed("pipejax.config", {"STRATEGIES": "METHODS"})

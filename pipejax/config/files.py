@@ -131,11 +131,24 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
 
 
 def assignments(overrides: Overrides, where: str) -> list[Assignment]:
-    """Returns the settings that overrides change.
+    """Returns the settings that overrides change, by their present keys.
 
     Raises:
-      UserError: the overrides are malformed; the message begins with `where`.
+      UserError: the overrides are malformed, or have the former and the present key of a setting; the message begins
+        with `where`.
     """
+    found = _assignments(overrides, where)
+    written = {one.key for one in found}
+    for former, present in moved.MOVED_KEYS.items():
+        if former in written:
+            if present in written:
+                raise moved.both(former, present).within(where)
+            moved.note(former, present)
+    return [one._replace(key=moved.MOVED_KEYS.get(one.key, one.key)) for one in found]
+
+
+def _assignments(overrides: Overrides, where: str) -> list[Assignment]:
+    """Returns the settings by the keys that the overrides have."""
     if isinstance(overrides, typing.Mapping):
         return list(_values(overrides, "", where))
     if isinstance(overrides, str | bytes) or not isinstance(overrides, typing.Sequence):
@@ -334,7 +347,7 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     except (ValueError, RecursionError) as error:
         raise UserError(where, f"not valid JSON ({first_line(error)})") from error
     method = values.pop("method", None) if isinstance(values, dict) else None
-    config: Config = _build(Config, values, "", where)
+    config: Config = _build(Config, _with_present_keys(values, where), "", where)
     if method is not None:
         if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
             raise UserError(f"{where}: method", found=shown_value(method), expected='an object with "class"')
@@ -345,6 +358,21 @@ def from_json(text: str | bytes, *, where: str) -> Config:
     return config
 
 
+def _with_present_keys(values: Any, where: str) -> Any:
+    """Returns parsed JSON of a config with present keys instead of those of older releases.
+
+    Raises:
+      UserError: a setting has its former and its present key.
+    """
+    for former, present in moved.MOVED_KEYS.items():
+        (section, old), new = former.split("."), present.rpartition(".")[2]
+        if isinstance(values, dict) and isinstance(inner := values.get(section), dict) and old in inner:
+            if new in inner:
+                raise moved.both(former, present).within(where)
+            values = {**values, section: {new if key == old else key: value for key, value in inner.items()}}
+    return values
+
+
 def from_saved(values: object, *, where: str) -> Config:
     """Reads a config that was saved with weights, from its parsed JSON.
 
@@ -352,7 +380,7 @@ def from_saved(values: object, *, where: str) -> Config:
     training; converted weights get transformers' ids.
     """
     config = from_json(json.dumps(values), where=where)
-    if config.train.objective != "none" and lacks_special_tokens(values):
+    if config.train.method != "none" and lacks_special_tokens(values):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, special_tokens="eos"))
     return config
 

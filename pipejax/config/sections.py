@@ -6,15 +6,16 @@ Imports only the standard library.
 import dataclasses
 from typing import Any, NoReturn
 
+from pipejax import moved
 from pipejax.config.row_names import bare_name, read_columns
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
 from pipejax.system.fields import Command, Facts, check_settings, facts_of, section, setting, shown_value
 
-STRATEGIES = ("pipelined", "sequential")  # decoding strategies; beam search is sequential with decode.beams > 1
+METHODS = ("pipelined", "sequential")  # the methods of pipejax; beam search is sequential with decode.beams > 1
 DRAFTS = ("none", "source", "jacobi", "model")
-OBJECTIVES = ("pipelined", "sequential", "none")
+TRAINED_METHODS = (*METHODS, "none")
 STOPS = ("empty_row", "literal")
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "adafactor")
@@ -129,12 +130,13 @@ class DataConfig:
         return self.targets if isinstance(self.targets, tuple) else ()
 
 
+@moved.fields(objective="method")
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Optimisation. Steps are optimizer updates; a batch is counted in examples."""
 
-    objective: str = setting(  # "none": weights that were not trained here.
-        "pipelined", choices=OBJECTIVES, untold=("none",), commands=()
+    method: str = setting(  # The method that is trained; "none": weights that were not trained here.
+        "pipelined", choices=TRAINED_METHODS, untold=("none",), commands=()
     )
     steps: int = setting(1000, least=1, resume=True, per_update=True)  # updates
     batch_size: int = setting(24, least=1, most=2**20)  # examples per update
@@ -276,7 +278,7 @@ class Config:
 
     name: str = setting("experiment", commands=("teach",), resume=True)  # a label for people
     model: T5Config | Backbone | None = setting(None)  # the architecture, for random weights
-    method: Any = setting(  # a custom way to write answers: docs/methods.md; None: the method of train.objective
+    method: Any = setting(  # a custom way to write answers: docs/methods.md; None: the method named by train.method
         None, commands=("decode", "export", "probe")
     )
     grid: GridConfig = section(GridConfig, commands=ANSWERING, read_by="pipelined", records="tokens")
@@ -352,5 +354,5 @@ def check(config: Config, *, where: str) -> None:
         refuse("data.delimiter", "nothing", "at least one character")
     if len(data.csv_delimiter) > 1 or data.csv_delimiter in ('"', "\n", "\r", " "):
         refuse("data.csv_delimiter", repr(data.csv_delimiter), "one character, such as ; or a tab, or none")
-    if config.train.objective == "sequential" and not data.separator:
+    if config.train.method == "sequential" and not data.separator:
         refuse("data.separator", "nothing", "at least one character")

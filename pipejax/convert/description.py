@@ -133,7 +133,7 @@ def write_files(
     """Writes the files beside model.safetensors; returns remarks for the log, one per line."""
     facts = strict_json.loads(config_lib.to_json(kept(config)))
     sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
-    sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"objective": config.train.objective}}
+    sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"method": config.train.method}}
     values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     is_adapter = adapters.is_adapter(directory)
@@ -199,7 +199,7 @@ def kept(config: Config) -> Config:
         method=config.method,
         grid=config.grid,
         data=DataConfig(**{key: getattr(config.data, key) for key in DATA}),
-        train=TrainConfig(objective=config.train.objective),
+        train=TrainConfig(method=config.train.method),
         decode=decode,
     )
 
@@ -224,9 +224,7 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
     saved = config_lib.from_saved(values.get("config"), where=f"{file}: config")
     config = dataclasses.replace(kept(saved), model=model)
     config_lib.check(config, where=f"{file}: config")
-    lines = [
-        f"{file}: followed for objective ({config.train.objective}), grid, template, separator and decode settings"
-    ]
+    lines = [f"{file}: followed for method ({config.train.method}), grid, template, separator and decode settings"]
     if look(weights) != "file" or digest_of(weights) != values.get("weights"):
         lines.append(
             f"{file}: written for other weights; correct only if these weights were trained with the same settings"
@@ -266,7 +264,7 @@ def card(
     fields = (
         dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
     )
-    method, never = methods.trained(config), config.method is None and config.train.objective == "none"
+    method, never = methods.trained(config), config.method is None and config.train.method == "none"
     what = "A T5 that was converted and not trained since." if never else method.about
     named = ""
     if config.method is not None:

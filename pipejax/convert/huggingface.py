@@ -330,7 +330,7 @@ def _run_settings(directory: Path, model: Backbone, adapter: Path | None = None)
         config = Config(
             model=model,
             data=DataConfig(task="none", separator=" "),  # no task defines a separator here; one space joins the rows
-            train=TrainConfig(objective="none"),
+            train=TrainConfig(method="none"),
             decode=decode,
         )
     for line in lines:

@@ -32,7 +32,7 @@ class Statistics(TypedDict):
     # median, percentile_95 and most (the maximum), by the names in COLUMNS: rows of a target, tokens of a row
     tokens: NotRequired[dict[str, dict[str, float]]]
     step_ratio: NotRequired[float]  # the sum of sequential steps divided by the sum of pipelined steps
-    # Examples cut by max_source, max_target (of the pipelined objective), time_max and sub_max, and by either of the
+    # Examples cut by max_source, max_target (of the pipelined method), time_max and sub_max, and by either of the
     # last two.
     cut_percent: NotRequired[dict[str, float]]
     kept_percent: NotRequired[float]  # tokens of rows within time_max and sub_max

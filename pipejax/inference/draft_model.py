@@ -80,7 +80,7 @@ def check(small: DraftModel | None, made: Strategy, method: Method) -> None:
             expected="model, with the checkpoint in decode.draft_checkpoint",
         )
     trained, where = methods.trained(small.config), f"decode.draft_checkpoint: {small.directory}"
-    if small.config.method is None and small.config.train.objective == "none":
+    if small.config.method is None and small.config.train.method == "none":
         return
     if trained.name != method.name:
         raise UserError(where, found=f"a T5 trained for {trained.label}", expected=f"{method.name}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pipejax import methods, registry
+from pipejax import methods, moved, registry
 from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
@@ -37,10 +37,11 @@ logger = logging.getLogger(__name__)
 WINDOW = 16  # number of batches that are read ahead and sorted by length
 
 
+@moved.attributes(default_strategy="default_method")
 class Generator:
     """A model ready to decode: parameters, tokenizer and settings.
 
-    The public methods are `decode`, `stream_rows`, `under`, `warm_up`, `adapted` and `default_strategy`; the others are
+    The public methods are `decode`, `stream_rows`, `under`, `warm_up`, `adapted` and `default_method`; the others are
     for pipejax's commands. Weights are laid out when the first source is decoded, after the input was checked. Copies
     with other settings (`under`, `adapted`) share weights and compiled programs.
     """
@@ -68,7 +69,7 @@ class Generator:
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self._devices = list(devices or programs.devices())
         self._opened = LazyPrograms(config, params, self._devices, backend)
-        # Batches of one place for `stream_rows`, by strategy and method (which may have row names).
+        # Batches of one place for `stream_rows`, by decoding strategy and method (which may have row names).
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory of the weights
         self.origin: JsonObject = {}  # the step of the weights and their params_fp
@@ -88,7 +89,7 @@ class Generator:
         return (
             f"<Generator{of}: {kind} of {self._opened.size / 1e6:.1f} M parameters, "
             f"{model.num_layers} + {model.num_decoder_layers} layers, vocabulary {model.vocab_size}; "
-            f"{self.default_strategy}; {held} on {len(self._devices)} x {self._devices[0].device_kind}>"
+            f"{self.default_method}; {held} on {len(self._devices)} x {self._devices[0].device_kind}>"
         )
 
     @property
@@ -97,8 +98,8 @@ class Generator:
         return self._opened.programs
 
     @property
-    def default_strategy(self) -> str:
-        """The method that the weights were trained for; sequential for converted weights."""
+    def default_method(self) -> str:
+        """The name of the method that the weights were trained for; "sequential" for converted weights."""
         return methods.default(self.config)
 
     def adapted(self, name: str) -> "Generator":
@@ -120,14 +121,15 @@ class Generator:
         return Ids.of(self.architecture)
 
     def method(self, name: str | None = None) -> Method:
-        """Returns the method of a name, with the settings of the config; None: `default_strategy`."""
-        return methods.make(name or self.default_strategy, self.config)
+        """Returns the method of a name, with the settings of the config; None: `default_method`."""
+        return methods.make(name or self.default_method, self.config)
 
+    @moved.keywords(strategy="method")
     def decode(
         self,
         given: Iterable[str | Sequence[int] | JsonMapping],
         *,
-        strategy: str | None = None,
+        method: str | None = None,
         batch_size: int | None = None,
         drafter: Drafter | None = None,
         schema: Mapping[str, object] | str | Path | None = None,
@@ -141,32 +143,33 @@ class Generator:
         Args:
           given: the sources: a list, a data frame or another table whose rows are records. Token ids include special
             tokens such as the eos.
-          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
+          method: the name of a method, such as "sequential"; None: `default_method`.
           batch_size: the batch size on each device; None: `decode.batch_size`.
           drafter: a custom drafter that replaces `decode.draft` (docs/drafting.md).
           schema: a flat JSON schema, or the path of its file: the text of each record is then a valid JSON object
             (docs/schemas.md).
           settings: values for keys of the sections decode and grid, such as temperature=0.7, for this call only. A
-            program is compiled only if there is none for this strategy and these sizes.
+            program is compiled only if there is none for this method and these sizes.
 
         Raises:
-          UserError: an unknown strategy or setting, a value out of its range, an empty source, an id outside the
+          UserError: an unknown method or setting, a value out of its range, an empty source, an id outside the
             vocabulary, text without a tokenizer, or a schema that rows cannot follow.
         """
         if isinstance(given, str | bytes | Mapping):
             raise UserError("sources", found=f"{_kind(given)}", expected="a list of texts, of token ids or of records")
         own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
-        own = own if schema is None else own.under(schema, strategy)
+        own = own if schema is None else own.under(schema, method)
         given = list(rows_in(given, "sources"))
         sources.check_fields(sources.fields_of(self.config), given, "sources")
         read = (own.source(value, f"source {i}", i) for i, value in enumerate(given))
-        checked = list(own.samples_of(read, strategy))
+        checked = list(own.samples_of(read, method))
         size = min(own.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         report = Report(other_steps=None)  # not returned, so skip counting other steps, which tokenises again
-        return list(own.stream(checked, strategy=strategy, batch_size=size, report=report, drafter=drafter))
+        return list(own.stream(checked, method=method, batch_size=size, report=report, drafter=drafter))
 
+    @moved.keywords(strategy="method")
     def stream_rows(
-        self, given: str | Sequence[int] | JsonMapping, *, strategy: str | None = None, **settings: Any
+        self, given: str | Sequence[int] | JsonMapping, *, method: str | None = None, **settings: Any
     ) -> Iterator[RowEvent | Record]:
         """Yields each token of one source's answer as it is generated, and finally the record.
 
@@ -175,18 +178,21 @@ class Generator:
 
         Args:
           given: the source.
-          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
+          method: the name of a method, such as "sequential"; None: `default_method`.
           settings: as for `decode`.
 
         Raises:
           UserError: as for `decode`; also for beams, `decode.limit` and row prefixes, which streams do not support.
         """
         own = self._with("stream_rows", settings, batch_size="none: one source", samples="none: one answer")
-        return own.stream_source(own.source(given, "the source", 0), strategy or self.default_strategy)
+        return own.stream_source(own.source(given, "the source", 0), method or self.default_method)
 
-    def stream_source(self, source: Source, strategy: str) -> Iterator[RowEvent | Record]:
-        """Like `stream_rows`, for a checked source. Unsupported settings raise a UserError before iteration."""
-        config, method = self.config.decode, self.method(strategy)
+    def stream_source(self, source: Source, name: str) -> Iterator[RowEvent | Record]:
+        """Like `stream_rows`, for a checked source. Unsupported settings raise a UserError before iteration.
+
+        `name` is the name of the method.
+        """
+        config, method = self.config.decode, self.method(name)
         method.require("stream")
         if config.limit != "none":
             raise UserError("decode.limit", found=f"{config.limit}, which a stream of rows does not support")
@@ -194,7 +200,7 @@ class Generator:
             raise UserError(
                 f"source {source.id}", found="row_prefixes or max_rows, which a stream of rows does not support"
             )
-        return self._stream(source, method, self.make_strategy(strategy))
+        return self._stream(source, method, self.make_strategy(name))
 
     def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
         """Decodes a source in a running batch with one place; reuses a free batch of the same strategy."""
@@ -223,12 +229,13 @@ class Generator:
             batch.clear()
             raise
 
+    @moved.keywords(strategy="method")
     def warm_up(
         self,
         lengths: Sequence[int],
         *,
         batch_sizes: Sequence[int] = (1, 2, 4, 8),
-        strategy: str | None = None,
+        method: str | None = None,
         **settings: Any,
     ) -> Report:
         """Compiles the programs for decoding with these settings on one device.
@@ -239,19 +246,19 @@ class Generator:
         Args:
           lengths: lengths of sources, in tokens.
           batch_sizes: lengths of lists of sources.
-          strategy: the name of a method, such as "sequential"; None: `default_strategy`.
+          method: the name of a method, such as "sequential"; None: `default_method`.
           settings: as for `decode`.
 
         Returns:
           A report with the number of programs and the seconds of compiling.
         """
         own, report = self._with("warm_up", settings, batch_size="batch_sizes, a list"), Report()
-        method, chosen = own.method(strategy), own.make_strategy(strategy)
+        used, chosen = own.method(method), own.make_strategy(method)
         known: JsonObject = {"config": own.config, "tokenizer": own.tokenizer}
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
-                wished = decoding_options.of_batch([Source("", ids)] * size, [ids] * size, method, chosen, **known)
+                wished = decoding_options.of_batch([Source("", ids)] * size, [ids] * size, used, chosen, **known)
                 own.programs.warm_up(
                     chosen, batch_size=size, length=length, report=report, options=wished, adapter=own.adapter
                 )
@@ -266,10 +273,11 @@ class Generator:
         other._asked = self._asked | {settings_lib.NAMES[name] for name in settings}
         return other
 
+    @moved.keywords(strategy="method")
     def under(
         self,
         given: Mapping[str, object] | str | Path,
-        strategy: str | None = None,
+        method: str | None = None,
         *,
         effort: Effort | None = Effort.WHOLE,
         pause: Callable[[], None] | None = None,
@@ -278,17 +286,17 @@ class Generator:
 
         Args:
           given: a flat JSON schema, or the path of its file.
-          strategy: the name of the method that will be used; None: `default_strategy`.
+          method: the name of the method that will be used; None: `default_method`.
           effort: as for `AnswerFormats.find`.
           pause: as for `AnswerFormats.find`.
 
         Raises:
           UserError: the schema is not valid or not supported.
         """
-        made = self.make_strategy(strategy, drafts=False)
-        other, method = copy.copy(self), self.method(strategy)
+        made = self.make_strategy(method, drafts=False)
+        other, used = copy.copy(self), self.method(method)
         known = self.config, self.tokenizer
-        other.answer_format = self.formats("schema").find(given, method, made, *known, effort=effort, pause=pause)
+        other.answer_format = self.formats("schema").find(given, used, made, *known, effort=effort, pause=pause)
         return other
 
     def formats(self, name: str) -> AnswerFormats:
@@ -315,9 +323,12 @@ class Generator:
         checked = sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
         return checked._replace(answer_format=self.answer_format)
 
-    def samples_of(self, given: Iterable[Source], strategy: str | None) -> Iterator[Source]:
-        """Yields each source `decode.samples` times; raises a UserError if the method does not support its fields."""
-        method = self.method(strategy)
+    def samples_of(self, given: Iterable[Source], name: str | None) -> Iterator[Source]:
+        """Yields each source `decode.samples` times; raises a UserError if the method does not support its fields.
+
+        `name` is the name of the method; None: `default_method`.
+        """
+        method = self.method(name)
         for source in given:
             decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
             if len(source.prefixes) > 1 or source.max_rows is not None:
@@ -331,7 +342,7 @@ class Generator:
         self,
         given: Iterable[Source],
         *,
-        strategy: str | None,
+        method: str | None,
         batch_size: int,
         report: Report,
         window: int = WINDOW,
@@ -342,14 +353,14 @@ class Generator:
 
         Args:
           given: the sources.
-          strategy: the name of the method; None: `default_strategy`.
+          method: the name of the method; None: `default_method`.
           batch_size: the batch size on each device.
           report: updated after each batch.
           window: the number of batches to read ahead and sort by length.
           tick: called with the number of examples after each batch.
           drafter: replaces the drafter of the config.
         """
-        method, chosen = self.method(strategy), self.make_strategy(strategy, drafter)
+        used, chosen = self.method(method), self.make_strategy(method, drafter)
         known: JsonObject = {"config": self.config, "tokenizer": self.tokenizer}
         wanted = batch_size
         batch_size = self.batch_size_for(wanted)
@@ -363,7 +374,7 @@ class Generator:
             for first in range(0, len(order), across * batch_size):
                 part = order[first : first + across * batch_size]
                 ids = [encoded[i] for i in part]
-                wished = decoding_options.of_batch([chunk[i] for i in part], ids, method, chosen, **known)
+                wished = decoding_options.of_batch([chunk[i] for i in part], ids, used, chosen, **known)
                 found = self.programs.decode(
                     ids,
                     chosen,
@@ -375,10 +386,10 @@ class Generator:
                 )
                 begun = time.perf_counter()
                 for b, i in enumerate(part):
-                    records[i] = record_of(chunk[i], method, found, b, start=chosen.start, **known)
+                    records[i] = record_of(chunk[i], used, found, b, start=chosen.start, **known)
                 report.seconds += time.perf_counter() - begun
                 for i in part:
-                    count(records[i], method, report, config=self.config, tokenizer=self.tokenizer)
+                    count(records[i], used, report, config=self.config, tokenizer=self.tokenizer)
                 tick(len(part))
             yield from (records[i] for i in range(len(chunk)))
 
@@ -390,10 +401,10 @@ class Generator:
     def make_strategy(
         self, name: str | None = None, drafter: Drafter | None = None, *, drafts: bool = True
     ) -> Strategy:
-        """Returns the checked strategy of a method.
+        """Returns the checked decoding strategy of a method.
 
         Args:
-          name: the name of the method; None: `default_strategy`.
+          name: the name of the method; None: `default_method`.
           drafter: replaces the drafter of the config.
           drafts: whether the drafts of the config are used.
         """

@@ -19,7 +19,7 @@ class Report:
     shapes: int = 0  # compiled programs
     steps: int = 0
     calls: int = 0  # decoder calls
-    # Ideal steps of the other strategy for the same rows, without limits; None: the rows are unknown.
+    # Ideal steps of the other method for the same rows, without limits; None: the rows are unknown.
     other_steps: int | None = 0
     cut_sources: int = 0
     repeated: int = 0  # rows left out because they repeat an earlier one

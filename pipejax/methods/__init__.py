@@ -8,7 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from pipejax import moved
-from pipejax.config import STRATEGIES, Config, DecodeConfig, described, made
+from pipejax.config import METHODS, Config, DecodeConfig, described, made
 from pipejax.methods.method import ABILITIES, Ability, Ids, InTorch, Method, RowPrefixes, Target
 from pipejax.methods.method_checks import check_target, ignored_settings, strategy_of
 from pipejax.methods.pipelined import NamedRows, PipelinedMethod
@@ -66,7 +66,7 @@ __getattr__ = moved.renamed(
 
 def names(config: Config) -> tuple[str, ...]:
     """The names of the methods with which weights of this config can decode: the built-in ones and `config.method`."""
-    return (*STRATEGIES, own.name) if (own := _own(config)) else STRATEGIES
+    return (*METHODS, own.name) if (own := _own(config)) else METHODS
 
 
 def methods_with(config: Config, ability: str) -> dict[str, Method]:
@@ -88,7 +88,7 @@ def default(config: Config) -> str:
     """The name of the method for which the weights were trained; "sequential" if pipejax has not trained them."""
     if own := _own(config):
         return own.name
-    return "sequential" if config.train.objective == "none" else config.train.objective
+    return "sequential" if config.train.method == "none" else config.train.method
 
 
 def trained(config: Config) -> Method:
@@ -116,7 +116,7 @@ def make(name: str, config: Config) -> Method:
     known = names(config)
     if name not in known:
         raise UserError(
-            "strategy", found=f"{name!r}", expected=f"one of {', '.join(known)}", hint=did_you_mean(name, known)
+            "method", found=f"{name!r}", expected=f"one of {', '.join(known)}", hint=did_you_mean(name, known)
         )
     beams = config.decode.beams
     if beams > 1 and name != SequentialMethod.name:
@@ -201,9 +201,9 @@ def training_mismatches(name: str, config: Config, learned: Config) -> list[str]
     """
     method, saved, lines = make(name, config), learned.method, list[str]()
     then = {"class": default(learned)} if saved is None else described(saved)
-    if then["class"] != (name if name in STRATEGIES else described(method)["class"]):
-        never = saved is None and learned.train.objective == "none"
-        found = "not trained by pipejax for any objective" if never else f"trained with the {then['class']} objective"
+    if then["class"] != (name if name in METHODS else described(method)["class"]):
+        never = saved is None and learned.train.method == "none"
+        found = "not trained by pipejax for any method" if never else f"trained with the {then['class']} method"
         lines.append(f"these weights were {found}; {name} decoding will run, but expect poor output")
     before = {f"method.{key}": value for key, value in then.items()} | trained(learned).learned()
     for key, now in method.learned().items():
@@ -220,6 +220,6 @@ def _own(config: Config) -> Method | None:
         return None
     if not isinstance(own, Method):
         raise UserError("method", found=f"{own!r}", expected="an object of a subclass of pipejax.Method")
-    if own.name in ("", *STRATEGIES):
+    if own.name in ("", *METHODS):
         raise UserError("method", found=f"{type(own).__name__} with the name {own.name!r}", expected="an unused name")
     return own

@@ -153,7 +153,7 @@ class Method:
     @property
     def setting(self) -> str:
         """The beginning of a message about the setting that selects the method."""
-        return f"strategy: found {self.name}"
+        return f"method: found {self.name}"
 
     def check(self) -> None:
         """Raises a UserError if settings of the method contradict each other."""

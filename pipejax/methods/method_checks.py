@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipejax.config import SETTINGS, STRATEGIES, Config
+from pipejax.config import METHODS, SETTINGS, Config
 from pipejax.methods.method import ABILITIES, Ids, Method, Target
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import Facts
@@ -122,7 +122,7 @@ def ignored_settings(method: Method, config: Config, asked: Collection[str] = ()
     def given(key: str) -> bool:
         section, name = key.split(".")
         changed = getattr(getattr(config, section), name) != getattr(getattr(plain, section), name)
-        return key in asked or (changed and method.name not in STRATEGIES)
+        return key in asked or (changed and method.name not in METHODS)
 
     found = list(filter(given, keys))
     return [f"{', '.join(found)}: {method.label} does not read {'it' if len(found) == 1 else 'them'}"] if found else []

@@ -1,6 +1,6 @@
 """Decodes a file of sources with a trained or converted checkpoint.
 
-    pipejax decode --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--strategy sequential] [--set ...]
+    pipejax decode --checkpoint runs/demo --input FILE.jsonl --output OUT.jsonl [--method sequential] [--set ...]
 
 Input lines are {"id", "source"} or {"id", "source_ids"}, or have the fields that the task builds its source from, such
 as "question" and "context"; "-" is standard input or output. The extensions of both file names select CSV or Parquet.
@@ -13,7 +13,7 @@ from pipejax.system import cli
 
 
 def main(argv: Sequence[str]) -> int:
-    from pipejax.config import STRATEGIES
+    from pipejax.config import METHODS
 
     parser = cli.Parser(prog="pipejax decode", description=__doc__)
     parser.add_checkpoint()
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         help="JSON lines, CSV (also compressed), Parquet, a saved data set; - for standard input",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines, or .csv, .tsv, .parquet, or -")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="decoding strategy (default: the one used in training)")
+    parser.add_method(METHODS)
     parser.add_number(
         "--batch-size",
         "sources decoded together (default: decode.batch_size; 1 for standard input; at most 8 on a CPU)",
@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
     samples = [f"decode.samples={flags.num_samples}"] if flags.num_samples else []
     generator = load(flags.checkpoint, best=flags.best, overrides=[*flags.overrides, *samples])
     records.decode_file(
-        generator.under(flags.schema, flags.strategy) if flags.schema else generator,
+        generator.under(flags.schema, flags.method) if flags.schema else generator,
         flags.input,
         flags.output,
-        strategy=flags.strategy,
+        method=flags.method,
         batch_size=flags.batch_size,
         resume=flags.resume,
         live=flags.stream,

@@ -46,7 +46,7 @@ def evaluate(
     generator: Generator,
     examples: Sequence[Example],
     *,
-    strategy: str | None = None,
+    method: str | None = None,
     metric: str | None = None,
     batch_size: int = 8,
     tick: Callable[[int], None] = lambda count: None,
@@ -56,44 +56,45 @@ def evaluate(
     Args:
       generator: the model.
       examples: the examples, the same in all processes.
-      strategy: the method's name; None: the generator's default.
+      method: the name of the method; None: the generator's default.
       metric: the metric; None: the one of the config or its task.
       batch_size: sources per batch. With 1, each record gets its "seconds".
       tick: called with the number of answers after each batch, equally often in all processes.
 
     Returns:
       The results and the records. The results are the metric and its scores (percent); steps, sequential_steps and
-      pipelined_steps (means; the value of the other strategy is the ideal for the same rows, or None if the rows cannot
+      pipelined_steps (means; the value of the other method is the ideal for the same rows, or None if the rows cannot
       be told apart); step_ratio; examples_per_second (without compilation); compile_seconds; and the counts truncated
       and cut_sources. With a ROUGE metric and a blank separator, the rows are the sentences of the text, for both
-      strategies.
+      methods.
     """
-    name = strategy or generator.default_strategy
-    data, method = generator.config.data, generator.method(name)
+    name = method or generator.default_method
+    data, chosen = generator.config.data, generator.method(name)
     if generator.tokenizer is not None:  # texts that change when they are encoded lower the score of a perfect answer
-        separator = data.separator if method.parts_text else ""
+        separator = data.separator if chosen.parts_text else ""
         for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
             _warn_once(line)
     records, report = _decode(generator, examples, name, batch_size, tick)
     metric = metric or data.metric or make_task(data).metric
     if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(data.separator):
-        # ROUGE-Lsum depends on the sentence boundaries, which a sequential answer does not mark, so both strategies'
+        # ROUGE-Lsum depends on the sentence boundaries, which a sequential answer does not mark, so both methods'
         # texts are split by the same rule.
         for record in records:
             record["rows"] = sentences(record["text"] or "")
     scores = _score(generator, examples, records, metric)
     result = {
-        "strategy": name,
+        "method": name,
+        "strategy": name,  # the former name of the key, until the next release
         "examples": len(examples),
         "metric": metric,
         **scores,
-        **report.summary(method),
+        **report.summary(chosen),
     }
     return result, records
 
 
 def _decode(
-    generator: Generator, examples: Sequence[Example], strategy: str, batch_size: int, tick: Callable[[int], None]
+    generator: Generator, examples: Sequence[Example], method: str, batch_size: int, tick: Callable[[int], None]
 ) -> tuple[list[Record], Report]:
     """Decodes the examples, distributed over the processes; returns all records, in order, to all processes.
 
@@ -103,7 +104,7 @@ def _decode(
 
     def decoded(part: Sequence[Example], report: Report) -> list[Record]:
         sources = [Source(e.id, e.source) for e in part]
-        decode = partial(generator.stream, strategy=strategy, batch_size=batch_size, report=report, tick=tick)
+        decode = partial(generator.stream, method=method, batch_size=batch_size, report=report, tick=tick)
         if batch_size > 1:
             return list(decode(sources))
         records: list[Record] = []
@@ -196,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_checkpoint()
     parser.add_argument("--task", help="task of the data (default: the task of the training)")
     parser.add_argument("--split", choices=("train", "dev", "test"), default="test")
-    parser.add_argument("--strategy", choices=config_lib.STRATEGIES, help="default: as the checkpoint was trained")
+    parser.add_method(config_lib.METHODS)
     parser.add_number("--batch-size", "documents decoded together (default: 1)", most=2**16, default=1)
     parser.add_number("--limit", "use only the first N documents")
     parser.add_argument("--skip-bad", action="store_true", help="skip bad lines, like --set data.skip_bad=true")
@@ -232,10 +233,10 @@ def main(argv: Sequence[str]) -> int:
             "warning: data.split: found training examples that differ from the run's; some "
             "evaluated documents may be among its training examples"
         )
-    strategy = flags.strategy or generator.default_strategy
+    method = flags.method or generator.default_method
     progress = Progress("evaluating", len(examples), unit="example")
     size = generator.batch_size_for(min(flags.batch_size, len(examples)))
-    result, records = evaluate(generator, examples, strategy=strategy, batch_size=size, tick=progress.add)
+    result, records = evaluate(generator, examples, method=method, batch_size=size, tick=progress.add)
     progress.close()
     found = {
         "checkpoint": str(flags.checkpoint),
@@ -254,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     }
     try:
         if flags.predictions:
-            kept = _predictions(generator, examples, records, strategy)
+            kept = _predictions(generator, examples, records, method)
             cli.write_output("--predictions", flags.predictions, kept)
     finally:  # if one output cannot be written, the other one still is
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
@@ -303,10 +304,10 @@ def _task_of(generator: Generator, checkpoint: str, split: str, overrides: Seque
 
 
 def _predictions(
-    generator: Generator, examples: Sequence[Example], records: Sequence[Record], strategy: str | None = None
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], method: str | None = None
 ) -> str:
     """Returns the predictions as JSON lines, in the format that `pipejax metrics` reads."""
-    lines, parts_text = [], generator.method(strategy or generator.default_strategy).parts_text
+    lines, parts_text = [], generator.method(method or generator.default_method).parts_text
     separator = generator.config.data.separator if parts_text else ""
     for example, record in zip(examples, records, strict=True):
         line = {"id": example.id, "source": example.source, "gold": example.targets, "pred": texts(record)}

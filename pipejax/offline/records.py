@@ -102,7 +102,7 @@ def decode_file(
     source: str,
     target: str,
     *,
-    strategy: str | None,
+    method: str | None,
     batch_size: int | None,
     resume: bool = False,
     live: bool = False,
@@ -119,7 +119,7 @@ def decode_file(
       generator: the model.
       source: the path of the input, or "-" for standard input.
       target: the path of the output, or "-" for standard output.
-      strategy: the method's name; None: the generator's default.
+      method: the name of the method; None: the generator's default.
       batch_size: sources per batch; None: the config's, and 1 for standard input.
       resume: continue after the records that the output already has.
       live: decode one source at a time, and show its rows on standard error as they are written.
@@ -132,8 +132,8 @@ def decode_file(
     Raises:
       UserError: the input is invalid or empty, the output cannot be written, or it cannot be resumed.
     """
-    name, config = strategy or generator.default_strategy, generator.config
-    method, report = generator.method(name), Report()
+    name, config = method or generator.default_method, generator.config
+    chosen, report = generator.method(name), Report()
     table, target = target, lines_for(target)
     bad = BadLines("standard input" if source == STANDARD else source, skip=skip_bad)
     total: int | None = None
@@ -158,7 +158,7 @@ def decode_file(
         records = _show(generator, sources, name, report)
     else:
         records = generator.stream(
-            sources, strategy=name, batch_size=size, report=report, window=window, tick=progress.add
+            sources, method=name, batch_size=size, report=report, window=window, tick=progress.add
         )
     with closing(progress), closing(output):
         try:
@@ -174,16 +174,16 @@ def decode_file(
     if target != table:
         write_table(Path(target), table)
     output.end()
-    for line in report.lines(method):
+    for line in report.lines(chosen):
         logger.info(f"{name}: {line}")
     return report
 
 
-def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines) -> list[Source]:
+def _check_whole(generator: Generator, source: str, method: str, bad: BadLines) -> list[Source]:
     """Reads and checks all sources of a file; warns about duplicate ids."""
     given = list(read_records(source, dialect=Dialect.of(generator.config.data), bad=bad))
     check_fields(fields_of(generator.config), (value for _, value in given), source)
-    checked = list(read_sources(generator, given, strategy, bad))
+    checked = list(read_sources(generator, given, method, bad))
     bad.end(sum(s.sample == 0 for s in checked))
     if not checked:
         raise UserError(source, found="no lines", expected="at least one source")
@@ -194,14 +194,14 @@ def _check_whole(generator: Generator, source: str, strategy: str, bad: BadLines
 
 
 def read_sources(
-    generator: Generator, placed: Iterable[Placed], strategy: str, bad: Refusal = refuse_line, *, at_once: bool = False
+    generator: Generator, placed: Iterable[Placed], method: str, bad: Refusal = refuse_line, *, at_once: bool = False
 ) -> Iterator[Source]:
     """Yields the sources of records, `decode.samples` times each; a record without an id gets its line's number.
 
     Args:
       generator: checks the sources.
       placed: the records, each with its place for messages.
-      strategy: the method's name.
+      method: the name of the method.
       bad: called with the error of a bad line.
       at_once: check the fields by the first record only, because the others are not there yet.
     """
@@ -210,7 +210,7 @@ def read_sources(
             if at_once:
                 check_fields(fields_of(generator.config), [value], place)
             source = generator.source(value, place, place.rpartition(":")[2])
-            found = list(generator.samples_of([source], strategy))
+            found = list(generator.samples_of([source], method))
         except UserError as error:  # the message of an unsupported request names the id, not the line
             if str(error).startswith("grid."):  # an error in the settings, not in this line
                 raise
@@ -225,11 +225,11 @@ def as_line(record: Record) -> str:
     return _json(record) + "\n"
 
 
-def _show(generator: Generator, sources: Iterable[Source], strategy: str, report: Report) -> Iterator[Record]:
+def _show(generator: Generator, sources: Iterable[Source], method: str, report: Report) -> Iterator[Record]:
     """Decodes one source after the other, shows its rows while they are decoded, and yields its record."""
     report.compiles_within = True
     for source in sources:
-        begun, events = time.perf_counter(), generator.stream_source(source, strategy)
+        begun, events = time.perf_counter(), generator.stream_source(source, method)
         several = generator.config.decode.samples > 1
         screen = Screen(f"{source.id}, sample {source.sample}:" if several else f"{source.id}:")
         for event in events:
@@ -238,7 +238,7 @@ def _show(generator: Generator, sources: Iterable[Source], strategy: str, report
             else:
                 report.seconds += time.perf_counter() - begun
                 config, tokenizer = generator.config, generator.tokenizer
-                count(event, generator.method(strategy), report, config=config, tokenizer=tokenizer)
+                count(event, generator.method(method), report, config=config, tokenizer=tokenizer)
                 yield event
 
 

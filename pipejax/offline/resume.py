@@ -165,7 +165,10 @@ HASHED = {
 }
 
 
-def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) -> Settings:
+FORMER = {"strategy": "--method"}  # present keys of notes, by those of older releases
+
+
+def settings_of(generator: Generator, method: str, sources: Sequence[Source]) -> Settings:
     """Returns the settings that the records depend on.
 
     Batch sizes are not among them. Draft settings are only if records contain their trace (`decode.trace`).
@@ -192,7 +195,7 @@ def settings_of(generator: Generator, strategy: str, sources: Sequence[Source]) 
     return {
         "input": digest.hexdigest(),
         "weights": generator.origin.get("params_fp"),
-        "strategy": strategy,
+        "--method": method,
         **own,
         **by_section,
         **{key: value for key, value in noted.items() if key.partition(".")[0] not in by_section},
@@ -209,8 +212,9 @@ def first_difference(now: Settings, then: Settings) -> str:
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
-    """Returns the settings with nested ones as "outer.inner"."""
+    """Returns the settings by present keys, with nested ones as "outer.inner"."""
     flat: Settings = {}
     for key, value in settings.items():
+        key = FORMER.get(key, key)
         flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
     return flat

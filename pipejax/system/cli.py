@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from pipejax import moved
 from pipejax.system import environment, streams
 from pipejax.system.errors import UserError, did_you_mean, out_of_memory
 from pipejax.system.extras import absent, extra, requirements_of
@@ -57,6 +58,15 @@ class Parser(argparse.ArgumentParser):
         """Adds a flag for a whole number from `least` to `most`."""
         self.add_argument(flag, type=whole_number(least, most), default=default, metavar="N", help=text)
 
+    def add_method(self, choices: Sequence[str], *, repeatable: bool = False) -> None:
+        """Adds --method, the name of a decoding method from `choices`, and its former name --strategy."""
+        kept: dict[str, Any] = {"choices": choices, "dest": "method"}
+        kept |= {"action": "append", "default": []} if repeatable else {}
+        text = f"decoding method ({'repeatable; ' if repeatable else ''}default: the one used in training)"
+        either = self.add_mutually_exclusive_group()
+        either.add_argument("--method", help=text, **kept)
+        either.add_argument("--strategy", type=_former("--strategy", "--method"), help=argparse.SUPPRESS, **kept)
+
     def add_overrides(self, text: str = "only model=MODULE:CLASS, for a custom backbone") -> None:
         """Adds the repeatable --set KEY=VALUE, and --backbone MODULE:CLASS, which spells --set model=MODULE:CLASS."""
         kept: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
@@ -82,8 +92,10 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Refuses a value that is not among an argument's choices; argparse calls this for each value."""
-        # With --set method=..., a strategy may have another name.
-        brought = action.dest == "strategy" and any("method=" in word for word in self._arguments)
+        # With --set method=MODULE:CLASS, --method may name that method.
+        brought = action.dest == "method" and any(
+            word.removeprefix("--set=").startswith("method=") for word in self._arguments
+        )
         if action.choices is not None and value not in action.choices and not brought:
             is_command = isinstance(action, argparse._SubParsersAction)
             name = self.prog if is_command else "/".join(action.option_strings) or action.metavar or action.dest
@@ -106,6 +118,9 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(flag, "no such option", hint=f"did you mean {guess[0]}?" if guess else hint)
         if isinstance(message, UserError):
             raise message
+        if pair := re.fullmatch(r"argument ([^:]+): not allowed with argument (.+)", message):
+            flag, other = pair.groups()
+            raise UserError(flag, found=f"{flag} and {other}", expected="one of the two")
         if parts := re.fullmatch(r"argument ([^:]+): found (.*); expected (.*)", message):  # an ArgumentTypeError
             raise UserError(parts[1], found=parts[2], expected=parts[3])
         raise UserError(message)
@@ -123,6 +138,16 @@ def whole_number(least: int, most: int = WHOLE) -> Callable[[str], int]:
             bound = f"at least {least}" if value < least else f"at most {most}"
             raise argparse.ArgumentTypeError(f"found {value}; expected {bound}")
         return value
+
+    return read
+
+
+def _former(flag: str, present: str) -> Callable[[str], str]:
+    """Returns an argparse type for text, which logs the present name of a flag that is given by its former name."""
+
+    def read(text: str) -> str:
+        moved.note(flag, present)
+        return text
 
     return read
 

@@ -17,7 +17,7 @@ from pipejax.data.batches import Batch
 from pipejax.data.encoding import answered
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import environment
-from pipejax.training.loop import Examples, Run, check_objective
+from pipejax.training.loop import Examples, Run, require_method
 from pipejax.training.memory import GIB, estimator
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.start import as_begun, start_run
@@ -37,7 +37,7 @@ def dry_run(config: Config, workdir: str | Path) -> int:
       UserError: for the same reasons as `pipejax.training.loop.fit`; also if `workdir` holds a run that cannot continue
         with this config.
     """
-    check_objective(config)
+    require_method(config)
     methods.check_training(config)
     environment.check_environment()
     examples = Examples.of(config)

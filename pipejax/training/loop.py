@@ -1,4 +1,4 @@
-"""The training loop, for fine-tuning and training from scratch with the pipelined or the sequential objective.
+"""The training loop, for fine-tuning and training from scratch with the pipelined or the sequential method.
 
 Read the module from top to bottom: `fit` is the whole loop, and `Run` holds the operations that it calls.
 """
@@ -60,7 +60,7 @@ def fit(
     Raises:
       UserError: the config, the data, the starting checkpoint or the directory cannot be used.
     """
-    check_objective(config)
+    require_method(config)
     methods.check_training(config)
     trials.try_kernels_early(trains=True)
     environment.check_environment()
@@ -103,10 +103,10 @@ def fit(
         return run.end()
 
 
-def check_objective(config: Config) -> None:
-    """Raises a UserError if the config has no objective to train."""
-    if config.method is None and config.train.objective == "none":
-        raise UserError("train.objective", found="'none'", expected="pipelined or sequential")
+def require_method(config: Config) -> None:
+    """Raises a UserError if the config names no method to train."""
+    if config.method is None and config.train.method == "none":
+        raise UserError("train.method", found="'none'", expected="pipelined or sequential")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -210,7 +210,7 @@ def _find_tokenizer(config: Config, origin: Restored | None) -> Tokenizer:
         config.model,
         f"{place}.eos_token_id",
         name,
-        trained=same and origin is not None and origin.config.train.objective != "none",
+        trained=same and origin is not None and origin.config.train.method != "none",
     )
     warn_of_start(chosen, config.model, f"{place}.decoder_start_token_id", name)
     return chosen

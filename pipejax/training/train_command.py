@@ -1,4 +1,4 @@
-"""Trains a T5 with the pipelined or the sequential objective.
+"""Trains a T5 with the pipelined or the sequential method.
 
     pipejax train --config configs/demo.py --workdir runs/demo [--set train.steps=500 ...]
 

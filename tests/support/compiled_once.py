@@ -18,7 +18,7 @@ from pipejax.training.step import Trainer
 
 # What no compiled step knows of; at a constant rate it does not know how many there are, either.
 OUTSIDE = (
-    *("objective", "length_group", "shapes", "max_bad_steps", "init_from", "tensorboard", "wandb", "patience"),
+    *("method", "length_group", "shapes", "max_bad_steps", "init_from", "tensorboard", "wandb", "patience"),
     *("log_every", "evaluate_every", "evaluate_examples", "checkpoint_every", "keep_checkpoints", "keep_every"),
 )
 _trainers: dict[Any, Trainer] = {}

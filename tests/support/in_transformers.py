@@ -239,7 +239,7 @@ def check_greedy_tokens(model: Backbone, params: Any, torchs: Any, *, lowest: in
     generator = Generator(Config(model=model, decode=DecodeConfig(max_length=12)), params, None)
     rng, texts, ends = np.random.default_rng(2), [], Counter[int]()
     for source in [[*rng.integers(lowest, 9, n).tolist(), 1] for n in (3, 5, 8, 8, 2)]:
-        (found,) = generator.decode([source], strategy="sequential")
+        (found,) = generator.decode([source], method="sequential")
         expected = torchs.generate(torch.tensor([source]), max_new_tokens=12, do_sample=False)[0, 1:].tolist()
         texts.append(expected)
         assert found["row_ids"] == [until_end(expected, model)]
@@ -256,7 +256,7 @@ def check_beams(
     The count of these is that of -1 in what is returned.
     """
     decode = DecodeConfig(max_length=12, beams=beams)
-    config = Config(model=model, decode=decode, train=TrainConfig(objective="none"))
+    config = Config(model=model, decode=decode, train=TrainConfig(method="none"))
     generator = Generator(config, params, None)
     rng, given = np.random.default_rng(2), {"max_new_tokens": 12, "do_sample": False}
     others, ends = 0, Counter[int]()

@@ -167,7 +167,7 @@ def generator(
     config = Config(
         model=model,
         grid=GridConfig(**{"delay": 0, "time_max": 32, "sub_max": 4, **grid}),
-        train=TrainConfig(objective="pipelined"),
+        train=TrainConfig(method="pipelined"),
         decode=DecodeConfig(**(decode or {})),
     )
     return Generator(config, params, tokenizer(), backend=backend)

@@ -45,7 +45,7 @@ class ScriptedEngine:
 
     def own_tokens(self, request: Request) -> list[list[int]]:
         ids = [int(i) for i in request.source.content if i != self.generator.architecture.eos_token_id]
-        rows = [ids[i : i + 3] for i in range(0, len(ids), 3)] if request.strategy == "pipelined" else [ids]
+        rows = [ids[i : i + 3] for i in range(0, len(ids), 3)] if request.method == "pipelined" else [ids]
         return [*rows, [10 + request.sampling.seed % 50]] if request.sampling.temperature else rows
 
     def record(self, rows: Sequence[Sequence[int]]) -> Record:

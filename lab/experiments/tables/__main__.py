@@ -4,7 +4,7 @@
     python -m lab.experiments.tables --output DIR                  # collects what is finished in --workdir
 
 --run trains and evaluates what is missing: each model is a run directory WORKDIR/TASK_SIZE_OBJECTIVE, made by train.py
-from configs/TASK.py and the settings of that size and objective, and evaluated by `python -m pipejax evaluate` at batch
+from configs/TASK.py and the settings of that size and method, and evaluated by `python -m pipejax evaluate` at batch
 1, so runs made elsewhere can be put there too. Decoding computes in float32, as the paper's memory figures say that
 theirs did, and in bfloat16 on a second line; where a config has wider bounds than the paper's 50 steps and 20 rows,
 rows are decoded under these as well. With --set data.tokenizer=DIR, T5's, answers are counted under both bounds.
@@ -22,7 +22,7 @@ from typing import Any
 from lab.experiments.tables import bounds, paper, report
 from lab.experiments.tables.cells import DTYPES, SIZES, Cell, Scores, Way, gap, grid_of, make, read, ways_of
 from pipejax import metrics
-from pipejax.config import STRATEGIES
+from pipejax.config import METHODS
 from pipejax.data import make_task
 from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         for cell in cells:
             ways = ways_of(cell, dtypes, flags.overrides)
             if flags.crossed and cell.delay == 1:
-                ways += [Way(strategy, dtype=dtypes[0]) for strategy in STRATEGIES if strategy != cell.objective]
+                ways += [Way(strategy, dtype=dtypes[0]) for strategy in METHODS if strategy != cell.objective]
             if flags.beams > 1 and cell.objective == "sequential":
                 ways.append(Way("sequential", flags.beams, dtypes[0]))
             options = {"splits": splits, "overrides": flags.overrides, "limit": flags.limit, "ways": ways}
@@ -106,8 +106,8 @@ def _write(
     }
     gaps = {}
     for task, size, split in {(cell.task, cell.size, split) for cell, split, _ in results}:
-        both = {objective: Cell(task, size, objective) for objective in STRATEGIES}
-        pair = [results.get((both[s], split, Way(s, dtype=first))) for s in STRATEGIES]
+        both = {objective: Cell(task, size, objective) for objective in METHODS}
+        pair = [results.get((both[s], split, Way(s, dtype=first))) for s in METHODS]
         if pair[0] and pair[1]:
             if pair[0]["examples"] != pair[1]["examples"]:
                 raise UserError(both["pipelined"].name, found="other documents evaluated than of its counterpart")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pipejax import metrics
 from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest
-from pipejax.config import STRATEGIES, Config, load
+from pipejax.config import METHODS, Config, load
 from pipejax.data.lines import read_file
 from pipejax.system.errors import UserError
 
@@ -50,7 +50,7 @@ class Cell:
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
         """All that is set beyond the config file."""
-        return [*SIZES[self.size], *overrides, f"train.objective={self.objective}", f"grid.delay={self.delay}"]
+        return [*SIZES[self.size], *overrides, f"train.method={self.objective}", f"grid.delay={self.delay}"]
 
     def config(self, overrides: Sequence[str]) -> Config:
         """As it trains."""
@@ -112,7 +112,7 @@ def make(
             if code or fresh(path, run, limit=limit):
                 continue
             path.parent.mkdir(exist_ok=True)
-            flags = ["--checkpoint", str(run), "--best", "--split", split, "--strategy", way.strategy]
+            flags = ["--checkpoint", str(run), "--best", "--split", split, "--method", way.strategy]
             flags += [flag for setting in way.settings for flag in ("--set", setting)]
             flags += ["--limit", str(limit)] if limit else []
             logger.info(f"--- {cell.name}, {way.label} in {way.dtype} on {split}")
@@ -178,7 +178,7 @@ def gap(
 
 def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequence[int]]) -> list[Cell]:
     """All cells of these tasks and sizes that have a config; `delays`: those of a task beside 1, in the first size."""
-    cells = [Cell(task, size, objective) for task in tasks for size in sizes for objective in STRATEGIES[::-1]]
+    cells = [Cell(task, size, objective) for task in tasks for size in sizes for objective in METHODS[::-1]]
     cells += [
         Cell(task, size, "pipelined", delay) for task in tasks for size in sizes[:1] for delay in delays.get(task, ())
     ]

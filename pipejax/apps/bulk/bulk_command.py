@@ -17,7 +17,7 @@ from pipejax.system.files import absolute
 
 
 def main(argv: Sequence[str]) -> int:
-    from pipejax.config import STRATEGIES
+    from pipejax.config import METHODS
 
     parser = cli.Parser(prog="pipejax bulk", description=__doc__)
     parser.add_checkpoint()
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="DIR",
         help="a new directory, or the directory of an interrupted run to continue",
     )
-    parser.add_argument("--strategy", choices=STRATEGIES, help="decoding strategy (default: the one used in training)")
+    parser.add_method(METHODS)
     parser.add_number(
         "--workers", "number of decoding processes (default: one per GPU or TPU, else one per machine)", most=2**16
     )
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         root=os.getcwd(),
         best=flags.best,
         overrides=tuple(flags.overrides),
-        strategy=flags.strategy,
+        method=flags.method,
         skip_bad=flags.skip_bad,
     )
     with ray_pool.start(flags.address, flags.workers) as pool:

@@ -49,7 +49,7 @@ class BulkWork:
     root: str
     best: bool = False
     overrides: tuple[str, ...] = ()
-    strategy: str | None = None  # None: the checkpoint's default
+    method: str | None = None  # the name of the method; None: the checkpoint's default
     skip_bad: bool = False  # whether to skip lines that are not valid sources
     settings: JsonMapping | None = None  # the settings that the records depend on; None: not known yet
     run: str = ""  # see `Shards`
@@ -96,9 +96,7 @@ def describe(work: BulkWork) -> Said:
     """Returns "settings", which the records depend on, "doubts", warnings about them, and "fields" of the template."""
     generator = _open(work)
     config = generator.config
-    doubts = methods.training_mismatches(
-        work.strategy or generator.default_strategy, config, generator.trained or config
-    )
+    doubts = methods.training_mismatches(work.method or generator.default_method, config, generator.trained or config)
     return {"settings": _settings(work, generator), "doubts": doubts, "fields": fields_of(config)}
 
 
@@ -110,7 +108,7 @@ def _open(work: BulkWork) -> Generator:
 
 def _settings(work: BulkWork, generator: Generator) -> Said:
     """Returns the settings in the form that JSON gives back, without the input, which block digests identify."""
-    settings = settings_of(generator, work.strategy or generator.default_strategy, [])
+    settings = settings_of(generator, work.method or generator.default_method, [])
     more = {**Dialect.of(generator.config.data).as_settings(), "--skip-bad": work.skip_bad}
     return {key: strict_json.loads(json.dumps(value)) for key, value in (settings | more).items() if key != "input"}
 
@@ -155,10 +153,10 @@ class Worker:
                     expected=f"{self.work.settings}, as in the first process",
                 )
             self.generator = generator
-        strategy, size = self.work.strategy or self.generator.default_strategy, self.generator.config.decode.batch_size
+        method, size = self.work.method or self.generator.default_method, self.generator.config.decode.batch_size
         bad = BadLines(block.path, skip=self.work.skip_bad, most=block.lines, tell=False)
-        sources = list(records.read_sources(self.generator, self.reader.read(block, bad), strategy, bad))
-        decoded = self.generator.stream(sources, strategy=strategy, batch_size=size, report=Report())
+        sources = list(records.read_sources(self.generator, self.reader.read(block, bad), method, bad))
+        decoded = self.generator.stream(sources, method=method, batch_size=size, report=Report())
         return self.shards.write(name, "".join(map(records.as_line, decoded)), bad.messages)
 
 

@@ -2,7 +2,7 @@
 
     pipejax export --checkpoint runs/demo exported [--platforms cpu,cuda] [--batch 8] [--source 512]
 
-OUT gets a program for each strategy and platform, the weights, and export.json, which describes them. A program takes
+OUT gets a program for each method and platform, the weights, and export.json, which describes them. A program takes
 batches of one fixed shape. docs/export.md shows how to load it.
 """
 
@@ -26,18 +26,12 @@ def platforms(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str]) -> int:
-    from pipejax.config import STRATEGIES
+    from pipejax.config import METHODS
 
     parser = cli.Parser(prog="pipejax export", description=__doc__)
     parser.add_checkpoint()
     parser.add_argument("out", metavar="OUT", help="a new or empty directory")
-    parser.add_argument(
-        "--strategy",
-        action="append",
-        choices=STRATEGIES,
-        default=[],
-        help="decoding strategy (repeatable; default: the one used in training)",
-    )
+    parser.add_method(METHODS, repeatable=True)
     parser.add_number("--batch", "sources per call; default: decode.batch_size", most=2**16)
     parser.add_number("--source", "maximum tokens per source; default: data.max_source", least=2, most=2**20)
     parser.add_argument(
@@ -56,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         flags.checkpoint,
         flags.out,
         platforms=flags.platforms,
-        strategies=flags.strategy,
+        names=flags.method,
         batch=flags.batch,
         length=flags.source,
         best=flags.best,

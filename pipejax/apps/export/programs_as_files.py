@@ -1,6 +1,6 @@
 """Writes a checkpoint's decoding as files that JAX alone runs: programs and weights.
 
-There is a program for each strategy and platform: the encoder and the whole decoding loop, with XLA's matrix products.
+There is a program for each method and platform: the encoder and the whole decoding loop, with XLA's matrix products.
 The weights are arguments of the programs and are stored once, in a separate file. As constants they would be part of
 every program, and a program of T5-Large would exceed the 2 GB that a FlatBuffers file can hold.
 
@@ -58,7 +58,7 @@ def export(
     out: str | Path,
     *,
     platforms: Sequence[str],
-    strategies: Sequence[str] = (),
+    names: Sequence[str] = (),
     batch: int | None = None,
     length: int | None = None,
     best: bool = False,
@@ -70,7 +70,7 @@ def export(
       directory: the run directory.
       out: the directory to write.
       platforms: such as "cpu" and "cuda".
-      strategies: names of methods; empty: the method of the training.
+      names: the names of the methods; empty: the method of the training.
       batch: B; None: `decode.batch_size`.
       length: L; None: `data.max_source`.
       best: use the step of the best evaluation instead of the newest one.
@@ -97,7 +97,7 @@ def export(
                 expected=f"{field.default}, the only value that an export supports",
             )
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
-    used = {name: methods.make(name, config) for name in strategies or (methods.default(config),)}
+    used = {name: methods.make(name, config) for name in names or (methods.default(config),)}
     for name, method in used.items():
         method.require("export")
         for line in methods.training_mismatches(name, config, restored.config):
@@ -122,7 +122,8 @@ def export(
                 exported = jax_export.export(program, platforms=[platform])(*arguments)
             (partial_out / file).write_bytes(exported.serialize())
             outputs = jax.tree.unflatten(exported.out_tree, [str(x) for x in exported.out_avals])
-            described[file] = {"strategy": name, "platform": platform, "outputs": outputs}
+            # "strategy" is the former name of the key "method", until the next release.
+            described[file] = {"method": name, "strategy": name, "platform": platform, "outputs": outputs}
         # NumPy's files do not support bfloat16, so its bits are stored as uint16.
         bits = {name: x.view(np.uint16) if x.dtype == jax.numpy.bfloat16 else x for name, x in stored.items()}
         np.savez(partial_out / WEIGHTS, allow_pickle=False, **bits)

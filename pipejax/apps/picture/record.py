@@ -52,7 +52,7 @@ def tokens(record: Object, place: str) -> tuple[list[list[str]], list[str]]:
         raise UserError(
             f"{place}: rows",
             found=f"{len(texts)} texts" if isinstance(texts, list) else "no list",
-            expected=f"{len(ids)}, one for each row of row_ids, as in a record of the pipelined strategy",
+            expected=f"{len(ids)}, one for each row of row_ids, as in a record of the pipelined method",
         )
     texts = [str(text) for text in texts]
     if found is None:
@@ -128,7 +128,7 @@ def end_of(record: Object, place: str) -> tuple[int, str | None]:
         raise UserError(
             f"{place}: truncated",
             found=f"{truncated!r}",
-            expected="null, sub_max or time_max, as in a record of the pipelined strategy",
+            expected="null, sub_max or time_max, as in a record of the pipelined method",
         )
     if (left_out := record.get("repeated")) not in (None, []):
         raise UserError(

@@ -166,7 +166,7 @@ class Schemas(AnswerFormats):
 
 def check(method: Method, config: Config, where: str = "schema") -> None:
     """Raises a UserError if answers of the method cannot follow any schema with these settings."""
-    method.require("rows", where, "a schema", "strategy pipelined")
+    method.require("rows", where, "a schema", "method pipelined")
     if config.decode.limit != "none":
         raise UserError("decode.limit", found=f"{config.decode.limit} with a schema", expected="none")
     if config.grid.stop == "literal" and config.grid.delay:

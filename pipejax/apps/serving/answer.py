@@ -29,7 +29,7 @@ class Request:
     """A source to decode, with its options."""
 
     source: Source  # from `Generator.source`
-    strategy: str  # the name of the method
+    method: str  # the name of the method
     sampling: Sampling = MOST_LIKELY
     max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid
     log_probs: bool = True  # whether events and the record have log-probabilities; else events have 0

@@ -51,7 +51,7 @@ class Completion:
         self._begun = time.perf_counter()
         self.choices = list[Choice]()
         self._has_begun = False  # whether a result has arrived
-        start = generator.make_strategy(asked.strategy, drafts=False).start
+        start = generator.make_strategy(asked.method, drafts=False).start
         write: Callable[[], Writing | FormatWriting] = functools.partial(
             Writing,
             generator.tokenizer,
@@ -67,7 +67,7 @@ class Completion:
             for source in (source._replace(sample=k) for source in asked.sources for k in range(asked.n)):
                 request = Request(
                     source,
-                    asked.strategy,
+                    asked.method,
                     dataclasses.replace(asked.sampling, seed=decoding_options.seed_of(source, asked.sampling.seed)),
                     max_tokens=asked.max_tokens,
                     row_tokens=asked.row_tokens,

@@ -120,7 +120,7 @@ class Service:
         self._examples = cache(lambda name: example_of(self.models[name]))
         watch = self.counters.watch
         watch("active_requests", "Requests for answers that are under way", lambda: self.active)
-        watch("places", "Answers of a strategy that can be written at once", lambda: engine.places)
+        watch("places", "Answers of a method that can be written at once", lambda: engine.places)
         watch("places_in_use", "Answers that are being written", lambda: engine.running)
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
         # Cached encodings are not counted here, because clients could see whether a text was requested before.
@@ -177,8 +177,8 @@ class Service:
         def read(effort: Effort | None) -> ClientRequest:
             pause = Share(SHARES[effort]) if effort else None
 
-            def apply(schema: Mapping[str, object], generator: Generator, strategy: str) -> Generator:
-                return generator.under(schema, strategy, effort=effort, pause=pause)
+            def apply(schema: Mapping[str, object], generator: Generator, method: str) -> Generator:
+                return generator.under(schema, method, effort=effort, pause=pause)
 
             apply_schema = apply if limits.schemas else None
             return requests.read_request(given, form, self.models, most=limits.answers, apply=apply_schema)
@@ -214,8 +214,10 @@ class Service:
             "object": "model",
             "created": self.started,
             "owned_by": "pipejax",
-            "strategies": [*served],
-            "default_strategy": generator.default_strategy,
+            "methods": [*served],
+            "default_method": generator.default_method,
+            "strategies": [*served],  # the former names of both, until the next release
+            "default_strategy": generator.default_method,
             "delays": {name: int(method.strategy(ids).start(1)) for name, method in served.items()},
             "max_prompt_tokens": config.data.max_source,
             "step": generator.origin.get("step"),

@@ -71,7 +71,7 @@ class Engine:
         return answer
 
     def warm_up(self, length: int, *, schemas: bool = False) -> None:
-        """Schedules compiling the default strategy's programs for prompts of up to `length` tokens; does not wait.
+        """Schedules compiling the default method's programs for prompts of up to `length` tokens; does not wait.
 
         `schemas`: also the programs for usual schemas, as the last of all.
         """

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from pipejax import methods
+from pipejax import methods, moved
 from pipejax.apps.serving.refusals import Refused, Shown, unsuitable
 from pipejax.config import Config, DecodeConfig
 from pipejax.config.row_names import columns_of
@@ -23,7 +23,9 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.fields import WHOLE, Facts
 
-Apply = Callable[[Mapping[str, object], Generator, str], Generator]  # applies a schema to a model and a strategy
+Apply = Callable[
+    [Mapping[str, object], Generator, str], Generator
+]  # applies a schema to a model and the method of a name
 Neutral = Mapping[str, tuple[object, ...]]  # by field, the values that have no effect
 
 
@@ -48,7 +50,8 @@ class RequestFields:
 
 # The settings of sampling that a request may send, by name; a request has its own range if `Facts.request` is one.
 SAMPLING = {field.name: field for field in dataclasses.fields(DecodeConfig) if field.metadata.get("request")}
-SHARED = (*SAMPLING, "stop", "stream", "stream_options", "strategy", "truncate")
+SHARED = (*SAMPLING, "method", "stop", "stream", "stream_options", "truncate")
+FORMER = {"strategy": "method"}  # present names of fields, by former names that work until the next release
 SEEDS = 2**31  # seeds are drawn below this number for requests without one
 STOPS, STOP_LENGTH = 4, 200  # the most stop texts, and the most characters of each
 ROLES = ("user", "system", "developer", "assistant", "tool", "function")
@@ -64,7 +67,7 @@ class ClientRequest:
     model: str  # the model's name
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # tokens of the prompts beyond the model's limit
-    strategy: str
+    method: str  # the name of the method
     sampling: Sampling  # with the request's seed, from which the seed of each source is derived
     n: int
     max_tokens: int | None
@@ -150,25 +153,25 @@ def read_request(
     logprobs = _whole(given, "logprobs", -1, least=0, most=1) if "logprobs" in given else None
     if logprobs and temperature > 0:
         raise unsuitable("logprobs", logprobs, "0 above temperature 0; only the chosen token is reported")
-    strategy = given.get("strategy", generator.default_strategy)
+    method = given.get("method", generator.default_method)
     served = methods.methods_with(generator.config, "serve")
-    if not isinstance(strategy, str) or strategy not in served:
-        raise unsuitable("strategy", strategy, f"one of {', '.join(served)}")
+    if not isinstance(method, str) or method not in served:
+        raise unsuitable("method", method, f"one of {', '.join(served)}")
     stream, rows = _flag(given, "stream"), _flag(given, "rows")
     stop = _stop(given)
-    options = _stream_options(given, served[strategy], stream=stream, rows=rows, stop=bool(stop))
+    options = _stream_options(given, served[method], stream=stream, rows=rows, stop=bool(stop))
     prompts, ignored_settings = form.prompts(given, form.source, generator.config)
     if len(prompts) > most // n:
         raise unsuitable(form.source, Shown(f"{len(prompts)} prompts"), f"at most {most // n} with this n")
-    under = apply_format(given, generator, strategy, apply)
+    under = apply_format(given, generator, method, apply)
     bound = _most_tokens(given, form.most_tokens)
-    row_tokens = bound_rows(under, strategy, *bound)
+    row_tokens = bound_rows(under, method, *bound)
     sources, cut = _sources(prompts, form.source, under, truncate=_flag(given, "truncate"))
     return ClientRequest(
         model=model,
         sources=sources,
         cut_tokens=cut,
-        strategy=strategy,
+        method=method,
         sampling=Sampling(**{name: _setting(given, name, defaults) for name in SAMPLING}),
         n=n,
         max_tokens=bound[1] if row_tokens is None else None,
@@ -212,12 +215,16 @@ ECHOED |= {"prompt_cache_key": str, "max_tool_calls": int}
 
 
 def _supported(body: Object, form: RequestFields) -> Object:
-    """Returns the fields of a body without the fields whose values have no effect.
+    """Returns the fields of a body, by present names, without the fields whose values have no effect.
 
     Raises:
-      Refused: a field is unknown, or its value is not supported.
+      Refused: a field is unknown, or has its former and its present name, or its value is not supported.
     """
     given = {name: value for name, value in body.items() if value is not None}
+    try:
+        given = moved.with_present_names(given, FORMER, lambda old, new: moved.note(f"the request field {old}", new))
+    except UserError as error:
+        raise Refused(400, error, field=error.place) from error
     for name, value in [*given.items()]:
         if (neutral := form.neutral.get(name)) is not None:
             del given[name]
@@ -348,7 +355,7 @@ def _text_of_parts(content: object, place: str) -> str:
 def apply_format(
     given: Object,
     generator: Generator,
-    strategy: str,
+    method: str,
     apply: Apply | None,
 ) -> Generator:
     """Returns the generator with the schema of the request; without a schema, the generator unchanged.
@@ -385,7 +392,7 @@ def apply_format(
     if given.get("stream") and given.get("rows"):
         raise unsuitable("rows", True, "none with a schema and stream, since the chunks are JSON made of rows")
     try:
-        return apply(schema, generator, strategy)
+        return apply(schema, generator, method)
     except UserError as error:
         raise Refused(400, error.within(field), field=field) from error
 
@@ -407,7 +414,7 @@ def _format(given: Object) -> tuple[str, object]:
     return "text.format", text.get("format") or {"type": "text"}
 
 
-def bound_rows(generator: Generator, strategy: str, field: str, most: int | None) -> int | None:
+def bound_rows(generator: Generator, method: str, field: str, most: int | None) -> int | None:
     """Returns the most tokens of each row, so that all rows together do not exceed the limit of the request."""
     answer_format = generator.answer_format
     if answer_format is None or most is None:
@@ -415,7 +422,7 @@ def bound_rows(generator: Generator, strategy: str, field: str, most: int | None
     rows = len(answer_format.rows)
     each = most // rows
     try:
-        answer_format.rule(generator.make_strategy(strategy, drafts=False), [each])
+        answer_format.rule(generator.make_strategy(method, drafts=False), [each])
     except UserError as error:
         found = f"{most} for {rows} rows ({error})"
         raise Refused(400, UserError(field, found=found), field=field) from error

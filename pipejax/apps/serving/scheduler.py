@@ -81,7 +81,7 @@ class Scheduler:
         self._log = CompileLog()
         self._weights: dict[Hashable, Callable[[], object]] = {WEIGHTS: lambda: generator.programs}
         generators = (generator, *generator.adapters.values())
-        self._kinds = {kind_of(one, one.default_strategy): one for one in generators}
+        self._kinds = {kind_of(one, one.default_method): one for one in generators}
 
     # Methods that any thread may call.
 
@@ -98,7 +98,7 @@ class Scheduler:
         if request.source.prefixes or request.source.max_rows is not None:
             raise UserError("row_prefixes, max_rows", found="in a request to the engine", expected="a plain source")
         generator = self.generator.adapted(request.adapter) if request.adapter else self.generator
-        kind = kind_of(generator, request.strategy, drafts=request.source.answer_format is None)
+        kind = kind_of(generator, request.method, drafts=request.source.answer_format is None)
         if temperature := request.sampling.temperature:
             kind.method.require("sample", "temperature", f"{temperature}", 0)
         if request.log_probs:
@@ -122,7 +122,7 @@ class Scheduler:
         return self.lanes.running_with(kind) < self.places
 
     def warm_up(self, length: int, *, schemas: bool = False) -> None:
-        """Schedules compiling the default strategy's programs for prompts of up to `length` tokens; does not wait.
+        """Schedules compiling the default method's programs for prompts of up to `length` tokens; does not wait.
 
         `schemas`: also the programs for usual schemas, as the last of all.
         """

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_number(
         "--places",
-        "number of answers per strategy that are decoded at once (default: %(default)s)",
+        "number of answers per method that are decoded at once (default: %(default)s)",
         most=2**12,
         default=8,
     )

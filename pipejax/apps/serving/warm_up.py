@@ -24,12 +24,12 @@ def plan(
     length: int,
     schemas: bool = False,
 ) -> None:
-    """Requests the programs of the default strategy, for prompts of up to `length` tokens.
+    """Requests the programs of the default method, for prompts of up to `length` tokens.
 
     Args:
       ask: takes the programs, and their place in the order of compilation.
       generator: the model.
-      kinds: the kinds of requests to the default strategies, with a generator of each kind.
+      kinds: the kinds of requests to the default methods, with a generator of each kind.
       lanes: creates batches.
       places: the number of places of a batch for several requests; a single request has a batch with one place.
       length: the most tokens of a prompt.
@@ -51,7 +51,7 @@ def plan(
     source_of_usual = Source("", [1], answer_format=usual)
     for own, size in itertools.product(kinds.values(), sizes):
         try:
-            kind = kind_of(own, own.default_strategy, drafts=False)
+            kind = kind_of(own, own.default_method, drafts=False)
             usual.check(kind.method, own.config)
             batch = lanes.new_batch(kind, size, source_of_usual)
         except UserError:  # answers of this model cannot follow schemas

@@ -49,7 +49,7 @@ GREEDILY = (
         if facts.get("ability") == "sample" and key != "decode.seed"
     ),
 )
-STRATEGY = "sequential"  # the strategy with which the checkpoint answers
+METHOD = "sequential"  # the method with which the checkpoint answers
 ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
 SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
@@ -141,7 +141,7 @@ def teach(
 
 
 def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bool = False) -> Config:
-    """Returns the config of the run: the checkpoint's, with the pipelined objective and a quarter of the updates.
+    """Returns the config of the run: the checkpoint's, with the pipelined method and a quarter of the updates.
 
     Each update has four times as many examples, computed in four times as many parts of the same size and packing. The
     rate of AdamW is doubled, because it grows with the square root of the batch size (Malladi et al. 2022, arXiv
@@ -150,14 +150,14 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     Raises:
       UserError: an override is not allowed, or the config cannot be trained.
     """
-    full = saved.train if saved.train.objective != "none" else dataclasses.replace(saved.train, steps=FULL)
+    full = saved.train if saved.train.method != "none" else dataclasses.replace(saved.train, steps=FULL)
     if not methods.trained(saved).parts_text:
         raise UserError(checkpoint, found="a checkpoint that already writes rows", expected="a sequential one")
     counted = [field.name for field in dataclasses.fields(full) if field.metadata.get("per_update")]
     counts = {key: -(-getattr(full, key) // PART) for key in counted}
     train = dataclasses.replace(
         full,
-        objective="pipelined",
+        method="pipelined",
         init_from=str(absolute(checkpoint)),
         init_best=best,
         batch_size=PART * full.batch_size,
@@ -258,7 +258,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
     Raises:
       UserError: a setting has changed.
     """
-    known = settings_of(generator, STRATEGY, sources) | {"held_out": held_out}
+    known = settings_of(generator, METHOD, sources) | {"held_out": held_out}
     settings = {key: value for key, value in flattened(known).items() if _changes_label(key)}
     path = directory / SETTINGS
     if not path.is_file():
@@ -288,7 +288,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
 def _changes_label(key: str) -> bool:
     """Whether an answer depends on a noted setting; the tokens of an answer are split into rows at every start."""
     facts = config_lib.SETTINGS.get(key, {})
-    return facts.get("records") != "text" and facts.get("read_by", STRATEGY) == STRATEGY
+    return facts.get("records") != "text" and facts.get("read_by", METHOD) == METHOD
 
 
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Record]:
@@ -299,7 +299,7 @@ def answer(directory: Path, generator: Generator, path: str, sources: Sequence[S
             generator,
             path,
             str(target),
-            strategy=STRATEGY,
+            method=METHOD,
             batch_size=None,
             resume=True,
             continued_by="the same command",
