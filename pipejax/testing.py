@@ -268,7 +268,7 @@ def _compare_records(
     """
     strategy, words, compared = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer(), 0
     for i, source in enumerate(given):
-        known = decoding_options.rows_of(source, method, words, model.end_token_ids)
+        known = decoding_options.row_prefix_ids(source, method, words, model.end_token_ids)
         forced, content = decoding_options.forced_of(known, strategy), [int(x) for x in source.content]
         found, log_probs, margin = recompute(model, params, strategy, content, forced)
         if margin < NEAR:
@@ -305,7 +305,7 @@ def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> 
     batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
     at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
     rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
-    known = decoding_options.rows_of(given[0], method, generator.tokenizer, generator.ids.ends)
+    known = decoding_options.row_prefix_ids(given[0], method, generator.tokenizer, generator.ids.ends)
     batch.give(decoding_options.forced_of(known, batch.strategy))
     while waiting or at:
         while waiting and batch.free:

@@ -128,6 +128,15 @@ def test_other_calls_take_the_former_keyword(t5: pipejax.Generator) -> None:
             call(given, strategy="best")  # type: ignore[call-arg]
 
 
+def test_inputs_are_given_by_former_keywords(t5: pipejax.Generator) -> None:
+    with pytest.warns(DeprecationWarning, match="given= is now sources="):
+        assert t5.decode(given=TEXTS) == t5.decode(sources=TEXTS)  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="given= is now source="):
+        assert [*t5.stream_rows(given=TEXTS[0])] == [*t5.stream_rows(source=TEXTS[0])]  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="given= is now schema="), refuses("schema", "method pipelined"):
+        t5.under(given=[])  # type: ignore[call-arg]
+
+
 def test_the_former_attribute_names_the_default_method(t5: pipejax.Generator) -> None:
     with pytest.warns(DeprecationWarning, match=r"^Generator\.default_strategy is now default_method"):
         assert t5.default_strategy == t5.default_method == "sequential"  # type: ignore[attr-defined]

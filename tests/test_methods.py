@@ -40,7 +40,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
-from pipejax.methods import Method, NamedRows, Target
+from pipejax.methods import Method, NamedRows, RowPrefixes, Target
 from pipejax.model import t5
 from pipejax.offline.decode_command import main as decode
 from pipejax.offline.resume import settings_of
@@ -266,6 +266,9 @@ def test_former_attribute_names_of_a_method_work_with_a_warning() -> None:
         class Former(NamedRows):
             rival = "staggered"
 
+            def given(self, given: RowPrefixes) -> RowPrefixes:
+                return super().given(given)._replace(where="Former")
+
             def exist(self, rows: int, most: int | None) -> int:
                 return super().exist(rows, most) + 10
 
@@ -273,6 +276,7 @@ def test_former_attribute_names_of_a_method_work_with_a_warning() -> None:
                 return super().rival_steps(lengths, separator=separator) + 100
 
     assert [str(warning.message).partition(";")[0] for warning in caught] == [
+        "Former.given is now add_prefixes",
         "Former.exist is now count_rows",
         "Former.rival is now baseline",
         "Former.rival_steps is now baseline_steps",
@@ -280,6 +284,7 @@ def test_former_attribute_names_of_a_method_work_with_a_warning() -> None:
     assert all(warning.filename == __file__ for warning in caught)
     method = Former(GridConfig(delay=0))
     assert method.baseline == "staggered"
+    assert method.add_prefixes(RowPrefixes(("a", "b"), 2, "a test")) == RowPrefixes(("a", "b"), 2, "Former")
     assert method.count_rows(5, 2) == 12
     assert method.baseline_steps([3, 4], separator=1) == 109
 

@@ -476,8 +476,8 @@ def test_names_of_rows_are_shortened_and_escaped() -> None:
     widths = {text: text_width(text) * 11 for text in texts_of(drawn) if text.startswith(("a name", "<b>", "row "))}
     assert [*widths][1:] == ["<b>&", "row 3"] and all(width <= LEFT - 12 for width in widths.values())
     assert names[0] not in texts_of(drawn) and f"<title>{names[0]}, time-step 1: a</title>" in drawn
-    calls = [[RowCall(0, 2, 0, ())], [RowCall(1, 2, 0, ())], [RowCall(2, 2, 0, ())], [RowCall(3, 1, 0, ())]]
-    page = html(grid, calls=calls)
+    trace = [[RowCall(0, 2, 0, ())], [RowCall(1, 2, 0, ())], [RowCall(2, 2, 0, ())], [RowCall(3, 1, 0, ())]]
+    page = html(grid, trace=trace)
     assert '<th scope="row">&lt;b&gt;&amp;</th>' in page and "<b>&" not in page
     assert '<th scope="row">empty row</th>' in page and "empty row" in texts_of(drawn)
 

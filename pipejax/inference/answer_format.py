@@ -50,7 +50,7 @@ class AnswerFormat(abc.ABC):
     rows: tuple[FormatRow, ...]  # in the order of the grid
 
     @property
-    def given(self) -> RowPrefixes:
+    def prefixes(self) -> RowPrefixes:
         """Returns the known part of the rows of an answer: their number and beginnings."""
         return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 

@@ -96,7 +96,7 @@ def record_of(
         record["sample"] = source.sample
     if found.log_probs is None and found.trace is None:
         return record
-    exist = method.count_rows(len(rows), decoding_options.given(source, method).most)
+    exist = method.count_rows(len(rows), decoding_options.row_prefixes(source, method).most)
     if found.log_probs is not None:
         first = [int(start(i)) for i in range(len(rows))]
         record["log_probs"], record["log_prob"] = _scores_of(found.log_probs[place], rows, numbers, first, exist, ends)
@@ -162,21 +162,21 @@ def _scores_of(
 
 
 def _trace_of(
-    calls: Sequence[Sequence[decoding.Asked]], kept: Sequence[int], repeated: Sequence[int], exist: int
+    trace: Sequence[Sequence[decoding.Asked]], kept: Sequence[int], repeated: Sequence[int], exist: int
 ) -> list[list[decoding.Asked]]:
     """Returns the trace of an answer with rows numbered as in `row_ids`.
 
     An empty row may precede others (grid.stop=literal), so these numbers may differ from the grid's.
 
     Args:
-      calls: the trace with the row numbers of the grid.
+      trace: the trace with the row numbers of the grid.
       kept: the numbers of the rows that the record contains.
       repeated: the numbers of the rows that were left out as repetitions.
       exist: the number of rows that the answer can have.
     """
     later = [row for row in range(kept[-1] + 1 if kept else 0, exist) if row not in repeated]
     numbers = {row: k for k, row in enumerate([*kept, *later])}
-    return [[one._replace(row=numbers[one.row]) for one in call if one.row in numbers] for call in calls]
+    return [[one._replace(row=numbers[one.row]) for one in call if one.row in numbers] for call in trace]
 
 
 def _columns_in(rows: Sequence[str], config: Config, tokenizer: Tokenizer) -> dict[str, str | None]:

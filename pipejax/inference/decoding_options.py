@@ -13,17 +13,17 @@ from pipejax.methods import Method, RowPrefixes, prefix_ids
 from pipejax.system.errors import UserError
 
 
-def given(source: Source, method: Method) -> RowPrefixes:
+def row_prefixes(source: Source, method: Method) -> RowPrefixes:
     """Returns the number and the prefixes of an answer's rows, as given by the source, its format or the method."""
     if (answer_format := source.answer_format) is not None:
         if source.prefixes or source.max_rows is not None:
             expected = f"neither, as {answer_format.label} names the rows"
             raise UserError(f"source {source.id}", found="row_prefixes or max_rows", expected=expected)
-        return method.given(answer_format.given)
-    return method.given(RowPrefixes(source.prefixes, source.max_rows, f"source {source.id}"))
+        return method.add_prefixes(answer_format.prefixes)
+    return method.add_prefixes(RowPrefixes(source.prefixes, source.max_rows, f"source {source.id}"))
 
 
-def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> RowPrefixes:
+def row_prefix_ids(source: Source, method: Method, tokenizer: Tokenizer | None, ends: Collection[int]) -> RowPrefixes:
     """Returns the number and the prefixes of an answer's rows, with prefixes as token ids.
 
     Args:
@@ -35,7 +35,7 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
     Raises:
       UserError: the method or the tokenizer does not support the prefixes.
     """
-    known = given(source, method)
+    known = row_prefixes(source, method)
 
     def ids(prefix: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prefix, str):
@@ -47,19 +47,19 @@ def rows_of(source: Source, method: Method, tokenizer: Tokenizer | None, ends: C
     return known._replace(prefixes=tuple(map(ids, known.prefixes)))
 
 
-def forced_of(rows: RowPrefixes, strategy: Strategy) -> np.ndarray | None:
+def forced_of(given: RowPrefixes, strategy: Strategy) -> np.ndarray | None:
     """Returns the forced token at each row and time, i32 [R, W], -1 where the model chooses.
 
     None: nothing is forced.
     """
-    if not rows.prefixes and rows.most is None:
+    if not given.prefixes and given.most is None:
         return None
     forced = np.full(strategy.places, -1, np.int32)
     number = len(forced)
-    for row, prefix in enumerate(rows.prefixes[:number]):
+    for row, prefix in enumerate(given.prefixes[:number]):
         here = forced[row, strategy.start(row) :]
         here[: len(prefix)] = prefix[: len(here)]
-    for row in range(number if rows.most is None else rows.most, number):  # an empty row ends the answer
+    for row in range(number if given.most is None else given.most, number):  # an empty row ends the answer
         forced[row, strategy.start(row)] = strategy.eos
     return forced
 
@@ -88,7 +88,8 @@ def of_batch(
     if decode.temperature > 0:
         sampling = Sampling.together([sampling_of(source, decode) for source in sources])
     forced = allowed = None
-    tables = [forced_of(rows_of(source, method, tokenizer, config.model.end_token_ids), strategy) for source in sources]
+    ends = config.model.end_token_ids
+    tables = [forced_of(row_prefix_ids(source, method, tokenizer, ends), strategy) for source in sources]
     if any(table is not None for table in tables):
         free = np.full(strategy.places, -1, np.int32)
         forced = np.stack([free if table is None else table for table in tables])

@@ -17,8 +17,9 @@ from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafter, Strategy, ends_of
-from pipejax.inference import decoding_options, draft_model, programs, sources, streaming
+from pipejax.inference import decoding_options, draft_model, programs, streaming
 from pipejax.inference import settings as settings_lib
+from pipejax.inference import sources as sources_lib
 from pipejax.inference.answer_format import AnswerFormat, AnswerFormats, Effort
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
@@ -124,10 +125,10 @@ class Generator:
         """Returns the method of a name, with the settings of the config; None: `default_method`."""
         return methods.make(name or self.default_method, self.config)
 
-    @moved.keywords(strategy="method")
+    @moved.keywords(strategy="method", given="sources")
     def decode(
         self,
-        given: Iterable[str | Sequence[int] | JsonMapping],
+        sources: Iterable[str | Sequence[int] | JsonMapping],
         *,
         method: str | None = None,
         batch_size: int | None = None,
@@ -141,7 +142,7 @@ class Generator:
         request; docs/decoding.md describes each field. The id is the position of a source that has none.
 
         Args:
-          given: the sources: a list, a data frame or another table whose rows are records. Token ids include special
+          sources: a list, a data frame or another table whose rows are records. Token ids include special
             tokens such as the eos.
           method: the name of a method, such as "sequential"; None: `default_method`.
           batch_size: the batch size on each device; None: `decode.batch_size`.
@@ -155,21 +156,23 @@ class Generator:
           UserError: an unknown method or setting, a value out of its range, an empty source, an id outside the
             vocabulary, text without a tokenizer, or a schema that rows cannot follow.
         """
-        if isinstance(given, str | bytes | Mapping):
-            raise UserError("sources", found=f"{_kind(given)}", expected="a list of texts, of token ids or of records")
+        if isinstance(sources, str | bytes | Mapping):
+            raise UserError(
+                "sources", found=f"{_kind(sources)}", expected="a list of texts, of token ids or of records"
+            )
         own = self._with("decode", settings if batch_size is None else {**settings, "batch_size": batch_size})
         own = own if schema is None else own.under(schema, method)
-        given = list(rows_in(given, "sources"))
-        sources.check_fields(sources.fields_of(self.config), given, "sources")
+        given = list(rows_in(sources, "sources"))
+        sources_lib.check_fields(sources_lib.fields_of(self.config), given, "sources")
         read = (own.source(value, f"source {i}", i) for i, value in enumerate(given))
         checked = list(own.samples_of(read, method))
         size = min(own.config.decode.batch_size, 1 << max(len(checked) - 1, 0).bit_length())
         report = Report(other_steps=None)  # not returned, so skip counting other steps, which tokenises again
         return list(own.stream(checked, method=method, batch_size=size, report=report, drafter=drafter))
 
-    @moved.keywords(strategy="method")
+    @moved.keywords(strategy="method", given="source")
     def stream_rows(
-        self, given: str | Sequence[int] | JsonMapping, *, method: str | None = None, **settings: Any
+        self, source: str | Sequence[int] | JsonMapping, *, method: str | None = None, **settings: Any
     ) -> Iterator[RowEvent | Record]:
         """Yields each token of one source's answer as it is generated, and finally the record.
 
@@ -177,7 +180,7 @@ class Generator:
         ended, and that `token` is its end token. Empty rows have no events.
 
         Args:
-          given: the source.
+          source: a text, token ids or a record.
           method: the name of a method, such as "sequential"; None: `default_method`.
           settings: as for `decode`.
 
@@ -185,7 +188,7 @@ class Generator:
           UserError: as for `decode`; also for beams, `decode.limit` and row prefixes, which streams do not support.
         """
         own = self._with("stream_rows", settings, batch_size="none: one source", samples="none: one answer")
-        return own.stream_source(own.source(given, "the source", 0), method or self.default_method)
+        return own.stream_source(own.source(source, "the source", 0), method or self.default_method)
 
     def stream_source(self, source: Source, name: str) -> Iterator[RowEvent | Record]:
         """Like `stream_rows`, for a checked source. Unsupported settings raise a UserError before iteration.
@@ -209,8 +212,8 @@ class Generator:
         if batch is None:
             batch = batches[0].empty_copy() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
-        rows = decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
-        batch.give(decoding_options.forced_of(rows, made), source.answer_format)
+        given = decoding_options.row_prefix_ids(source, method, self.tokenizer, self.ids.ends)
+        batch.give(decoding_options.forced_of(given, made), source.answer_format)
         ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
@@ -273,10 +276,10 @@ class Generator:
         other._asked = self._asked | {settings_lib.NAMES[name] for name in settings}
         return other
 
-    @moved.keywords(strategy="method")
+    @moved.keywords(strategy="method", given="schema")
     def under(
         self,
-        given: Mapping[str, object] | str | Path,
+        schema: Mapping[str, object] | str | Path,
         method: str | None = None,
         *,
         effort: Effort | None = Effort.WHOLE,
@@ -285,7 +288,7 @@ class Generator:
         """Returns a generator whose answers follow a JSON schema; it shares weights and programs with this one.
 
         Args:
-          given: a flat JSON schema, or the path of its file.
+          schema: a flat JSON schema, or the path of its file.
           method: the name of the method that will be used; None: `default_method`.
           effort: as for `AnswerFormats.find`.
           pause: as for `AnswerFormats.find`.
@@ -296,7 +299,7 @@ class Generator:
         made = self.make_strategy(method, drafts=False)
         other, used = copy.copy(self), self.method(method)
         known = self.config, self.tokenizer
-        other.answer_format = self.formats("schema").find(given, used, made, *known, effort=effort, pause=pause)
+        other.answer_format = self.formats("schema").find(schema, used, made, *known, effort=effort, pause=pause)
         return other
 
     def formats(self, name: str) -> AnswerFormats:
@@ -318,19 +321,19 @@ class Generator:
         """
         source = Source(name, value)
         if isinstance(value, Mapping):
-            source = sources.of_record(value, place, name, self.config)
+            source = sources_lib.of_record(value, place, name, self.config)
             place += ': "source_ids"' if "source_ids" in value else ""
-        checked = sources.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
+        checked = sources_lib.check(source, place, architecture=self.architecture, tokenizer=self.tokenizer)
         return checked._replace(answer_format=self.answer_format)
 
-    def samples_of(self, given: Iterable[Source], name: str | None) -> Iterator[Source]:
+    def samples_of(self, sources: Iterable[Source], name: str | None) -> Iterator[Source]:
         """Yields each source `decode.samples` times; raises a UserError if the method does not support its fields.
 
         `name` is the name of the method; None: `default_method`.
         """
         method = self.method(name)
-        for source in given:
-            decoding_options.rows_of(source, method, self.tokenizer, self.ids.ends)
+        for source in sources:
+            decoding_options.row_prefix_ids(source, method, self.tokenizer, self.ids.ends)
             if len(source.prefixes) > 1 or source.max_rows is not None:
                 found = "max_rows" if source.max_rows is not None else "several row_prefixes"
                 method.require("rows", f"source {source.id}", found)
@@ -340,7 +343,7 @@ class Generator:
 
     def stream(
         self,
-        given: Iterable[Source],
+        sources: Iterable[Source],
         *,
         method: str | None,
         batch_size: int,
@@ -352,7 +355,7 @@ class Generator:
         """Yields the records of checked sources in input order.
 
         Args:
-          given: the sources.
+          sources: the sources.
           method: the name of the method; None: `default_method`.
           batch_size: the batch size on each device.
           report: updated after each batch.
@@ -365,7 +368,7 @@ class Generator:
         wanted = batch_size
         batch_size = self.batch_size_for(wanted)
         window *= -(-wanted // batch_size)  # read as many sources ahead as with the wanted batch size
-        waiting, across = iter(given), 0
+        waiting, across = iter(sources), 0
         while chunk := list(islice(waiting, batch_size * window)):
             across = across or min(len(self._devices), -(-len(chunk) // batch_size))
             encoded = [self.ids_of(source, report) for source in chunk]

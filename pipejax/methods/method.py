@@ -55,6 +55,7 @@ ABILITIES = {
 
 # The present names of attributes of `Method`, by former names that subclasses may define until the next release.
 FORMER = {
+    "given": "add_prefixes",
     "exist": "count_rows",
     "allowed": "extra_allowed_ids",
     "rival": "baseline",
@@ -211,7 +212,7 @@ class Method:
         """The decoding strategy of the method: a hashable object, static under jit."""
         raise NotImplementedError
 
-    def given(self, given: RowPrefixes) -> RowPrefixes:
+    def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
         """Adds prefixes that the method defines, such as row names, to the prefixes given by a source.
 
         Raises:
@@ -279,4 +280,5 @@ class Method:
             raise UserError(place, found=f"{found} with {self.label}, which does {lacks}", expected=f"{expected}")
 
     # The former names, which subclasses may also call on their base class; see `__init_subclass__`.
-    exist, allowed, rival, rival_steps = count_rows, extra_allowed_ids, baseline, baseline_steps
+    given, exist, allowed = add_prefixes, count_rows, extra_allowed_ids
+    rival, rival_steps = baseline, baseline_steps

@@ -110,7 +110,7 @@ class PipelinedMethod(Method):
             other_ends=ids.other_ends,
         )
 
-    def given(self, given: RowPrefixes) -> RowPrefixes:
+    def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
         """The prefixes of the source. Raises a UserError if there are more than rows that start in time."""
         fit = grid.count_rows(self.grid.delay, self.grid.time_max, self.grid.sub_max)
         if len(given.prefixes) > fit:
@@ -169,7 +169,7 @@ class NamedRows(PipelinedMethod):
                 )
         return self._laid_out(found, ids, most=most, names=[*map(len, names)])
 
-    def given(self, given: RowPrefixes) -> RowPrefixes:
+    def add_prefixes(self, given: RowPrefixes) -> RowPrefixes:
         """The prefixes of the source, or `grid.row_names` if the source has none.
 
         Raises:
@@ -187,7 +187,7 @@ class NamedRows(PipelinedMethod):
             self.check()
             given = RowPrefixes(names, len(names), "grid.row_names")
         if self.grid.delay:
-            return super().given(given)
+            return super().add_prefixes(given)
         # T5 has no absolute positions, so rows that see only bos would all generate the same first token.
         if not given.prefixes or (given.most or 0) > len(given.prefixes):
             otherwise = "no max_rows, for the prefixes in grid.row_names" if names else "grid.row_names"

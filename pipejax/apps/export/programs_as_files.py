@@ -30,7 +30,7 @@ from pipejax.data.tokenizer import Tokenizer, source_affixes
 from pipejax.decoding import TRUNCATIONS, Carry, DecodingOptions, Segment, SourceIds, Strategy
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
-from pipejax.inference.decoding_options import forced_of, rows_of
+from pipejax.inference.decoding_options import forced_of, row_prefix_ids
 from pipejax.inference.loading import override
 from pipejax.inference.sources import Source, template_of
 from pipejax.methods import Ids
@@ -108,8 +108,8 @@ def export(
     plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
     chosen = {file: plain[name].tuned_for(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
-    rows = {name: rows_of(Source("any", ""), method, spells, ids.ends) for name, method in used.items()}
-    forced = {file: forced_of(rows[made[file][0]], strategy) for file, strategy in chosen.items()}
+    given = {name: row_prefix_ids(Source("any", ""), method, spells, ids.ends) for name, method in used.items()}
+    forced = {file: forced_of(given[made[file][0]], strategy) for file, strategy in chosen.items()}
     stored, unpacked = _store(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
     arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)

@@ -41,13 +41,13 @@ class Mark:
     until: int | None = None  # the call whose rejected draft replaces this one at its position
 
 
-def marks(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> list[Mark]:
+def marks(grid: Grid, trace: Sequence[Sequence[RowCall]]) -> list[Mark]:
     """Returns the tokens that the calls wrote and the drafts that they rejected, in the order of the calls."""
     texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
     found: list[Mark] = []
     next_of: dict[tuple[int, int], int] = {}  # by position, the index of the rejected draft shown there last
     fronts: dict[int, int] = {}  # by row, the time of its newest token
-    for number, call in enumerate(calls, start=1):
+    for number, call in enumerate(trace, start=1):
         for row, written, accepted, drafted in call:
             front = fronts.get(row, row * grid.delay)
             for j in range(written):
@@ -64,28 +64,28 @@ def marks(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> list[Mark]:
     return found
 
 
-def facts_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
+def facts_of_calls(grid: Grid, trace: Sequence[Sequence[RowCall]]) -> str:
     """Describes the numbers of calls, steps and accepted drafts in a sentence."""
-    drafted = sum(len(one.drafted) for call in calls for one in call)
-    accepted = sum(one.accepted for call in calls for one in call)
+    drafted = sum(len(one.drafted) for call in trace for one in call)
+    accepted = sum(one.accepted for call in trace for one in call)
     share = f" ({100 * accepted / drafted:.0f} %)" if drafted else ""
     return (
-        f"{count(len(calls), 'decoder call')} for {count(grid.steps, 'time-step')}; "
+        f"{count(len(trace), 'decoder call')} for {count(grid.steps, 'time-step')}; "
         f"{accepted} of {count(drafted, 'drafted token')} accepted{share}"
     )
 
 
-def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
+def draw(grid: Grid, trace: Sequence[Sequence[RowCall]]) -> str:
     """Returns all calls as one SVG. The page shows one call at a time; without the page, the last call is visible."""
-    found, last = marks(grid, calls), len(calls)
+    found, last = marks(grid, trace), len(trace)
     # The first call that covers a row.
-    first = {one.row: last - n for n, call in enumerate(reversed(calls)) for one in call}
+    first = {one.row: last - n for n, call in enumerate(reversed(trace)) for one in call}
     height_in_rows = max(first.keys() | {cell.row for cell in grid.cells}, default=-1) + 1
     columns = max([grid.steps, *(mark.time for mark in found)]) + 1
     column, size = column_of((MARKS[mark.kind] + mark.text for mark in found), min(columns, MOST))
     pitch, top = BOX + DRAFT + GAP, top_of(page=True)
     width, height = LEFT + max(columns * column, 240) + RIGHT, top + height_in_rows * pitch + 6
-    said = facts_of_calls(grid, calls)
+    said = facts_of_calls(grid, trace)
     parts = [
         open_svg(width, height, "calls-title"),
         f'<title id="calls-title">{escape(said)}; the table below says the same in words</title>',
@@ -93,8 +93,8 @@ def draw(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
     ]
     for i in range(height_in_rows):
         middle, start = top + i * pitch + GAP / 2 + BOX / 2, LEFT + i * grid.delay * column
-        drafted = sum(len(one.drafted) for call in calls for one in call if one.row == i)
-        accepted = sum(one.accepted for call in calls for one in call if one.row == i)
+        drafted = sum(len(one.drafted) for call in trace for one in call if one.row == i)
+        accepted = sum(one.accepted for call in trace for one in call if one.row == i)
         parts.append(label(LEFT - 12, middle + 4, grid.label_of(i), anchor="end"))
         if drafted:
             sums = label(LEFT - 12, middle + BOX / 2 + 12, f"{accepted} of {drafted}", size=10, anchor="end")
@@ -137,13 +137,13 @@ def _drawn(mark: Mark, grid: Grid, last: int, *, y: float, column: int, size: fl
     )
 
 
-def table_of_calls(grid: Grid, calls: Sequence[Sequence[RowCall]]) -> str:
+def table_of_calls(grid: Grid, trace: Sequence[Sequence[RowCall]]) -> str:
     """Returns an HTML table of the drafts and tokens of each row in each call."""
     said: dict[tuple[int, int, str], list[str]] = {}
-    for mark in marks(grid, calls):
+    for mark in marks(grid, trace):
         said.setdefault((mark.call, mark.row, mark.kind), []).append(mark.text)
     lines = []
-    for number, call in enumerate(calls, start=1):
+    for number, call in enumerate(trace, start=1):
         for one in call:
             texts = [" ".join(said.get((number, one.row, kind), [])) for kind in ("accepted", "rejected", "own")]
             if not one.written:

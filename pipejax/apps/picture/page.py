@@ -24,7 +24,7 @@ def html(
     *,
     source: str = "",
     texts: Sequence[str] | None = None,
-    calls: Sequence[Sequence[RowCall]] | None = None,
+    trace: Sequence[Sequence[RowCall]] | None = None,
     title: str = "Pipelined decoding, step by step",
 ) -> str:
     """Returns a self-contained page that fills the grid step by step.
@@ -33,7 +33,7 @@ def html(
       grid: the grid.
       source: the source's text.
       texts: the text of each row, shown beside it.
-      calls: the calls of a record with a trace; None: no section about drafts.
+      trace: the trace of a record, its calls; None: no section about drafts.
       title: the page's title.
     """
     texts = [" ".join(row) for row in grid.rows] if texts is None else texts
@@ -46,14 +46,14 @@ def html(
     marked = mark(source, texts, finished)
     width, beside = width_of(grid, page=True), math.ceil(15 * max(map(text_width, texts), default=0.0)) + 20
     narrow, drafts = width + 20 + beside + 2 * 32, ""
-    if calls is not None:
+    if trace is not None:
         drafts = _template("drafts.html").substitute(
-            facts=escape(by_call.facts_of_calls(grid, calls)),
+            facts=escape(by_call.facts_of_calls(grid, trace)),
             right=MARKS["accepted"],
             wrong=MARKS["rejected"],
-            last=len(calls),
-            drawing=by_call.draw(grid, calls),
-            table=by_call.table_of_calls(grid, calls),
+            last=len(trace),
+            drawing=by_call.draw(grid, trace),
+            table=by_call.table_of_calls(grid, trace),
         )
     return _template("page.html").substitute(
         title=escape(title),
@@ -71,7 +71,7 @@ def html(
         texts=beside,
         widest=WIDEST,
         narrow=narrow if narrow <= WIDEST else 10**5,
-        heading="" if calls is None else "<h2>By time-step</h2>",
+        heading="" if trace is None else "<h2>By time-step</h2>",
         drafts=drafts,
     )
 

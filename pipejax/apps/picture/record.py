@@ -153,8 +153,8 @@ def _agree(rows: list[list[str]], delay: int, steps: int, truncated: str | None,
     return steps == needed or (literal and steps == ends)
 
 
-def calls(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
-    """Returns the calls in a record's trace (`decode.trace`), or None if it has none.
+def trace_of(record: Object, delay: int, place: str) -> list[list[RowCall]] | None:
+    """Returns the trace of a record (`decode.trace`), its calls, or None if it has none.
 
     Raises:
       UserError: the trace does not agree with the rows.

@@ -80,9 +80,9 @@ def draw(flags: argparse.Namespace) -> int:
     rows, texts = record.tokens(found, place)
     delay, said = _delay(found, rows, place, given=flags.delay, grid=known)
     steps = record.steps(found, rows, delay, place)
-    calls = record.calls(found, delay, place)
+    trace = record.trace_of(found, delay, place)
     sub_max = flags.sub_max or (known.sub_max if known is not None else None)
-    empty_row, doubt = _empty_row(found, rows, calls, is_due=len(rows) * delay < steps, sub_max=sub_max)
+    empty_row, doubt = _empty_row(found, rows, trace, is_due=len(rows) * delay < steps, sub_max=sub_max)
     if known is not None and known.stop == "literal":
         doubt.append("after a row without a token, which grid.stop = literal lets pass, rows are drawn too early")
     truncated = record.end_of(found, place)[1]
@@ -95,7 +95,7 @@ def draw(flags: argparse.Namespace) -> int:
         source, unknown = _source(flags.input, name, settings) if flags.input else (found.get("source"), [])
         doubt += unknown
         source = source if isinstance(source, str) else ""
-        drawn = html(grid, calls=calls, texts=texts, source=source, title=f"Record {name}")
+        drawn = html(grid, trace=trace, texts=texts, source=source, title=f"Record {name}")
     with writing(output):
         output.write_text(drawn, encoding="utf-8")
     note("; ".join([f"{output}: record {name}, drawn at Δt = {delay}", *said, *doubt]))
@@ -129,11 +129,11 @@ def _source(path: str, name: str, settings: Config | None) -> tuple[object, list
 
 
 def _empty_row(
-    found: Object, rows: list[list[str]], calls: list[list[RowCall]] | None, *, is_due: bool, sub_max: int | None
+    found: Object, rows: list[list[str]], trace: list[list[RowCall]] | None, *, is_due: bool, sub_max: int | None
 ) -> tuple[bool, list[str]]:
     """Returns whether an empty row began, if there was time for it, and remarks if that is unknown."""
-    if calls is not None:  # a trace shows it, the record itself does not
-        return any(one.written and one.row == len(rows) for call in calls for one in call), []
+    if trace is not None:  # a trace shows it, the record itself does not
+        return any(one.written and one.row == len(rows) for call in trace for one in call), []
     if found.get("truncated") != "time_max" or not is_due:
         return True, []
     if sub_max is None or sub_max < len(rows):

@@ -132,7 +132,7 @@ class Schemas(AnswerFormats):
                 made = make(
                     found, where, tokenizer, row_names=names, size=size, strategy=strategy, effort=effort, pause=pause
                 )
-                method.given(made.given)
+                method.add_prefixes(made.prefixes)
                 made.rule(strategy, [None])
             except UserError as error:
                 self._store(self._refused, key, error.fields(), KEPT_REFUSALS)

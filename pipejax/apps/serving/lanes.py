@@ -85,8 +85,10 @@ class Lanes:
 
     def _constrain(self, batch: RunningBatch, kind: Kind, source: Source) -> RunningBatch:
         """Gives a batch the forced tokens and the answer format of its requests."""
-        rows = decoding_options.rows_of(source, kind.method, self._generator.tokenizer, self._generator.ids.ends)
-        batch.give(decoding_options.forced_of(rows, kind.strategy), source.answer_format)
+        given = decoding_options.row_prefix_ids(
+            source, kind.method, self._generator.tokenizer, self._generator.ids.ends
+        )
+        batch.give(decoding_options.forced_of(given, kind.strategy), source.answer_format)
         return batch
 
     def remove(self, lane: Lane, place: int) -> Running:

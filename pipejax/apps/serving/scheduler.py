@@ -103,7 +103,7 @@ class Scheduler:
             kind.method.require("sample", "temperature", f"{temperature}", 0)
         if request.log_probs:
             kind.method.require("score", "logprobs", "some")
-        decoding_options.rows_of(request.source, kind.method, self.generator.tokenizer, self.generator.ids.ends)
+        decoding_options.row_prefix_ids(request.source, kind.method, self.generator.tokenizer, self.generator.ids.ends)
         return Answer(request, generator, kind, wake)
 
     def add(self, answer: Answer) -> None:
