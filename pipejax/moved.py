@@ -42,6 +42,8 @@ MOVED = {
     "pipejax.inference.wishes": "pipejax.inference.decoding_options",
     "pipejax.training.curves": "pipejax.apps.picture.curves",
     "pipejax.training.plan": "pipejax.training.memory",
+    "pipejax.data.streams": "pipejax.data.example_streams",
+    "pipejax.convert.adapters": "pipejax.convert.peft_adapters",
     "pipejax.apps.records": "pipejax.offline.records",
     "pipejax.apps.evaluation": "pipejax.offline.evaluation",
 }

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from pipejax import checkpoint
-from pipejax.convert import adapters, from_hf, read_hf, to_hf
+from pipejax.convert import from_hf, peft_adapters, read_hf, to_hf
 from pipejax.convert.__main__ import main as convert_main
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
@@ -206,7 +206,7 @@ def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapte
     change(**PLAIN[kind])(tmp_path / "adapter")
     merged = peft.PeftModel.from_pretrained(whole(base), tmp_path / "adapter").merge_and_unload().state_dict()
     model, params = read_hf(base)
-    flat, factors = flatten_dict(params, sep="/"), adapters.read_factors(tmp_path / "adapter", model)
+    flat, factors = flatten_dict(params, sep="/"), peft_adapters.read_factors(tmp_path / "adapter", model)
     assert sum(path.endswith("lora_a") for path in factors) == 2 * 2 + 2 * 4
     for path, (name, _) in model.tensors().items():
         if path.endswith("kernel"):
@@ -225,7 +225,7 @@ def test_the_base_of_an_adapter_is_of_its_revision(base: Path, tmp_path: Path) -
         ({"revision": "v2", "base_model_name_or_path": str(base)}, str(base)),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/t5"} | given))
-        assert adapters.base_of(tmp_path) == expected
+        assert peft_adapters.base_of(tmp_path) == expected
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -233,7 +233,7 @@ def test_unsupported_adapter_is_one_line(
     fault: str, adapter: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "slow" in fault:
-        monkeypatch.setattr(adapters, "SECONDS", 0.5)
+        monkeypatch.setattr(peft_adapters, "SECONDS", 0.5)
     for file in adapter.iterdir():
         (tmp_path / "adapter").mkdir(exist_ok=True)
         (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())

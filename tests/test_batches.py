@@ -8,9 +8,9 @@ import pytest
 from pipejax.data import batches, demo
 from pipejax.data.batches import Share, TrainingBatches, choose_shapes, collate, fixed_batches, pack_size, prefetch
 from pipejax.data.encoding import encode_example
+from pipejax.data.example_streams import Stream
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
-from pipejax.data.streams import Stream
 from pipejax.system.errors import UserError
 from support.tiny import MODEL, RUN, change
 

@@ -19,7 +19,7 @@ from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DataConfig, TrainConfig
-from pipejax.convert import adapters, from_hf, to_hf
+from pipejax.convert import from_hf, peft_adapters, to_hf
 from pipejax.convert.huggingface import write_hf
 from pipejax.model import lora
 from pipejax.model.t5_config import T5Config
@@ -176,12 +176,12 @@ def test_adapter_round_trip_matches_peft(kind: str, case: str, tmp_path: Any) ->
     expected = logits(torchs)
     assert np.abs(expected - logits(original(kind))).max() > 0.01
     torchs.save_pretrained(tmp_path)
-    factors = adapters.read_factors(tmp_path, BACKBONES[kind])
+    factors = peft_adapters.read_factors(tmp_path, BACKBONES[kind])
     written = [name for name in load_file(tmp_path / "adapter_model.safetensors") if "vision_tower" not in name]
     assert len(factors) == len(written)
 
     params = unflatten_dict(flatten_dict(params_of(kind), sep="/") | factors, sep="/")
-    again = loaded(kind, *adapters.to_peft(BACKBONES[kind], params, "some/base"))
+    again = loaded(kind, *peft_adapters.to_peft(BACKBONES[kind], params, "some/base"))
     np.testing.assert_allclose(logits(again), expected, atol=1e-4)
     assert check_matrices(kind, factors, again) == len(factors) // 2
 
@@ -201,14 +201,14 @@ def test_own_factors_load_in_peft(kind: str, part: str) -> None:
     flat = {path: np.asarray(x) for path, x in flatten_dict(params, sep="/").items()}
     rng = np.random.default_rng(1)
     flat |= {path: 0.1 * rng.standard_normal(x.shape, np.float32) for path, x in flat.items() if path.endswith(lora.B)}
-    tensors, facts = adapters.to_peft(BACKBONES[kind], unflatten_dict(flat, sep="/"), "some/base")
+    tensors, facts = peft_adapters.to_peft(BACKBONES[kind], unflatten_dict(flat, sep="/"), "some/base")
     factors = {path: x for path, x in flat.items() if lora.is_factor(path)}
     assert check_matrices(kind, factors, loaded(kind, tensors, facts)) == len(factors) // 2 == len(tensors) // 2
 
 
 def test_factors_of_images_are_left_out_with_a_line(tmp_path: Any, capsys: Any) -> None:
     adapted("t5gemma2", {"target_modules": ["k_proj"]}).save_pretrained(tmp_path)
-    assert len(adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])) == 2 * 4
+    assert len(peft_adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])) == 2 * 4
     line = (
         f"{tmp_path}/adapter_model.safetensors: left out 2 factors of the vision tower, because sources are text only"
     )
@@ -218,7 +218,7 @@ def test_factors_of_images_are_left_out_with_a_line(tmp_path: Any, capsys: Any) 
 def test_an_adapter_of_images_alone_is_refused(tmp_path: Any) -> None:
     adapted("t5gemma2", {"target_modules": r".*vision_tower.*\.k_proj"}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"adapter_model.safetensors: found no factors"):
-        adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])
+        peft_adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])
 
 
 @pytest.mark.parametrize("target", ["names", "encoder", "all"])
@@ -232,7 +232,7 @@ def test_names_of_an_earlier_release_of_transformers_are_read(target: str, tmp_p
     file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
     save_file({name.replace(".text_model.", "."): x for name, x in load_file(file).items()}, file)
     config.write_text(config.read_text().replace(r"text_model\\.", ""))
-    factors = adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])
+    factors = peft_adapters.read_factors(tmp_path, BACKBONES["t5gemma2"])
     assert check_matrices("t5gemma2", factors, torchs) == len(factors) // 2
     line = f"{file}: its modules have names of an earlier release of transformers, which PEFT may leave out"
     assert capsys.readouterr().err.count(line) == 1
@@ -254,7 +254,7 @@ def test_factors_outside_supported_modules_are_refused(case: str, tmp_path: Any)
     settings, expected = REFUSED[case]
     adapted("mt5", settings).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=expected):
-        adapters.read_factors(tmp_path, BACKBONES["mt5"])
+        peft_adapters.read_factors(tmp_path, BACKBONES["mt5"])
 
 
 def ours(params: Any, kind: str) -> np.ndarray:
@@ -270,7 +270,7 @@ def test_logits_equal_torch(kind: str, tmp_path: Any) -> None:
     for case, settings in (OF_T5 if kind in T5 else OF_GEMMA).items():
         torchs = adapted(kind, settings)
         torchs.save_pretrained(tmp_path / case)
-        factors = adapters.read_factors(tmp_path / case, BACKBONES[kind])
+        factors = peft_adapters.read_factors(tmp_path / case, BACKBONES[kind])
         params = lora.merge_factors(unflatten_dict(flatten_dict(params_of(kind), sep="/") | factors, sep="/"))
         np.testing.assert_allclose(ours(params, kind), logits(torchs), atol=1e-4, err_msg=case)
 
@@ -306,7 +306,7 @@ def test_factors_of_different_ranks_are_written_as_rank_pattern() -> None:
         width, features = flat[f"{stem}/kernel"].shape
         flat[f"{stem}/{lora.A}"] = rng.standard_normal((width, rank), np.float32)
         flat[f"{stem}/{lora.B}"] = rng.standard_normal((rank, features), np.float32)
-    tensors, facts = adapters.to_peft(BACKBONES["t5gemma2"], unflatten_dict(flat, sep="/"), "some/base")
+    tensors, facts = peft_adapters.to_peft(BACKBONES["t5gemma2"], unflatten_dict(flat, sep="/"), "some/base")
     assert facts["r"] == 2 and facts["rank_pattern"] == facts["alpha_pattern"] == {
         f"model.encoder.text_model.layers.{i}.self_attn.q_proj": rank for i, rank in ((0, 1), (1, 4))
     }
@@ -317,7 +317,7 @@ def test_config_of_a_run_names_no_image_module() -> None:
     config = Config(model=BACKBONES["t5gemma2"], data=DataConfig(task="none"), train=TrainConfig(lora_rank=1))
     assert config.model is not None
     params = lora.add(params_of("t5gemma2"), 1, jax.random.key(0))
-    _, facts = adapters.to_peft(config.model, params, "some/base")
+    _, facts = peft_adapters.to_peft(config.model, params, "some/base")
     targets = facts["target_modules"]
     assert isinstance(targets, list) and len(targets) == 2 * 2 * 7
     torchs = of_transformers("t5gemma2")

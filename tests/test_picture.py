@@ -16,10 +16,10 @@ import pytest
 
 from pipejax import config
 from pipejax.apps.picture import html, svg
-from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.grid_svg import LEFT, Cell, fill
+from pipejax.apps.picture.picture_text import shorten, text_width
 from pipejax.apps.picture.record_picture import main
-from pipejax.apps.picture.text import shorten, text_width
+from pipejax.apps.picture.trace_svg import RowCall
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import PipelinedMethod
 from pipejax.system.errors import UserError

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, grid, methods
-from pipejax.apps.probe import adaptation, likelihoods, measuring, page, summary
+from pipejax.apps.probe import adaptation, likelihoods, measuring, probe_page, summary
 from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows, padded
 from pipejax.apps.probe.probe_command import main
 from pipejax.backbones.umt5 import UMT5Config
@@ -371,12 +371,12 @@ def test_pictures_fit_a_narrow_page(rows: int) -> None:
         }
 
     found: Any = summary.summary([line(i) for i in range(9)])
-    for svg in (page.bars(found["conditions"]), page.arcs(found["graph"])):
+    for svg in (probe_page.bars(found["conditions"]), probe_page.arcs(found["graph"])):
         width = int(re.findall(r'<svg [^>]*?width="(\d+)"', svg)[0])
         drawn = [float(x) for x in re.findall(r'(?:\b(?:x|cx)="|M|H|[01] )(-?[\d.]+)[" A]?', svg.partition(">")[2])]
         assert width <= 468 and drawn and min(drawn) >= 0 and max(drawn) <= width
-    texts = re.findall(r"<text [^>]*>([\d.]+)</text>", page.arcs(found["graph"]))
-    assert sum("." in text for text in texts) == min(page.LABELLED, math.comb(len(found["graph"]), 2))
+    texts = re.findall(r"<text [^>]*>([\d.]+)</text>", probe_page.arcs(found["graph"]))
+    assert sum("." in text for text in texts) == min(probe_page.LABELLED, math.comb(len(found["graph"]), 2))
 
 
 def test_interrupted_probe_resumes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipejax.convert import adapters, description, from_hf, generation
+from pipejax.convert import description, from_hf, generation, peft_adapters
 from pipejax.convert.huggingface import _copy_tokenizer, write_hf
 from pipejax.convert.tensor_files import read_json
 from pipejax.data.tokenizer import Tokenizer
@@ -146,7 +146,7 @@ def made(kind: str, directory: Path, tokenizer_files: Path) -> str:
 def test_each_kind_ends_in_a_line_at_once(
     kind: str, tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "SECONDS", 0.5)
+    monkeypatch.setattr(peft_adapters, "SECONDS", 0.5)
     words = made(kind, tmp_path / "t5", tokenizer_files)
     begun = time.monotonic()
     with pytest.raises(UserError) as told:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipejax.checkpoint import CONVERSION
-from pipejax.convert import adapters, description, generation
+from pipejax.convert import description, generation, peft_adapters
 from pipejax.convert.huggingface import TOKENIZER_FILES, from_hf, locate
 from pipejax.convert.tensor_files import ADAPTER, WHOLE, weight_files
 from pipejax.data import hub
@@ -18,7 +18,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, new_directory, require_own
 
 # The small files that affect a conversion.
-SETTINGS = ("config.json", generation.FILE, description.FILE, adapters.CONFIG, *TOKENIZER_FILES)
+SETTINGS = ("config.json", generation.FILE, description.FILE, peft_adapters.CONFIG, *TOKENIZER_FILES)
 PIECE = 2**24  # bytes that one thread hashes at a time
 
 
@@ -49,7 +49,7 @@ def find_checkpoint(source: str | Path) -> Path:
             expected=f"a cache ({compile_cache.VARIABLE}), or a checkpoint: pipejax convert from-hf",
         )
     target, name = None, absolute(path).name
-    if of_hub or adapters.is_adapter(path):
+    if of_hub or peft_adapters.is_adapter(path):
         with contextlib.suppress(UserError):  # a part of the model may not be downloaded yet
             target = _place(cache, name, str(source), at_once=True)
     if target is None or look(target) != "directory":
@@ -70,8 +70,8 @@ def find_checkpoint(source: str | Path) -> Path:
 def _place(cache: Path, name: str, source: str, *, at_once: bool = False) -> Path:
     """Returns the cache directory for the conversion of a source, named by the content of all files that affect it."""
     places = [(directory := locate(source, at_once=at_once), WHOLE)]
-    if adapters.is_adapter(directory):
-        places = [(directory, ADAPTER), (locate(adapters.base_of(directory), at_once=at_once), WHOLE)]
+    if peft_adapters.is_adapter(directory):
+        places = [(directory, ADAPTER), (locate(peft_adapters.base_of(directory), at_once=at_once), WHOLE)]
     facts: list[object] = [VERSION, CONVERSION]
     for place, openers in places:
         known = [file for file in (place / name for name in SETTINGS) if look(file) == "file"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipejax import config as config_lib
 from pipejax import methods
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
-from pipejax.convert import adapters, generation
+from pipejax.convert import generation, peft_adapters
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
 from pipejax.data import OWN_FILES, PAPERS, make_task
@@ -136,7 +136,7 @@ def write_files(
     sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"method": config.train.method}}
     values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    is_adapter = adapters.is_adapter(directory)
+    is_adapter = peft_adapters.is_adapter(directory)
     affixes, lines = None, list[str]()
     if tokenizer is not None and config.model is not None:
         learned = source_affixes(tokenizer, config.model, config.data.special_tokens)
@@ -336,4 +336,4 @@ def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, flo
 
 
 def _weights(directory: Path) -> Path:
-    return directory / (adapters.WEIGHTS if adapters.is_adapter(directory) else WEIGHTS)
+    return directory / (peft_adapters.WEIGHTS if peft_adapters.is_adapter(directory) else WEIGHTS)

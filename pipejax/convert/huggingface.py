@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from pipejax.checkpoint import Restored, check_place, open_run, require_free, save_params
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
-from pipejax.convert import adapters, description, generation
+from pipejax.convert import description, generation, peft_adapters
 from pipejax.convert.foreign_quantization import find_quantization
 from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
@@ -210,14 +210,14 @@ def from_hf(
     require_free(Path(out))
     check_place(Path(out))
     given = directory = locate(str(source))
-    if is_adapter := adapters.is_adapter(given):
-        base_model = base_model or adapters.base_of(given)
+    if is_adapter := peft_adapters.is_adapter(given):
+        base_model = base_model or peft_adapters.base_of(given)
         note(f"{given}: a LoRA adapter, which is saved with the weights of {base_model}")
         directory = locate(base_model)
     elif base_model:
         raise UserError(
             given,
-            found=f"no {adapters.CONFIG}, so this is not a LoRA adapter",
+            found=f"no {peft_adapters.CONFIG}, so this is not a LoRA adapter",
             expected="an adapter, because --base-model is given",
         )
     model, files = _read_architecture(directory, backbone)
@@ -228,7 +228,7 @@ def from_hf(
             note(f"{directory}: no tokenizer files, so the checkpoint carries no tokenizer")
         else:
             _check_vocabulary(_fitting_tokenizer(tokenizer, model, own), model, own, files)
-        factors = adapters.read_factors(given, model) if is_adapter else {}
+        factors = peft_adapters.read_factors(given, model) if is_adapter else {}
         model, params = _read_params(directory, model)
         params = unflatten_dict(flatten_dict(params, sep="/") | factors, sep="/")
         name = absolute(source if look(source) else str(source).partition("@")[0]).name
@@ -270,10 +270,10 @@ def to_hf(
     if files is not None:
         check_special_ids(Tokenizer.load(files), model, f"{checkpoint}: model.eos_token_id", str(files))
     if adapter:
-        params, facts = adapters.to_peft(model, params, base_model)
+        params, facts = peft_adapters.to_peft(model, params, base_model)
         _check_base(flatten_dict(restored.items["params"], sep="/"), base_model, type(model))
         _write_directory(
-            out, {adapters.CONFIG: facts}, adapters.WEIGHTS, params, files, run=restored.config, origin=origin
+            out, {peft_adapters.CONFIG: facts}, peft_adapters.WEIGHTS, params, files, run=restored.config, origin=origin
         )
     else:
         if narrow := {dtype for dtype, *_ in restored.arrays["params"].values()} - {"float32"}:
@@ -407,7 +407,7 @@ def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tupl
     if not look(file):
         below = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
         found = f"no config.json, but one in its {below[-1]}" if below else "no config.json"
-        found = "a LoRA adapter, which has no base weights" if adapters.is_adapter(directory) else found
+        found = "a LoRA adapter, which has no base weights" if peft_adapters.is_adapter(directory) else found
         raise UserError(directory, found=found, expected="a directory that transformers saved with a T5")
     facts = read_json(file)
     kind = facts.get("model_type")

@@ -11,7 +11,7 @@ from pipejax import checkpoint
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
-from pipejax.convert import adapters, description, generation
+from pipejax.convert import description, generation, peft_adapters
 from pipejax.data.tokenizer import FILES, Tokenizer
 from pipejax.model import lora
 from pipejax.system import Tree
@@ -44,7 +44,7 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
       UserError: the adapter is not valid, or belongs to another base.
     """
     place = Path(directory)
-    if adapters.is_adapter(place):
+    if peft_adapters.is_adapter(place):
         return _of_peft(place, base, tokenizer)
     restored = checkpoint.open_run(place, packed=True, apart=True)
     if restored.config.model != base.config.model:
@@ -63,7 +63,7 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
 def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
     """Reads a PEFT directory. Its base weights are not part of it, so they are not compared with the base."""
     assert base.config.model is not None  # `open_run` checks it
-    factors = adapters.read_factors(place, base.config.model)
+    factors = peft_adapters.read_factors(place, base.config.model)
     if any(look(place / name) for name in FILES):
         _check_tokenizer(place, Tokenizer.load(place), tokenizer)
     config, lines = base.config, [(f"{place}: not compared with {base.path.parents[1]}, because it has only factors")]

@@ -21,10 +21,10 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
 from pipejax.data.encoding import answered
+from pipejax.data.example_streams import Stream
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.shapes import EVERY, Shapes
-from pipejax.data.streams import Stream
 from pipejax.metrics import require
 from pipejax.model import dropout, sharding
 from pipejax.system import Tree, distributed, environment, trials

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
-from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.grid_svg import fill
+from pipejax.apps.picture.trace_svg import RowCall
 from pipejax.config import GRID, Config
 from pipejax.config.row_names import columns_of, names_of, split_row
 from pipejax.data.formats import read_records

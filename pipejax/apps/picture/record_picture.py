@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pipejax import config, methods
 from pipejax.apps.picture import record
-from pipejax.apps.picture.calls import RowCall
 from pipejax.apps.picture.grid_svg import fill, svg
-from pipejax.apps.picture.page import html
+from pipejax.apps.picture.picture_page import html
+from pipejax.apps.picture.trace_svg import RowCall
 from pipejax.config import GRID, Config, GridConfig
 from pipejax.data.lines import Object
 from pipejax.inference.sources import of_record

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if given:
             records.check_input(given, f"--{flag}")
 
-    from pipejax.apps.probe import measuring, page  # imports JAX, so it follows the checks of the flags and paths
+    from pipejax.apps.probe import measuring, probe_page  # imports JAX, so it follows the checks of the flags and paths
     from pipejax.apps.probe.adaptation import BATCH, adapt
     from pipejax.offline.resume import Unfinished
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         **measuring.measure(work, unfinished, batch_size=flags.batch_size),
     }
     cli.write_output("--output", str(output / NUMBERS), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    cli.write_output("--output", str(output / PAGE), page.html(found))
+    cli.write_output("--output", str(output / PAGE), probe_page.html(found))
     sweep(output, f"{ADAPTED}*")
     known = found["chance"] is None or found["nll"]["whole"] < found["chance"]
     logger.log(logging.INFO if known else logging.WARNING, found["says"])

@@ -9,10 +9,10 @@ import math
 import string
 from collections.abc import Sequence
 
-from pipejax.apps.picture import calls as by_call
-from pipejax.apps.picture.calls import FILL, MARKS, RowCall
+from pipejax.apps.picture import trace_svg
 from pipejax.apps.picture.grid_svg import Grid, facts, pitch_of, svg, top_of, width_of
-from pipejax.apps.picture.text import INK, mark, text_width
+from pipejax.apps.picture.picture_text import INK, mark, text_width
+from pipejax.apps.picture.trace_svg import FILL, MARKS, RowCall
 from pipejax.system.markup import FONT, escape
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page down to this width, then scrolls
@@ -48,12 +48,12 @@ def html(
     narrow, drafts = width + 20 + beside + 2 * 32, ""
     if trace is not None:
         drafts = _template("drafts.html").substitute(
-            facts=escape(by_call.facts_of_calls(grid, trace)),
+            facts=escape(trace_svg.facts_of_calls(grid, trace)),
             right=MARKS["accepted"],
             wrong=MARKS["rejected"],
             last=len(trace),
-            drawing=by_call.draw(grid, trace),
-            table=by_call.table_of_calls(grid, trace),
+            drawing=trace_svg.draw(grid, trace),
+            table=trace_svg.table_of_calls(grid, trace),
         )
     return _template("page.html").substitute(
         title=escape(title),
