@@ -47,7 +47,7 @@ def load(
     best: bool = False,
     revision: str = "",
     overrides: "Overrides" = (),
-    method: "Method | None" = None,
+    method: "Method | str | None" = None,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> "Generator":
     """Opens the newest intact step of a checkpoint or run directory for decoding.
@@ -58,7 +58,8 @@ def load(
       revision: the branch, tag or commit of a model on the hub. The path "owner/name@revision" is equivalent.
       overrides: settings of the sections grid and decode, and some settings of data: a dict such as {"grid.delay": 2,
         "decode.temperature": 0.7}, or a list of "key=value" strings.
-      method: a method object (docs/methods.md) that replaces the method of the run.
+      method: the method that `decode` uses by default, instead of the method of the training: the name of one, such as
+        "sequential", or an object (docs/methods.md).
       adapters: directories of LoRA runs or of PEFT adapters, by the names that `Generator.adapted` accepts.
 
     Returns:
@@ -83,7 +84,7 @@ def fit(
     train: object = None,
     dev: object = None,
     overrides: "Overrides" = (),
-    method: "Method | None" = None,
+    method: "Method | str | None" = None,
 ) -> Path:
     """Trains until step `train.steps`, like `pipejax train`. Repeating the call resumes a run that was interrupted.
 
@@ -95,7 +96,8 @@ def fit(
         name the fields and the template.
       dev: the examples of evaluations, which replace `data.dev`; the same types as `train`.
       overrides: settings of any section, in the same form as the `overrides` of `load`.
-      method: a method object (docs/methods.md) that replaces `method` in the config.
+      method: the method to train, instead of the method of the config: the name of one, or an object
+        (docs/methods.md).
 
     Returns:
       The directory of the run, which `load` opens.

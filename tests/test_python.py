@@ -92,6 +92,27 @@ def test_a_call_lays_out_no_weights_and_compiles_nothing_that_does_not_change(
     assert len(t5.programs._compiled) > len(known)
 
 
+def test_the_default_method_is_chosen_by_name(
+    run: Path, t5: pipejax.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = pipejax.load(run, method="sequential")
+    assert (t5.default_method, other.default_method) == ("pipelined", "sequential")
+    assert other.decode(TEXTS) == t5.decode(TEXTS, method="sequential") != t5.decode(TEXTS)
+    assert other.decode(TEXTS, method="pipelined") == t5.decode(TEXTS)
+    with refuses("method", "'seqential'", "(did you mean sequential?)"):
+        pipejax.load(run, method="seqential")
+    trained = list[str]()
+
+    def fit(config: Config, *_: object, **__: object) -> int:
+        trained.append(config.train.method)
+        return 0
+
+    monkeypatch.setattr(loop, "fit", fit)
+    for method in ("sequential", None):
+        pipejax.fit(CONFIG, tmp_path, train=records(3), method=method)
+    assert trained == ["sequential", "pipelined"]
+
+
 @pytest.mark.slow
 def test_settings_of_a_stream_apply_to_that_stream_only(t5: pipejax.Generator) -> None:
     plain = list(t5.stream_rows(TEXTS[0]))

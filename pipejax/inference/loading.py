@@ -23,7 +23,7 @@ def load(
     best: bool = False,
     overrides: Overrides = (),
     where: str = "--set",
-    method: Method | None = None,
+    method: Method | str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> Generator:
     """Implements `pipejax.load`, which documents arguments and errors.
@@ -39,7 +39,7 @@ def load(
 
         place = converted.find_checkpoint(path)
     restored = checkpoint.open_run(place, best=best, packed=True)
-    config = restored.config if method is None else dataclasses.replace(restored.config, method=method)
+    config = restored.config if method is None else methods.choose(restored.config, method)
     config = override(config, overrides, where=where)
     methods.default(config)  # fails here if a class is missing, not at the first decode
     tokenizer, params = checkpoint.tokenizer_of(restored), restored.items["params"]
@@ -57,7 +57,7 @@ def load(
     for number, (name, own) in enumerate(found.items(), 1):
         adapted = copy.copy(generator)
         of_base = {key: getattr(config.decode, key) for key in (*WITH_WEIGHTS, "draft")}
-        trained = own.trained if method is None else dataclasses.replace(own.trained, method=method)
+        trained = own.trained if method is None else methods.choose(own.trained, method)
         own_config = override(trained, overrides, where=where)
         adapted.config = dataclasses.replace(own_config, decode=dataclasses.replace(own_config.decode, **of_base))
         methods.default(adapted.config)

@@ -35,6 +35,7 @@ __all__ = [
     "check",
     "check_target",
     "check_training",
+    "choose",
     "default",
     "ignored_settings",
     "joined_change",
@@ -113,11 +114,7 @@ def make(name: str, config: Config) -> Method:
     Raises:
       UserError: the config has no method with this name, or settings contradict each other.
     """
-    known = names(config)
-    if name not in known:
-        raise UserError(
-            "method", found=f"{name!r}", expected=f"one of {', '.join(known)}", hint=did_you_mean(name, known)
-        )
+    _check_name(name, config)
     beams = config.decode.beams
     if beams > 1 and name != SequentialMethod.name:
         raise UserError("decode.beams", found=f"{beams}", expected=f"1, since beam search is sequential, not {name}")
@@ -129,6 +126,27 @@ def make(name: str, config: Config) -> Method:
     if beams == 1:
         return plain
     return Beams(plain.max_length, plain.separator, plain.delay, beams, config.decode.length_penalty)
+
+
+def _check_name(name: str, config: Config) -> None:
+    if name not in (known := names(config)):
+        raise UserError(
+            "method", found=f"{name!r}", expected=f"one of {', '.join(known)}", hint=did_you_mean(name, known)
+        )
+
+
+def choose(config: Config, method: Method | str) -> Config:
+    """The config with another default method: an object, or the name of one of the methods of the config.
+
+    Raises:
+      UserError: the config has no method with this name.
+    """
+    if not isinstance(method, str):
+        return dataclasses.replace(config, method=method)
+    _check_name(method, config)
+    if (own := _own(config)) and method == own.name:
+        return config
+    return dataclasses.replace(config, method=None, train=dataclasses.replace(config.train, method=method))
 
 
 def check(method: Method, decode: DecodeConfig, *, drafts: bool = False) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipejax import config as config_lib
+from pipejax import methods
 from pipejax.config import Config, DataConfig, Overrides
 from pipejax.data import OWN_FILES
 from pipejax.data.examples import Example
@@ -27,7 +28,7 @@ def train_run(
     train: object,
     dev: object,
     overrides: Overrides,
-    method: Method | None = None,
+    method: Method | str | None = None,
 ) -> Path:
     """Trains a run in `workdir` and returns its path; see `pipejax.fit` for the arguments.
 
@@ -45,7 +46,7 @@ def train_run(
             "config", found=shown_value(config), expected="a Config, the path of one, or a dict of settings"
         )
     if method is not None:
-        config = dataclasses.replace(config, method=method)
+        config = methods.choose(config, method)
     config = config_lib.override(config, {}, where="config")
     config = config_lib.override(config, overrides, where="overrides")
     given: dict[str, list[Example]] = {}
