@@ -130,6 +130,9 @@ def compared(
     def in_blocks(q: Array, k: Array, v: Array, table: Array) -> Array:
         distances = None if bucket is None else Distances(table, bucket)
         there = Seen(of_queries, of_keys, distances, Blocks(interpret=True))
+        # Sources have keys and values in one array, as the layers of a T5; slots of targets have two.
+        if of_keys.row is None:
+            return attend_in_blocks(q, jnp.concatenate([k, v], axis=1), None, there, seed, rate).astype(jnp.float32)
         return attend_in_blocks(q, k, v, there, seed, rate).astype(jnp.float32)
 
     def computed(function: Any) -> Any:

@@ -45,11 +45,12 @@ Kernel = Callable[..., None]  # reads and writes references
 Shapes = Any  # `jax.ShapeDtypeStruct`s of a kernel's results: one, or a sequence of them
 Add = Callable[[Array, Array | None, tuple[Array, ...]], tuple[Array, ...]]
 Kept = tuple[
-    Array, Array, Array, Seen, Lines | None, Array, Array
+    Array, Array, Array | None, Seen, Lines | None, Array, Array
 ]  # arguments and results that the backward pass reads
 LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
 TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of bfloat16 causes about 0.01
 BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
+BACKWARD_BLOCK = 32  # of the blocks over which backward kernels loop; larger ones exceed the registers of an Ada GPU
 GROUP = 8  # buckets whose sums fit into the registers of a program
 NOWHERE = 2**30  # greater than every group, row and time
 
@@ -70,9 +71,9 @@ class TileSizes(NamedTuple):
     @classmethod
     def of(cls, queries: Array, keys: Array, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
         """The sizes for queries [B, Q, H, K] and keys [B, C, H, K]."""
-        other = BLOCK if queries.shape[3] <= 64 else BLOCK // 2
         batch, count, heads, width = queries.shape
-        return cls(batch, heads, count, keys.shape[1], width, BLOCK, other, rate if lines else 0.0, interpret)
+        other, own_rate = forward_block(width), rate if lines else 0.0
+        return cls(batch, heads, count, keys.shape[1], width, BLOCK, other, own_rate, interpret)
 
 
 class Facts(NamedTuple):
@@ -85,24 +86,12 @@ class Facts(NamedTuple):
     dropped: Lines | None = None  # the lines [B, H, Q] of dropout; None: no dropout
 
     @classmethod
-    def of(cls, seen: Seen, dropped: Lines | None, sizes: TileSizes) -> "Facts":
-        """The vectors of a call."""
-
-        def filled(slots: Slots, count: int) -> Slots:
-            def fill(x: Array) -> Array:
-                return jnp.pad(jnp.broadcast_to(x, (sizes.batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
-
-            slots = jax.tree.map(fill, slots)
-            number = jnp.arange(slots.group.shape[1])
-            group = jnp.where(number < count, slots.group, -1)
-            if slots.consecutive:  # beyond the end as well, so that each pair has a place of its own in the band
-                slots = dataclasses.replace(slots, position=jnp.broadcast_to(number, group.shape))
-            return dataclasses.replace(slots, group=group)
-
-        found = cls(filled(seen.queries, sizes.queries), filled(seen.keys, sizes.keys), dropped=dropped)
+    def of(cls, seen: Seen, dropped: Lines | None) -> "Facts":
+        """The vectors of a call with a plan."""
+        found = cls(seen.plan.queries, seen.plan.keys, dropped=dropped)
         if (distances := seen.distances) is None:
             return found
-        return found._replace(lines=distances.table[distances.bucket].T.astype(jnp.float32), bucket=distances.bucket)
+        return found._replace(lines=distances.lines, bucket=distances.bucket)
 
     @property
     def longest(self) -> int:
@@ -125,6 +114,60 @@ class Order(NamedTuple):
     next_end: Array  # the block after the second run
     last: Array  # the block after the last one to visit
     ahead: Array  # 1 if the differences of the first run are W or more; 0 if they are -W or less
+
+
+class Plan(NamedTuple):
+    """The padded coordinates and the orders of blocks of a call. Layers with the same coordinates share a plan."""
+
+    queries: Slots  # padded to whole blocks, see `Facts`
+    keys: Slots
+    forward: Order  # of `_attend`
+    backward: Order  # of `_backward_queries` and `_backward_buckets`
+    across: Order  # of `_backward_keys`
+
+
+def planned(seen: Seen, batch: int, width: int) -> Seen:
+    """The same with its `Plan`, and with the bias of each difference of positions; `batch`: B, `width`: K.
+
+    `attend_in_blocks` does this for a `Seen` without a plan. A stack does it once for all of its layers: XLA would
+    otherwise start up to 25 small kernels for it in each layer of the backward pass.
+    """
+    if seen.plan is not None:
+        return seen
+
+    def filled(slots: Slots) -> Slots:
+        count = slots.group.shape[1]
+
+        def fill(x: Array) -> Array:
+            return jnp.pad(jnp.broadcast_to(x, (batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
+
+        slots = jax.tree.map(fill, slots)
+        number = jnp.arange(slots.group.shape[1])
+        group = jnp.where(number < count, slots.group, -1)
+        if slots.consecutive:  # beyond the end as well, so that each pair has a place of its own in the band
+            slots = dataclasses.replace(slots, position=jnp.broadcast_to(number, group.shape))
+        return dataclasses.replace(slots, group=group)
+
+    queries, keys, distances = filled(seen.queries), filled(seen.keys), seen.distances
+    longest = 0
+    if distances is not None:
+        longest = int(distances.bucket.shape[0]) // 2
+        lines = jax.lax.stop_gradient(distances.table)[distances.bucket].T.astype(jnp.float32)
+        distances = dataclasses.replace(distances, lines=lines)
+    other = forward_block(width)
+    plan = Plan(
+        queries,
+        keys,
+        _order(queries, keys, BLOCK, other, longest),
+        _order(queries, keys, BLOCK, BACKWARD_BLOCK, longest),
+        _order(keys, queries, BLOCK, BACKWARD_BLOCK, longest, flip=True),
+    )
+    return dataclasses.replace(seen, distances=distances, plan=plan)
+
+
+def forward_block(width: int) -> int:
+    """The number of keys of a block in the forward kernel; `width`: K."""
+    return BLOCK if width <= 64 else BLOCK // 2
 
 
 def misfit(width: int, *, trains: bool) -> str:
@@ -192,7 +235,8 @@ def _difference(
 
     def ours(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         there = Seen(slots, slots, Distances(table, bucket), Blocks(interpret=interpret))
-        return attend_in_blocks(queries, keys, values, there, seed, rate).astype(jnp.float32)
+        together = jnp.concatenate([keys, values], axis=1)
+        return attend_in_blocks(queries, together, None, there, seed, rate).astype(jnp.float32)
 
     def others(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         apart = jnp.clip(slots.position[:, :, None] - slots.position[:, None] + 128, 0, 256)
@@ -216,7 +260,7 @@ def _difference(
 def attend_in_blocks(
     queries: Array,
     keys: Array,
-    values: Array,
+    values: Array | None,
     seen: Seen,
     seed: Array | None,
     rate: float,
@@ -229,28 +273,30 @@ def attend_in_blocks(
 
     Args:
       queries: [B, H, Q, K]. As in T5, scores are not divided by sqrt(K).
-      keys: [B, H, C, K].
-      values: [B, H, C, K].
+      keys: [B, H, C, K]; or keys and values [B, 2 H, C, K], the heads of the keys first, if `values` is None. Products
+        that compute both at once return them in this form.
+      values: [B, H, C, K], or None.
       seen: the coordinates of queries and keys, the bias, and the options of the kernels.
       seed: u32 [2], the seed of dropout on the weights; None: no dropout.
       rate: the probability that a weight is dropped.
       over_sources: as in `attend`.
     """
-    split, lines = seen.blocks.split, None
+    split, lines, seen = seen.blocks.split, None, planned(seen, queries.shape[0], queries.shape[3])
     if seed is not None:
         batch, heads, count, _ = queries.shape
         lines = dropout.of_heads(dropout.lines(seed, (batch, count), over_sources=over_sources), heads)
     # The layers transpose the arrays that their products return, and the compiler cancels both transpositions.
-    queries, keys, values = (x.swapaxes(1, 2) for x in (queries, keys, values))
+    queries, keys = queries.swapaxes(1, 2), keys.swapaxes(1, 2)
+    values = None if values is None else values.swapaxes(1, 2)
     if split is None or split.mesh.size == 1:
         return _attend_alone(queries, keys, values, seen, lines, rate).swapaxes(1, 2)
 
-    def own(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None) -> Array:
+    def own(queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None) -> Array:
         return _attend_alone(queries, keys, values, seen, lines, rate)
 
     each, everywhere = split.spec, jax.sharding.PartitionSpec()
     places: Any = seen
-    of_seen = dataclasses.replace(places, queries=each, keys=each, distances=everywhere)
+    of_seen = dataclasses.replace(places, queries=each, keys=each, plan=each, distances=everywhere)
     specs = each, each, each, of_seen, each
     shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
     found: Array = shared(queries, keys, values, seen, lines)
@@ -258,7 +304,9 @@ def attend_in_blocks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float) -> Array:
+def _attend_alone(
+    queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None, rate: float
+) -> Array:
     """Computes `attend_in_blocks` on one device, from and to arrays [B, N, H, K], as products of layers have them.
 
     `lines`: the lines [B, H, Q] of dropout; None: no dropout.
@@ -267,14 +315,13 @@ def _attend_alone(queries: Array, keys: Array, values: Array, seen: Seen, lines:
 
 
 def _forward(
-    queries: Array, keys: Array, values: Array, seen: Seen, lines: Lines | None, rate: float
+    queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None, rate: float
 ) -> tuple[Array, Kept]:
     """The outputs [B, Q, H, K], and the residuals for `_backward`; one program for each block of queries."""
     sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
-    facts = Facts.of(seen, lines, sizes)
-    found = jax.ShapeDtypeStruct(queries.shape, values.dtype)
+    facts, order = Facts.of(seen, lines), seen.plan.forward
+    found = jax.ShapeDtypeStruct(queries.shape, keys.dtype)
     sums = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
-    order = _order(facts.queries, facts.keys, sizes, facts.longest)
     kernel = partial(_attend, sizes=sizes)
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
     found, sums = _call(kernel, grid, (found, sums), sizes)(facts, order, queries, keys, values)
@@ -287,16 +334,14 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     The sums that `_backward_queries` returns are added to the buckets of the differences -W and W.
     """
     queries, keys, values, seen, lines, found, sums = kept
-    sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
-    sizes = sizes._replace(other=BLOCK // 2)  # larger blocks would not fit into the registers of an Ada GPU
-    facts = Facts.of(seen, lines, sizes)
-    gradient = gradient.astype(values.dtype)
+    sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)._replace(other=BACKWARD_BLOCK)
+    facts, order = Facts.of(seen, lines), seen.plan.backward
+    gradient = gradient.astype(keys.dtype)
     # f32 [B, H, Q], the term of the softmax's gradient that is subtracted from each row: the sum over keys of a weight
     # times its gradient, which equals the sum over channels of an output times its gradient.
     products = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     given = queries, keys, values, gradient, sums, products
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
-    order = _order(facts.queries, facts.keys, sizes, facts.longest)
     near = sizes.batch, sizes.heads
     shapes = [
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),
@@ -305,12 +350,12 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     if has_band := seen.queries.consecutive and seen.keys.consecutive and facts.longest > 0:
         shapes += [jax.ShapeDtypeStruct((*near, grid[0] * sizes.own, 2 * facts.longest), queries.dtype)]
     d_queries, beyond, *band = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)(facts, order, *given)
-    across = _order(facts.keys, facts.queries, sizes, facts.longest, flip=True)
-    of_keys_and_values = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)]
+    of_keys_and_values = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values) if x is not None]
     grid_of_keys = pl.cdiv(sizes.keys, sizes.own), sizes.heads, sizes.batch
-    d_keys, d_values = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys_and_values, sizes)(
-        facts, across, *given
+    d_keys, *rest = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys_and_values, sizes)(
+        facts, seen.plan.across, *given
     )
+    (d_values,) = rest or [None]
     if (distances := seen.distances) is None:
         return d_queries, d_keys, d_values, None, None
     buckets = distances.table.shape[0]
@@ -329,7 +374,7 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     none = np.zeros(distances.bucket.shape, jax.dtypes.float0)
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
     nothing: Any = None  # integers have no gradient
-    of_seen = dataclasses.replace(seen, queries=nothing, keys=nothing, distances=of_distances)
+    of_seen = dataclasses.replace(seen, queries=nothing, keys=nothing, plan=nothing, distances=of_distances)
     return d_queries, d_keys, d_values, of_seen, None
 
 
@@ -350,7 +395,7 @@ def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
 _attend_alone.defvjp(_forward, _backward)
 
 
-def _order(these: Slots, others: Slots, sizes: TileSizes, longest: int, *, flip: bool = False) -> Order:
+def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, flip: bool = False) -> Order:
     """The blocks of `others` that each block of `these` visits.
 
     The order is determined from the smallest and largest coordinates of each block, so the visited blocks may also
@@ -359,7 +404,8 @@ def _order(these: Slots, others: Slots, sizes: TileSizes, longest: int, *, flip:
     Args:
       these: the queries; with `flip`, the keys.
       others: the keys; with `flip`, the queries.
-      sizes: the sizes of the blocks.
+      own: the size of the blocks of `these`.
+      other: the size of the blocks of `others`.
       longest: W; 0 without a bias.
       flip: whether `these` are the keys.
     """
@@ -372,16 +418,14 @@ def _order(these: Slots, others: Slots, sizes: TileSizes, longest: int, *, flip:
     def bounds(x: Array, y: Array) -> tuple[Array, Array, Array, Array]:
         """The smallest and largest values of blocks of x, [B, blocks, 1], and of y, [B, 1, other blocks]."""
         found = []
-        for slots, block, z in ((these, sizes.own, x), (others, sizes.other, y)):
+        for slots, block, z in ((these, own, x), (others, other, y)):
             values, real = parts(z, slots, block)
             found += [jnp.where(real, values, NOWHERE).min(-1), jnp.where(real, values, -NOWHERE).max(-1)]
         return found[0][..., None], found[1][..., None], found[2][:, None], found[3][:, None]
 
     low, high, other_low, other_high = bounds(these.group, others.group)
     meet = (other_low <= high) & (low <= other_high)
-    full, other_full = (
-        parts(slots.group, slots, block)[1].all(-1) for slots, block in ((these, sizes.own), (others, sizes.other))
-    )
+    full, other_full = (parts(slots.group, slots, block)[1].all(-1) for slots, block in ((these, own), (others, other)))
     plain = full[..., None] & other_full[:, None] & (low == high) & (other_low == other_high) & (low == other_low)
     for x, y in ((these.row, others.row), (these.time, others.time)):
         if x is not None and y is not None:
@@ -405,10 +449,10 @@ def _order(these: Slots, others: Slots, sizes: TileSizes, longest: int, *, flip:
 
     first, some = jnp.argmax(meet, axis=-1), meet.any(axis=-1)
     last = jnp.where(some, len(numbers) - jnp.argmax(meet[..., ::-1], axis=-1), 0)
-    one, other = run(ahead, last), run(behind, last)
-    is_first = one[0] <= other[0]
-    earlier = [jnp.where(is_first, x, y) for x, y in zip(one, other, strict=True)]
-    later = [jnp.where(is_first, y, x) for x, y in zip(one, other, strict=True)]
+    one, two = run(ahead, last), run(behind, last)
+    is_first = one[0] <= two[0]
+    earlier = [jnp.where(is_first, x, y) for x, y in zip(one, two, strict=True)]
+    later = [jnp.where(is_first, y, x) for x, y in zip(one, two, strict=True)]
     return Order(*(x.astype(jnp.int32) for x in (first, *earlier, *later, last, is_first)))
 
 
@@ -455,6 +499,15 @@ def _rows(ref: Ref, example: Array, head: Array, places: Array, count: int) -> A
     """The rows [places, K] of an array [B, N, H, K]; zeros beyond N."""
     at = ref.at[example, places[:, None], head, jnp.arange(ref.shape[3])[None]]
     return plgpu.load(at, mask=(places < count)[:, None], other=0)
+
+
+def _values(
+    keys_ref: Ref, values_ref: Ref | None, example: Array, head: Array, places: Array, sizes: TileSizes
+) -> Array:
+    """The rows [places, K] of the values, which follow the heads of the keys if they have no array of their own."""
+    if values_ref is None:
+        return _rows(keys_ref, example, head + sizes.heads, places, sizes.keys)
+    return _rows(values_ref, example, head, places, sizes.keys)
 
 
 def _entries(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
@@ -522,7 +575,7 @@ def _attend(
     order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
-    values_ref: Ref,
+    values_ref: Ref | None,
     found_ref: Ref,
     sums_ref: Ref,
     *,
@@ -548,7 +601,7 @@ def _attend(
         now = jnp.maximum(highest, scores.max(axis=1))
         weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(highest - now)
         weights = weights if seen is None else jnp.where(seen, weights, 0.0)
-        value = _rows(values_ref, example, head, k, sizes.keys)
+        value = _values(keys_ref, values_ref, example, head, k, sizes)
         left = _left(facts, sizes, example, head, q, k, weights).astype(value.dtype)
         return now, total * kept + weights.sum(axis=1), found * kept[:, None] + _dot(left, value)
 
@@ -586,9 +639,12 @@ class KeyBlock(NamedTuple):
     values: Array  # [k, K]
 
     @classmethod
-    def load(cls, facts: Facts, refs: Sequence[Ref], example: Array, head: Array, k: Array, count: int) -> "KeyBlock":
+    def load(
+        cls, facts: Facts, refs: tuple[Ref, Ref | None], example: Array, head: Array, k: Array, sizes: TileSizes
+    ) -> "KeyBlock":
         """Reads a block; `refs`: keys and values."""
-        return cls(_of(facts.keys, example, k), *(_rows(ref, example, head, k, count) for ref in refs))
+        rows = _rows(refs[0], example, head, k, sizes.keys)
+        return cls(_of(facts.keys, example, k), rows, _values(*refs, example, head, k, sizes))
 
 
 def _gradients(
@@ -648,7 +704,7 @@ def _backward_queries(
     order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
-    values_ref: Ref,
+    values_ref: Ref | None,
     gradient_ref: Ref,
     sums_ref: Ref,
     products_ref: Ref,
@@ -675,7 +731,7 @@ def _backward_queries(
     def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_query, *sums = carry
         k = number * sizes.other + jnp.arange(sizes.other)
-        keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes.keys)
+        keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes)
         d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, side)[1]
         if sums and side is not None:
             row = d_scores.sum(axis=1)
@@ -705,7 +761,7 @@ def _backward_buckets(
     order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
-    values_ref: Ref,
+    values_ref: Ref | None,
     gradient_ref: Ref,
     sums_ref: Ref,
     products_ref: Ref,
@@ -734,7 +790,7 @@ def _backward_buckets(
         own = jnp.where((bucket >= 0) & (bucket < GROUP), 1, 0).max() > 0
 
         def near() -> tuple[Array, ...]:
-            keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes.keys)
+            keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes)
             d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, None)[1]
             return tuple(total + jnp.where(bucket == n, d_scores, 0.0).sum(axis=1) for n, total in enumerate(sums))
 
@@ -750,12 +806,12 @@ def _backward_keys(
     order: Order,
     queries_ref: Ref,
     keys_ref: Ref,
-    values_ref: Ref,
+    values_ref: Ref | None,
     gradient_ref: Ref,
     sums_ref: Ref,
     products_ref: Ref,
     d_keys_ref: Ref,
-    d_values_ref: Ref,
+    d_values_ref: Ref | None = None,
     *,
     sizes: TileSizes,
 ) -> None:
@@ -765,7 +821,7 @@ def _backward_keys(
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     k = block * sizes.own + jnp.arange(sizes.own)
-    keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes.keys)
+    keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes)
     refs = queries_ref, gradient_ref, sums_ref, products_ref
 
     def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -779,4 +835,6 @@ def _backward_keys(
     zero = jnp.zeros((sizes.own, sizes.width))
     d_key, d_value = _visit(order, example, block, add, (zero, zero))
     _store_rows(d_keys_ref, example, head, k, sizes.keys, d_key)
+    if d_values_ref is None:
+        d_values_ref, head = d_keys_ref, head + sizes.heads
     _store_rows(d_values_ref, example, head, k, sizes.keys, d_value)

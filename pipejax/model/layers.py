@@ -265,15 +265,27 @@ class Attention(nn.Module):
         self.drop = Dropout(self.dropout)
 
     def heads(self, x: Array) -> Array:
-        """Splits the last axis into heads: [B, L, H * K] -> [B, H, L, K]."""
-        return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv).swapaxes(1, 2)
+        """Splits the last axis into heads: [B, L, H * K] -> [B, H, L, K], for any number of heads H."""
+        return x.reshape(*x.shape[:2], -1, self.config.d_kv).swapaxes(1, 2)
 
     def keys_values(self, x: Array) -> tuple[Array, Array]:
         """Keys and values [B, H, L, K] of states [B, L, D] that are already normalised."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
+    def together(self, x: Array) -> tuple[Array, Array | None]:
+        """Keys and values [B, 2 H, L, K] from one product, the heads of the keys first, and None.
+
+        Attention in blocks reads this form. If a layer has other parameters than its kernel, such as low-rank factors,
+        the result is that of `keys_values`.
+        """
+        kernels = [layer.variables["params"] for layer in (self.key, self.value)]
+        if any(set(of_layer) != {"kernel"} for of_layer in kernels):
+            return self.keys_values(x)
+        kernel = jnp.concatenate([of_layer["kernel"].astype(self.dtype) for of_layer in kernels], axis=1)
+        return self.heads(jnp.dot(x.astype(self.dtype), kernel)), None
+
     def attend(
-        self, x: Array, normed: Array, keys: Array, values: Array, bias: Array | Seen, deterministic: bool
+        self, x: Array, normed: Array, keys: Array, values: Array | None, bias: Array | Seen, deterministic: bool
     ) -> Array:
         """The residual x plus the output of attention, [B, Q, D].
 
@@ -281,7 +293,7 @@ class Attention(nn.Module):
           x: [B, Q, D], the input of the layer.
           normed: [B, Q, D], x after the norm, from which the queries are computed.
           keys: [B, H, C, K].
-          values: [B, H, C, K].
+          values: [B, H, C, K]; None: `keys` holds both, see `together`.
           bias: f32 [B|1, H|1, Q|1, C], added to the scores; or a `Seen`, for attention in blocks.
           deterministic: whether dropout is off.
         """

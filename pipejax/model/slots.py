@@ -45,6 +45,7 @@ class Distances:
 
     table: Array  # f32 [T, H], the bias of each bucket and head
     bucket: Any  # i32 [2 W + 1], the buckets of differences from -W to W; larger differences are clipped to this range
+    lines: Any = None  # f32 [H, 2 W + 1], the bias of each of these differences; `block_attention.planned` fills it in
 
 
 @flax.struct.dataclass
@@ -55,3 +56,4 @@ class Seen:
     keys: Slots
     distances: Distances | None = None
     blocks: Blocks = flax.struct.field(pytree_node=False, default=Blocks())
+    plan: Any = None  # `block_attention.Plan`; None: `attend_in_blocks` computes it

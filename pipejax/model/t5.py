@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pipejax import registry
 from pipejax.model import attention, embedding, relative_bias, stack
 from pipejax.model import layers as parts
 from pipejax.model.embedding import look_up
@@ -92,8 +93,10 @@ class EncoderLayer(nn.Module):
         """
         normed = self.attention.norm(x)
         # Each layer computes this sum, which fuses with the scores, so no [B, H, L, L] is stored for all layers.
-        seen = bias if isinstance(bias, Seen) else bias + padding
-        x = self.attention.attend(x, normed, *self.attention.keys_values(normed), seen, deterministic)
+        seen, both = bias, self.attention.together
+        if not isinstance(bias, Seen):
+            seen, both = bias + padding, self.attention.keys_values
+        x = self.attention.attend(x, normed, *both(normed), seen, deterministic)
         return self.feed_forward(x, deterministic)
 
 
@@ -135,13 +138,22 @@ class DecoderLayer(nn.Module):
           [B, Q, D], and the cache with the slots of the queries.
         """
         normed = self.self_attention.norm(x)
-        keys, values = self.self_attention.keys_values(normed)
-        if cache is not None:
-            cache = cache.written(keys, values)
-            keys, values = cache.keys, cache.values
+        keys: Array
+        values: Array | None
+        if isinstance(bias, Seen):
+            keys, values = self.self_attention.together(normed)
+        else:
+            keys, values = self.self_attention.keys_values(normed)
+            if cache is not None:
+                cache = cache.written(keys, values)
+                keys, values = cache.keys, cache.values
         x = self.self_attention.attend(x, normed, keys, values, bias, deterministic)
         normed = self.cross_attention.norm(x)
-        keys, values = source if isinstance(source, tuple) else self.memorize(source)
+        if isinstance(source, tuple):
+            keys, values = source
+        else:
+            both = self.cross_attention.together if isinstance(source_bias, Seen) else self.memorize
+            keys, values = both(source)
         x = self.cross_attention.attend(x, normed, keys, values, source_bias, deterministic)
         return self.feed_forward(x, deterministic), cache
 
@@ -181,7 +193,10 @@ class Stack(nn.Module):
     def seen(self, queries: Slots, keys: Slots, distances: Distances | None = None) -> Seen:
         """The argument that replaces the bias of attention in blocks."""
         assert self.blocks is not None
-        return Seen(queries, keys, distances, self.blocks)
+        seen = Seen(queries, keys, distances, blocks=self.blocks)
+        # Imported here because importing Pallas takes time, and a CPU does not need it.
+        planned: Seen = registry.find(registry.BLOCK_ATTENTION).planned(seen, len(queries.group), self.config.d_kv)
+        return planned
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
         """Applies dropout, all layers, the norm and dropout to x [B, Q, D]. `seen`: the layers' further arguments."""
