@@ -31,7 +31,14 @@ ROOM = 0.75
 
 
 def estimate(
-    config: Config, shapes: dict[str, tuple[int, ...]], *, state: int, gradients: int, layers: int, blocks: bool
+    config: Config,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    state: int,
+    gradients: int,
+    layers: int,
+    blocks: bool,
+    logits: int,
 ) -> dict[str, float]:
     """Returns the bytes on each device by term.
 
@@ -42,6 +49,7 @@ def estimate(
       gradients: bytes of the gradients of the trained parameters, float32.
       layers: the number of parameters in the stacked layers of encoder and decoder.
       blocks: whether attention runs in blocks.
+      logits: the most logits computed at once.
     """
     assert config.model is not None, "`_resolve` checks it"
     model, train = config.model.like_t5(), config.train
@@ -109,7 +117,7 @@ def estimate(
     copies = 1 + (batch if train.remat == "none" else 1)
     if not blocks:
         terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
-    parts = max(-(-flat * model.vocab_size // 2**25), 1)
+    parts = max(-(-flat * model.vocab_size // logits), 1)
     terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
     terms["encoded source and its gradient"] = 2 * stream(tokens)
     table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
@@ -151,6 +159,7 @@ def estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
     """Returns `estimate` with the array sizes of this trainer filled in."""
     import jax
 
+    from pipejax.methods.losses import most_logits
     from pipejax.model import sharding
 
     def held(tree: Tree, shardings: Tree) -> int:
@@ -170,6 +179,7 @@ def estimator(trainer: "Trainer") -> Callable[[Config], dict[str, float]]:
         gradients=held(*trained),
         layers=held(*stacks) // 4,
         blocks=trainer.blocks is not None,
+        logits=most_logits(trainer.mesh.devices.flat[0].platform),
     )
 
 

@@ -42,6 +42,8 @@ Array = jax.Array
 Arrays = dict[str, Array]  # the arrays of a batch, by name
 ArrayShapes = Mapping[str, tuple[int, ...]]  # the shapes of a batch's arrays, by name
 Position = Callable[[Array, Array], Array]
+# Without it, XLA merges the products of queries, keys and values into one, and copies its results apart again.
+GPU_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": "0"}
 SOURCES = ("source", "source_length", "number")  # arrays of a batch with one row per example; the others have G rows
 
 
@@ -61,6 +63,8 @@ def batch_loss(
     loss: Loss = losses.cross_entropy,
     position: Position = grid.position,
     part: Array | None = None,
+    *,
+    most_logits: int | None = None,
 ) -> tuple[Array, Array]:
     """Returns the summed loss and the number of target tokens of a batch of flat slots (paper section 3.3).
 
@@ -73,6 +77,7 @@ def batch_loss(
       loss: the loss of the method.
       position: gives the decoder's positions from rows and times.
       part: the index of this part of a batch; None: the batch is whole.
+      most_logits: the most logits computed at once, see `losses.in_parts`.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -110,7 +115,8 @@ def batch_loss(
         answer: Array = model.apply(variables, hidden, method="logits")
         return answer
 
-    return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=model.config.vocab_size)
+    words = model.config.vocab_size
+    return losses.in_parts(loss, logits, hidden, batch["targets"], batch["weights"], vocabulary=words, most=most_logits)
 
 
 def split_into_parts(batch: Arrays, parts: int) -> Arrays:
@@ -144,6 +150,7 @@ def train_step(
     place: Callable[[Tree], Tree] = lambda params: params,
     rate: optax.Schedule = lambda count: 0.0,
     branch: bool = True,
+    most_logits: int | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Makes one update with the mean loss over the real target tokens of the global batch.
 
@@ -169,6 +176,7 @@ def train_step(
       place: applied to the parameters before the forward pass, to gather sharded tables.
       rate: the learning rate by update count, for the metrics only.
       branch: how an update that is not finite is skipped.
+      most_logits: the most logits computed at once, see `losses.in_parts`.
 
     Returns:
       The new state, and the scalars "loss", "tokens", "grad_norm", "good" and "learning_rate".
@@ -177,7 +185,7 @@ def train_step(
 
     def summed(trained: Tree, batch: Arrays, part: Array | None = None) -> tuple[Array, Array]:
         params, own = place(combine(trained, fixed)), key if model.dropout else None
-        return batch_loss(model, params, batch, own, loss, position, part)
+        return batch_loss(model, params, batch, own, loss, position, part, most_logits=most_logits)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -256,7 +264,8 @@ class Trainer:
         asked: dict[str, Any] = {"loss": self.method.loss, "position": methods.strategy_of(self.method, ids).position}
         options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
         options |= asked | {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
-        options["branch"] = self.mesh.devices.flat[0].platform == "cpu"
+        platform = self.mesh.devices.flat[0].platform
+        options |= {"branch": platform == "cpu", "most_logits": losses.most_logits(platform)}
         self._step = jax.jit(
             partial(train_step, self.model, self.optimizer, **options),
             donate_argnums=0,
@@ -267,6 +276,7 @@ class Trainer:
         self._prepared = set[tuple[tuple[int, ...], ...]]()  # the keys that the background thread has compiled or will
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         whole = make()  # without dropout
+        asked["most_logits"] = options["most_logits"]
         self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, **asked))
 
     def _initial_state(self, params: Tree) -> TrainState:
@@ -322,7 +332,7 @@ class Trainer:
         """
         # A program that waits in the background queue is compiled here instead, because that is sooner. A background
         # compilation that failed is repeated, because it may succeed now.
-        program: jax.stages.Compiled = self._programs.find(_key(batch), lambda: self.lower(batch).compile())
+        program: jax.stages.Compiled = self._programs.find(_key(batch), lambda: self.compile(batch))
         return program
 
     def is_ready(self, batch: ArrayShapes) -> bool:
@@ -343,7 +353,13 @@ class Trainer:
 
     def _compile_ahead(self, batch: ArrayShapes) -> jax.stages.Compiled:
         with cli.unneeded():
-            return self.lower(batch).compile()
+            return self.compile(batch)
+
+    def compile(self, batch: ArrayShapes) -> jax.stages.Compiled:
+        """Compiles the step for a batch of these shapes, for the device type of the mesh."""
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        compiled: jax.stages.Compiled = self.lower(batch).compile(compiler_options=GPU_OPTIONS if on_gpu else None)
+        return compiled
 
     def lower(self, batch: ArrayShapes) -> Tree:
         """Lowers the step for a batch of these shapes, for the device type of the mesh."""
