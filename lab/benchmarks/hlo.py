@@ -41,6 +41,14 @@ class Instruction(NamedTuple):
     text: str
 
 
+class Start(NamedTuple):
+    """A kernel of a program, and how often a whole run of the program starts it."""
+
+    kernel: Instruction
+    times: int
+    bytes: int  # that one start reads and writes
+
+
 class Program:
     """The computations of a compiled program by name."""
 
@@ -112,23 +120,35 @@ class Program:
 
         Of a buffer that is sliced or updated in place only the part that moves counts, and what is fetched ahead once.
         """
+        return sum(start.bytes for start in self._starts(computation, 1))
+
+    def _starts(self, computation: str, times: int) -> Iterator[Start]:
+        """The kernels of a computation itself, without the computations that it calls."""
         instructions = self.computations[computation]
         sizes = {one.name: size(one.shape) for one in instructions}
-        total = 0
         for one in instructions:
             if one.kind not in FREE:
                 inside = self.computations.get(one.calls[0], []) if one.kind == "fusion" else [one]
-                total += self._read(one, inside, sizes) + self._written(one, inside)
-        return total
+                yield Start(one, times, self._read(one, inside, sizes) + self._written(one, inside))
+
+    def starts(self, computation: str = "", times: int = 1) -> Iterator[Start]:
+        """The kernels of a whole run of a computation ("": the program), in the order of their first starts.
+
+        A loop runs as often as the compiler knows, or once; of a branch, the side that moves the most bytes runs.
+        """
+        computation = computation or self.entry
+        own = {start.kernel.name: start for start in self._starts(computation, times)}
+        for one in self.computations[computation]:
+            if one.name in own:
+                yield own[one.name]
+            elif one.kind in ("while", "conditional", "call"):
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.text)
+                most = max(one.calls, key=self.moved)
+                yield from self.starts(most, times * int(turns[1] if turns else 1))
 
     def moved(self, computation: str = "") -> int:
-        """Bytes of a whole run of a computation ("": the program), its loops by the turns that the compiler knows."""
-        total = self.bytes(computation := computation or self.entry)
-        for one in self.computations[computation]:
-            if one.kind in ("while", "conditional", "call"):
-                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.text)
-                total += int(turns[1] if turns else 1) * max(self.moved(name) for name in one.calls)
-        return total
+        """Bytes of a whole run of a computation ("": the program)."""
+        return sum(start.times * start.bytes for start in self.starts(computation))
 
     def buffers(self, computation: str = "") -> Iterator[str]:
         """The shapes of all that lies in memory, as text: what a fusion makes inside itself does not."""

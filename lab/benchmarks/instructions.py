@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.benchmarks.hlo import Program, dimensions
 from lab.benchmarks.systems import names_of, save
 from pipejax import grid
 from pipejax.kernels import block_attention
@@ -42,7 +43,8 @@ PRODUCTS = re.compile(r"\b(HGMMA|HMMA)\b")
 class Count(NamedTuple):
     """A compiled kernel."""
 
-    kernel: str
+    kernel: str  # such as "_attend"
+    parameters: int
     registers: int
     spilled: int  # bytes
     loops: list[int]  # instructions of each loop with products of matrices, in the order of the program
@@ -57,13 +59,13 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     jax.config.update("jax_platforms", "cpu")
-    ptxas, nvdisasm = (tool(name) for name in ("ptxas", "nvdisasm"))
+    own = tools()
     results: list[dict[str, Any]] = []
     print(line({name: name for name in HEADER}))
     for target in flags.targets.split(","):
         device = targets.find_target(target, "--targets").devices(1)[0]
         for kind in names_of("--kinds", flags.kinds, KINDS):
-            found = [count for ptx in modules(kind, device) for count in counts(ptx, ptxas, nvdisasm)]
+            found = [count for ptx in modules(kind, device) for count in counts(ptx, *own)]
             for count in sorted(found):
                 results.append(row(target, kind, count, plain_share(kind, count.kernel)))
                 print(line(results[-1]), flush=True)
@@ -74,10 +76,15 @@ def main(argv: Sequence[str]) -> int:
 
 def tool(name: str) -> Path:
     """A program of NVIDIA's packages in this environment."""
-    found = sorted(Path(sysconfig.get_path("purelib"), "nvidia").rglob(f"bin/{name}"))
-    if not found:
-        raise UserError(name, found="no such program here", expected="the packages of `make venv-programs`")
-    return found[0]
+    for place in (Path(sys.prefix, "programs"), Path(sysconfig.get_path("purelib"))):
+        if found := sorted((place / "nvidia").rglob(f"bin/{name}")):
+            return found[0]
+    raise UserError(name, found="no such program here", expected="the packages of `make venv-programs`")
+
+
+def tools() -> tuple[Path, Path]:
+    """The assembler and the disassembler."""
+    return tool("ptxas"), tool("nvdisasm")
 
 
 def sides(kind: str) -> tuple[Slots, Slots]:
@@ -144,7 +151,45 @@ def counts(ptx: str, ptxas: Path, nvdisasm: Path) -> Iterator[Count]:
         name = re.match(r"\.text\.(\w+):", part)
         if name and name[1].startswith(("_attend", "_backward")):
             spilled, registers = by_name[name[1]]
-            yield Count(name[1], registers, spilled, loops(part))
+            entry = re.search(rf"\.entry {name[1]}\((.*?)\)", ptx, re.DOTALL)
+            assert entry is not None
+            yield Count(name[1].partition("__")[0], entry[1].count(".param"), registers, spilled, loops(part))
+
+
+def of_program(text: str, modules: Iterable[str]) -> list[dict[str, Any]]:
+    """The kernels of attention in a compiled program, from its text and its PTX modules.
+
+    For each kernel and kind of attention: how often a run starts it, the instructions of a thread for each score, by
+    loop, registers, and bytes of spilled registers. XLA compiles equal kernels once.
+    """
+    program, own = Program(text), tools()
+    known = {(count.kernel, count.parameters): count for ptx in modules for count in counts(ptx, *own)}
+    starts: dict[tuple[str, str, int], int] = {}
+    for start in program.starts():
+        name = re.search(r'name = "(_attend|_backward\w*)"', start.kernel.text)
+        if name:
+            path = re.search(r'op_name="([^"]*)"', start.kernel.text)
+            place = path[1] if path else ""
+            kind = "encoder" if "/encoder/" in place else "cross" if "cross_attention" in place else "decoder"
+            results = sum(1 for _ in dimensions(start.kernel.shape))
+            key = kind, name[1], len(start.kernel.operands) + results
+            starts[key] = starts.get(key, 0) + start.times
+    return [
+        {"attention": kind, "starts": times, **facts(known[name, parameters])}
+        for (kind, name, parameters), times in sorted(starts.items(), key=lambda item: KINDS.index(item[0][0]))
+    ]
+
+
+def facts(count: Count) -> dict[str, Any]:
+    """What is known of a kernel, as plain values."""
+    found = {"kernel": count.kernel, "by_loop": each_score(count), "registers": count.registers}
+    return {**found, "spilled_bytes": count.spilled}
+
+
+def each_score(count: Count) -> list[float]:
+    """The instructions of a thread for each score, by loop."""
+    scores = block_attention.BLOCK * block_attention.BLOCK // (1 if count.kernel == "_attend" else 2) / THREADS
+    return [round(n / scores, 1) for n in count.loops]
 
 
 def loops(part: str) -> list[int]:
@@ -169,17 +214,15 @@ def plain_share(kind: str, kernel: str) -> float:
     flip = kernel == "_backward_keys"
     other = block_attention.BLOCK // (1 if kernel == "_attend" else 2)
     block = block_attention.BLOCK
-    sizes = block_attention.TileSizes(BATCH, HEADS, 0, 0, WIDTH, block, other, RATE, False)
     these, others = (keys, queries) if flip else (queries, keys)
-    order = jax.tree.map(np.asarray, block_attention._order(these, others, sizes, longest, flip=flip))
+    order = jax.tree.map(np.asarray, block_attention._order(these, others, block, other, longest, flip=flip))
     plain = (order.end - order.begin + order.next_end - order.next_begin).sum()
     return float(plain / max((order.last - order.first).sum(), 1))
 
 
 def row(target: str, kind: str, count: Count, share: float) -> dict[str, Any]:
     """A row of the table."""
-    scores = block_attention.BLOCK * block_attention.BLOCK // (1 if count.kernel == "_attend" else 2) / THREADS
-    each = [round(n / scores, 1) for n in count.loops]
+    each = each_score(count)
     both = len(each) == 2
     mean = round(share * each[0] + (1 - share) * each[1], 1) if both else each[-1] if each else None
     return {

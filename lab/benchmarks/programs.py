@@ -10,13 +10,21 @@ speed: kernels are started one after the other, and what a start costs only the 
     python -m lab.benchmarks.programs --targets h100,rtx4090 --batches 0 --train paper,long,large,lora
 
 are the steps that have to fit a GPU, without an array of queries by keys; --arrays compiles them with such arrays.
+
+Of a training step it also counts the kernels that a whole run starts and, for a GPU, the instructions of attention
+(`lab.benchmarks.instructions`). With --trees OLD,. both trees are counted by the same rules:
+
+    python -m lab.benchmarks.programs --targets h100 --batches 0 --train --trees ../old,. --json OUT
 """
 
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
+import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,6 +42,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lab.benchmarks import instructions
 from lab.benchmarks.hlo import COLLECTIVES, Program, dimensions
 from lab.benchmarks.systems import SIZES, names_of, save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
@@ -50,6 +60,7 @@ from pipejax.training.memory import longest_batch
 
 DTYPES = ("float32", "bfloat16")
 MATTERS = 1_000_000  # elements from which on a sort or a scatter counts as large
+SMALL = 100_000  # bytes below which a kernel costs hardly more than its start
 COPIED = 50_000  # elements from which on a copy in a step is one of a cache
 
 
@@ -109,8 +120,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--arrays", action="store_true", help="attention keeps its arrays of queries by keys")
     parser.add_argument("--graph", action="store_true", help="decoders with their loops in a CUDA graph")
     parser.add_argument("--xla", action="store_true", help="without our own kernels for GPUs")
+    parser.add_argument(
+        "--trees",
+        default=".",
+        metavar="DIR,...",
+        help="directories of this project, such as an older worktree, whose training steps are compiled (.)",
+    )
     parser.add_argument("--json", metavar="OUT", help="write the results there")
-    parser.add_argument("--dump", metavar="DIR", help="write the text of each program there")
+    parser.add_argument("--dump", metavar="DIR", help="write the text of each program, and its PTX for a GPU, there")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     batches = [int(b) for b in flags.batches.split(",") if b.isdigit()]
@@ -128,26 +145,31 @@ def main(argv: Sequence[str]) -> int:
         made = absent(config, dtype, device, Gpu() if is_gpu and not flags.xla else XLA, Way(graph=flags.graph))
         both = Sequential(512), Pipelined(GridConfig().delay, GridConfig().time_max, GridConfig().sub_max)
         decoders = (case for batch in batches if batch for case in cases(made, both, batch, flags.source))
-        steps = (step_of(name, config, name_of_dtype, device, arrays=flags.arrays) for name in trainings)
-        for case in itertools.chain(decoders, steps):
-            name, begun = case.name, time.perf_counter()
-            with dumped() as folder, targets.named(device):
-                compiled = case.compile()
-                more = case.facts()
-                if is_gpu and "slots" in name:
-                    more["buffers"] = buffers(folder)._asdict()
-            text = compiled.as_text() or ""
+        steps = [step_of(name, config, name_of_dtype, device, arrays=flags.arrays) for name in trainings]
+        own = ((".", case) for case in itertools.chain(decoders, steps))
+        trees = flags.trees.split(",")
+        of_others = ((tree, case) for tree in trees if tree != "." for case in steps)
+        for tree, case in itertools.chain(of_others, own if "." in trees else ()):
+            name, more = case.name, dict[str, Any]()
+            if tree == ".":
+                found, more = compiled_here(case, device)
+            else:
+                found = compiled_by(Path(tree), target, name_of_model, name_of_dtype, name.split(", ")[1])
             result = {"target": target, "model": name_of_model, "dtype": name_of_dtype, "program": name}
-            result["compile_s"] = time.perf_counter() - begun
-            result |= report(text, compiled.memory_analysis()) | more
+            result |= ({"tree": tree} if trees != ["."] else {}) | {"compile_s": found.seconds}
+            result |= report(found.text, found.memory) | more
+            if is_gpu and not flags.arrays:
+                result["attention"] = instructions.of_program(found.text, found.ptx)
             if name.startswith("train"):
                 whole = TRAININGS[name.split(", ")[1]]
-                result["squares"] = squares(text, whole._replace(model=whole.model or config).config)
+                result["squares"] = squares(found.text, whole._replace(model=whole.model or config).config)
             results.append(result)
             print("\n".join(lines(result)), flush=True)
-            if flags.dump:
+            if flags.dump and tree == ".":
                 stem = f"{target} {name_of_model} {name_of_dtype} {name}".replace(" ", "-")
-                (Path(flags.dump) / f"{stem}.hlo").write_text(text)
+                (Path(flags.dump) / f"{stem}.hlo").write_text(found.text)
+                for number, module in enumerate(found.ptx):
+                    (Path(flags.dump) / f"{stem}-{number}.ptx").write_text(module)
     if flags.json:
         command = "python -m lab.benchmarks.programs " + " ".join(argv)
         save(flags.json, {"results": results, "jax": jax.__version__, "command": command})
@@ -160,7 +182,51 @@ def step_of(name: str, config: T5Config, dtype: str, device: jax.Device, *, arra
     on_gpu = device.platform in ("gpu", "cuda")
     limits = {"most": own.most, "most_temporary": own.most_temporary} if on_gpu else {}
     lower = partial(training, own, dtype, device, arrays=arrays)
-    return Case(f"train, {name}{', arrays' * arrays}", lambda: lower().compile(), lambda: dict(limits))
+
+    def compiled() -> jax.stages.Compiled:
+        found: jax.stages.Compiled = lower().compile(compiler_options=step.GPU_OPTIONS if on_gpu else None)
+        return found
+
+    return Case(f"train, {name}{', arrays' * arrays}", compiled, lambda: dict(limits))
+
+
+class Compiled(NamedTuple):
+    """A compiled program."""
+
+    text: str
+    ptx: list[str]  # its modules, for a GPU
+    memory: Any  # sizes in bytes, with the names of JAX's memory analysis
+    seconds: float
+
+
+def compiled_here(case: Case, device: jax.Device) -> tuple[Compiled, dict[str, Any]]:
+    """A program of this tree, and further facts about it."""
+    begun = time.perf_counter()
+    with dumped() as folder, targets.named(device):
+        compiled = case.compile()
+        seconds, more = time.perf_counter() - begun, case.facts()
+        ptx = [path.read_text() for path in folder.glob("*.ptx")]
+        if device.platform in ("gpu", "cuda") and "slots" in case.name:
+            more["buffers"] = buffers(folder)._asdict()
+    return Compiled(compiled.as_text() or "", ptx, compiled.memory_analysis(), seconds), more
+
+
+def compiled_by(tree: Path, target: str, model: str, dtype: str, name: str) -> Compiled:
+    """A training step as another tree of this project compiles it, by this program of that tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        command = [sys.executable, "-m", "lab.benchmarks.programs", "--targets", target, "--batches", "0"]
+        command += ["--model", model, "--dtype", dtype, "--train", name, "--dump", folder, "--json", str(out)]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}"  # trees whose --dump writes no PTX
+        done = subprocess.run(
+            command, cwd=tree, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False
+        )
+        if not out.exists():
+            raise UserError(str(tree), found=done.stderr[-2000:], expected="a compiled training step")
+        (result,) = json.loads(out.read_text())["results"]
+        (text,) = (path.read_text() for path in Path(folder).glob("*.hlo"))
+        memory = SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in result["memory"].items()})
+        return Compiled(text, [path.read_text() for path in Path(folder).glob("*.ptx")], memory, result["compile_s"])
 
 
 def training(own: Training, dtype: str, device: jax.Device, *, arrays: bool = False) -> Any:
@@ -265,26 +331,37 @@ def count_thunks(text: str) -> Buffers:
 
 @contextlib.contextmanager
 def dumped() -> Iterator[Path]:
-    """A context in which programs of `Programs` are compiled with dumps; gives their folder."""
+    """A context in which programs of `Programs`, and training steps for GPUs, are compiled with dumps into a folder."""
     options: Any = Way.compiler_options
     with tempfile.TemporaryDirectory() as folder:
 
         def with_dumps(way: Way) -> dict[str, str | bool]:
             return {**(options.fget(way) or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
 
-        with mock.patch.object(Way, "compiler_options", property(with_dumps)):
+        with (
+            mock.patch.object(Way, "compiler_options", property(with_dumps)),
+            mock.patch.dict(step.GPU_OPTIONS, {"xla_dump_to": folder}),
+        ):
             yield Path(folder)
 
 
 def report(text: str, memory: Any) -> dict[str, Any]:
     """Counts of a compiled program."""
     program = Program(text)
+    starts, kinds = list(program.starts()), dict[str, dict[str, int]]()
+    for start in starts:
+        kind = kinds.setdefault(program.kind(start.kernel), {"starts": 0, "bytes": 0})
+        kind["starts"] += start.times
+        kind["bytes"] += start.times * start.bytes
     every = Counter(one.kind.removesuffix("-start") for one in program.every())
     bodies = program.loops() or [program.entry]
     return {
         "per_step": bool(program.loops()),
         "loops": [{"kernels": dict(program.kernels(body)), "bytes": program.bytes(body)} for body in bodies],
-        "moved": program.moved(),
+        "starts": sum(start.times for start in starts),
+        "small_starts": sum(start.times for start in starts if start.bytes < SMALL),
+        "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"])),
+        "moved": sum(start.times * start.bytes for start in starts),
         # What a run does once, outside of loops.
         "returned": program.returned(),
         "copied": program.copied(),
@@ -342,6 +419,18 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{'':<41} returns {result['returned']} arrays of {memory['output'] / 2**20:.1f} MiB, "
             f"{memory['alias'] / 2**20:.1f} MiB in place of arguments, copies {result['copied'] / 2**20:.2f} MiB once; "
             f"the host starts {host.graphs} CUDA graphs and {host.others} kernels, and controls {host.loops} loops"
+        )
+    if result["program"].startswith("train"):
+        by_kind = (f"{name} {x['starts']} ({x['bytes'] / 1e9:.1f} GB)" for name, x in result["kinds"].items())
+        said.append(
+            f"{'':<41} a run starts {result['starts']} kernels, {result['small_starts']} of which move less than "
+            f"{SMALL / 1e6:g} MB: {', '.join(by_kind)}"
+        )
+    for own in result.get("attention", ()):
+        loops = " and ".join(map(str, own["by_loop"]))
+        said.append(
+            f"{'':<41} {own['kernel']} ({own['attention']}), {own['starts']} starts: {loops} instructions a score, "
+            f"{own['registers']} registers, {own['spilled_bytes']} bytes spilled"
         )
     return said
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lab.benchmarks import programs
+from lab.benchmarks import instructions, programs
 from lab.benchmarks.hlo import Program, elements, size
 from lab.benchmarks.programs import Buffers, absent, cases, count_thunks, report, troubles
 from lab.benchmarks.systems import SIZES
@@ -145,6 +145,65 @@ def test_bytes_moved_by_each_operation() -> None:
     # lookup: a row of 8 bytes and its place (4), 8 written; convert 8 + 16; update: 16 + 4 read, 16 written;
     # product: 128 + 64 + 128; copy 128 + 128.
     assert Program(BY_HAND).bytes("first_step") == (8 + 4 + 8) + (8 + 16) + (16 + 4 + 16) + (128 + 64 + 128) + 256
+
+
+NOTHING = SimpleNamespace(**{f"{kind}_size_in_bytes": 0 for kind in ("argument", "output", "temp", "alias")})
+
+
+def test_starts_of_a_whole_run() -> None:
+    """A loop runs as often as the compiler knows, or once; of a branch, the side that moves more runs."""
+    known = BY_HAND.replace("body=%outer", 'body=%outer, backend_config={"known_trip_count":{"n":"3"}}')
+    starts = [(start.kernel.name, start.times) for start in Program(known).starts()]
+    assert starts == [*((name, 3) for name in ("row", "wide", "new", "y", "moved")), ("sorted", 1), ("told", 1)]
+    counts = report(known, NOTHING)
+    assert (counts["starts"], counts["small_starts"]) == (17, 17)
+    assert counts["kinds"]["product"] == {"starts": 3, "bytes": 3 * (128 + 64 + 128)}
+    assert sum(kind["bytes"] for kind in counts["kinds"].values()) == counts["moved"] == Program(known).moved()
+
+
+# Two kernels of attention, the first in two places of the program, as XLA prints them.
+ATTENTION = """\
+HloModule attention
+
+ENTRY %main (a: bf16[2,4,1,8], b: s32[2,4]) -> bf16[2,4,1,8] {
+  %a = bf16[2,4,1,8]{3,2,1,0} parameter(0)
+  %b = s32[2,4]{1,0} parameter(1)
+  %x = (bf16[2,4,1,8]{3,2,1,0}, f32[2,1,4]{2,1,0}) custom-call(%a, %b), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="f/jvp(T5.hidden)/encoder/x"}, backend_config={name = "_attend", num_warps = 4 : i32}
+  %y = (bf16[2,4,1,8]{3,2,1,0}, f32[2,1,4]{2,1,0}) custom-call(%a, %b), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="f/transpose(jvp(T5.hidden))/encoder/x"}, backend_config={name = "_attend", num_warps = 4 : i32}
+  %z = bf16[2,4,1,8]{3,2,1,0} custom-call(%a, %b), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(f)/decoder/cross_attention.attend"}, backend_config={name = "_attend", num_warps = 4 : i32}
+  ROOT %r = bf16[2,4,1,8]{3,2,1,0} copy(%z)
+}
+"""
+SASS = """\
+.text._attend:
+        /*0000*/  MOV R1, c[0x0] ;
+.L_x_1:
+        /*0010*/  HGMMA.64x64x16.F32.BF16 R8, gdesc[UR4] ;
+        /*0020*/  FADD R1, R1, R2 ;
+        /*0030*/  @P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/  FADD R1, R1, R2 ;
+        /*0050*/  @P0 BRA `(.L_x_2) ;
+"""
+
+
+def test_attention_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is found by its name and its number of arguments and results; loops without a product do not count."""
+    assert instructions.loops(SASS) == [3]
+    counted = {
+        "first": [instructions.Count("_attend", 4, 100, 0, [64, 96])],
+        "second": [instructions.Count("_attend", 3, 90, 8, [32])],
+    }
+    monkeypatch.setattr(instructions, "tools", lambda: (None, None))
+    monkeypatch.setattr(instructions, "counts", lambda ptx, *_: counted[ptx])
+    facts = {"kernel": "_attend", "spilled_bytes": 0}
+    assert instructions.of_program(ATTENTION, ["first", "second"]) == [
+        {"attention": "encoder", "starts": 2, **facts, "by_loop": [2.0, 3.0], "registers": 100},
+        {"attention": "cross", "starts": 1, **facts, "by_loop": [1.0], "registers": 90, "spilled_bytes": 8},
+    ]
 
 
 def test_trouble_is_found() -> None:
