@@ -3,11 +3,11 @@
 # PYTHON_ARGCOMPLETE_OK: argcomplete looks for this word here
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from pipejax import registry
 from pipejax.registry import COMMANDS
 from pipejax.system import cli
 from pipejax.system.errors import UserError, did_you_mean
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             "pipejax", found=f"{name!r}", expected=f"one of {', '.join(COMMANDS)}", hint=did_you_mean(name, COMMANDS)
         )
-    code: int = importlib.import_module(COMMANDS[name][1]).main(argv[1:])
+    code: int = registry.find(COMMANDS[name][1]).main(argv[1:])
     return code
 
 

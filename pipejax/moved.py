@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from pipejax import registry
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -179,15 +180,13 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """
 
     def find(name: str) -> Any:
-        if name not in names and f"{module}:{name}" not in MOVED_NAMES:
+        place = f"{module}:{names[name]}" if name in names else MOVED_NAMES.get(f"{module}:{name}")
+        if place is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        present = names[name] if name in names else MOVED_NAMES[f"{module}:{name}"].replace(":", ".")
+        present = place.replace(":", ".")
         line = f"{module}.{name} is now {present}; the former name will be removed in the next release"
         warnings.warn(line, DeprecationWarning, stacklevel=2)
-        if name in names:
-            return getattr(sys.modules[module], present)
-        home, _, attribute = present.rpartition(".")
-        return getattr(importlib.import_module(home), attribute)
+        return registry.find(place)
 
     return find
 
@@ -197,7 +196,7 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self) -> None:
         """Creates a finder that has loaded nothing."""
-        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}  # specs of present modules, by former name
+        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}  # during an import, by former name
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -219,9 +218,8 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Restores the spec of the module, which the import system replaced. The module's code is not run again."""
-        for former, spec in self._specs.items():
-            if spec is not None and MOVED[former] == spec.name and module.__name__ == spec.name:
-                module.__spec__ = spec
+        assert module.__spec__ is not None, "the import system has set it"
+        module.__spec__ = self._specs.pop(module.__spec__.name)
 
 
 def install() -> None:

@@ -38,8 +38,8 @@ BACKBONES = {
     "t5gemma2": "pipejax.backbones.t5gemma2:T5Gemma2Config",
 }
 
-# Kernels that replace XLA's. Each function maps a backbone, a dtype and the dtype of weights to a backend, or to None
-# if the kernel does not support them. `inference.backends.fastest` tries the functions in this order.
+# Kernels that replace XLA's. Each function maps a backbone, its backend with XLA and the compute dtype to a backend, or
+# to None if the kernel does not support them. `inference.backends.fastest` tries the functions in this order.
 STEP_COMPUTERS = {
     "cpu": "pipejax.kernels.backends:cpu_decoder_backend",
     "gpu": "pipejax.kernels.backends:gpu_backend",

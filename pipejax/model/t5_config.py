@@ -6,14 +6,13 @@ inner width of all heads, B buckets. Importing this module does not import JAX.
 """
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pipejax import registry
 from pipejax.model.backbone import Backbone
 from pipejax.model.config_json import REQUIRED, Key, Keys, read_keys
-from pipejax.registry import BACKBONES
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import setting
 from pipejax.system.strict_json import JsonMapping, JsonObject
@@ -327,8 +326,8 @@ def architecture(name: str) -> Backbone:
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     known: dict[str, Backbone] = {}
-    for module in dict.fromkeys(place.partition(":")[0] for place in BACKBONES.values()):
-        known |= importlib.import_module(module).ARCHITECTURES
+    for module in dict.fromkeys(place.partition(":")[0] for place in registry.BACKBONES.values()):
+        known |= registry.find(module).ARCHITECTURES
     if name not in known:
         hint = did_you_mean(name, known)
         raise UserError(
