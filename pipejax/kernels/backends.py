@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,11 @@ class OwnKernel(Xla):
         return cpu_decoder.listen(count, switch, level=self.level)
 
 
+def _is_packed_t5(backbone: Backbone, portable: Backend) -> TypeGuard[T5Config]:
+    """Whether the steps of a backbone compute packed queries with weights of `Xla`: an unmodified T5 or UMT5."""
+    return type(portable) is Xla and isinstance(backbone, T5Config)
+
+
 def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
     """The backend `OwnKernel` for an unmodified T5 or UMT5 in float32 whose sizes the kernel supports, or None.
 
@@ -166,7 +171,7 @@ def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike)
       portable: the backend that computes with XLA.
       dtype: the compute dtype.
     """
-    if type(portable) is not Xla or not isinstance(backbone, T5Config) or dtype != jnp.float32:
+    if not _is_packed_t5(backbone, portable) or dtype != jnp.float32:
         return None
     level = cpu_kernel.use()
     return OwnKernel(portable.weights, level) if level and cpu_decoder.fits(backbone) else None
@@ -174,7 +179,7 @@ def cpu_decoder_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike)
 
 def gpu_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
     """The backend `Gpu` for an unmodified T5 or UMT5 in bfloat16 on a GPU, or None; see `cpu_decoder_backend`."""
-    if type(portable) is not Xla or not isinstance(backbone, T5Config) or dtype != jnp.bfloat16:
+    if not _is_packed_t5(backbone, portable) or dtype != jnp.bfloat16:
         return None
     if jax.default_backend() != "gpu":
         return None
@@ -199,7 +204,7 @@ def try_kernels(*, trains: bool) -> None:
 
 def cpu_products_backend(backbone: Backbone, portable: Backend, dtype: DTypeLike) -> Backend | None:
     """The backend `Products` for any other backbone in float32 on a CPU, or None; see `cpu_decoder_backend`."""
-    if (type(portable) is Xla and isinstance(backbone, T5Config)) or dtype != jnp.float32:
+    if _is_packed_t5(backbone, portable) or dtype != jnp.float32:
         return None
     level = cpu_kernel.use()
     return Products(portable.weights, level) if level and is_unchanged() else None
