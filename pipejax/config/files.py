@@ -20,7 +20,7 @@ from typing import Any
 
 from pipejax import moved
 from pipejax.config.row_names import names_of, quoted
-from pipejax.config.sections import SETTINGS, Config, check
+from pipejax.config.sections import SECTIONS, SETTINGS, Config, check
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.registry import BACKBONES
@@ -284,8 +284,7 @@ def takes(command: Command, key: str) -> bool:
 
     A key that no section of `Config` declares, such as one of a method, has the facts of its section.
     """
-    section = key.partition(".")[0]
-    declared = SETTINGS.get(key) or {f.name: f for f in dataclasses.fields(Config)}[section].metadata
+    declared = SETTINGS.get(key) or SECTIONS[key.partition(".")[0]]
     return command in declared.get("commands", ())
 
 
@@ -296,7 +295,7 @@ def check_taken(overrides: Overrides, command: Command, *, where: str = "--set")
     the overrides, for messages.
     """
     for key, value, _ in assignments(overrides, where):
-        if key.partition(".")[0] not in types_of(Config):
+        if key.partition(".")[0] not in SECTIONS:
             raise UserError(f"{where}: {key}", "unknown key", hint=_suggestion(key))
         if not takes(command, key) and not _names_backbone(key, value):
             raise not_taken(command, key, where)
@@ -304,8 +303,7 @@ def check_taken(overrides: Overrides, command: Command, *, where: str = "--set")
 
 def not_taken(command: Command, key: str, where: str) -> UserError:
     """Returns the error for a setting that a command does not accept."""
-    sections = [field.name for field in dataclasses.fields(Config) if field.name not in SETTINGS]
-    whole = [name for name in sections if takes(command, name)]
+    whole = [name for name in SECTIONS if name not in SETTINGS and takes(command, name)]
     keys = [key for key in SETTINGS if key.partition(".")[0] not in whole and takes(command, key)]
     expected = f"one of {', '.join([*whole, *keys])}"
     return UserError(where, f"{key} cannot change {COMMANDS[command]}", expected=expected)
@@ -508,7 +506,7 @@ def _suggestion(key: str) -> str:
     siblings = [k.removeprefix(f"{section}.") for k in every if k.startswith(f"{section}.")]
     if siblings:
         return f"the keys of {section} are {', '.join(siblings)}"
-    return f"the sections are {', '.join(types_of(Config))}"
+    return f"the sections are {', '.join(SECTIONS)}"
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -4,7 +4,7 @@ Imports only the standard library.
 """
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from pipejax import moved
 from pipejax.config.row_names import bare_name, read_columns
@@ -289,6 +289,8 @@ class Config:
 
 
 SETTINGS: dict[str, Facts] = facts_of(Config)  # the facts of every setting, by dotted key
+# The facts of each field of `Config`: the sections, and the settings without a section.
+SECTIONS: dict[str, Facts] = {field.name: cast(Facts, field.metadata) for field in dataclasses.fields(Config)}
 
 
 def check(config: Config, *, where: str) -> None:
