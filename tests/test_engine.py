@@ -28,7 +28,7 @@ from pipejax.kernels.backends import OwnKernel
 from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError
 from support import oracle
-from support.served import wait_until
+from support.served import wait_until, wait_until_compiled
 from support.tiny import MORE_WORDS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -585,7 +585,7 @@ def test_no_request_waits_for_compilation_after_warm_up(generator):
     """Sources of all lengths up to the longest, alone and together, scored or drawn or neither."""
     engine = Engine(generator, places=2, queue=9)
     engine.warm_up(70)
-    wait_until(lambda: not engine.compiler._asked.qsize() and engine.compiler.prepared == engine.compiler.planned, 120)
+    wait_until_compiled(engine)
     held = Held(engine)
     for lengths in ([3], [70], [20, 70], [70, 40, 3]):
         for more in ({"log_probs": False}, {}, {"log_probs": False, "temperature": 1.0}):

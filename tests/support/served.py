@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from starlette.testclient import TestClient
 
 from pipejax.apps.serving import app, serve_command
+from pipejax.apps.serving.engine import Engine
+from pipejax.inference.compiler import LAST
 from pipejax.system.errors import FIELDS
 from support.scripted_engine import ScriptedEngine
 
@@ -46,6 +48,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < ends, "it did not happen"
         time.sleep(0.005)
+
+
+def wait_until_compiled(engine: Engine) -> None:
+    """Waits until all programs of a warm-up are compiled, including the ones that are not counted as planned."""
+    done = threading.Event()
+    wait_until(lambda: engine.compiler.prepared == engine.compiler.planned, 300)
+    engine.compiler.ask({"the last": done.set}, LAST)
+    assert done.wait(300)
 
 
 @contextlib.contextmanager
