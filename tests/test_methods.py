@@ -389,7 +389,7 @@ def test_custom_method_is_trained_resumed_and_opened(tmp_path: Path) -> None:
         workers.describe, workers.BulkWork(str(whole), str(tmp_path / "out"), str(tmp_path))
     )
     assert found["settings"]["--method"] == "staggered" and not found["doubts"]
-    assert found["settings"]["method"]["rows"] == 3
+    assert found["settings"]["method.rows"] == 3
     export(whole, tmp_path / "exported", platforms=["cpu"], batch=1, length=16)
     assert (tmp_path / "exported" / "staggered-cpu.jax").is_file()
 
@@ -475,13 +475,15 @@ def test_named_class_takes_the_settings_of_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # as a process of a cluster
     described = workers.describe(workers.BulkWork(str(run), str(tmp_path), str(run.parent), overrides=(BROUGHT,)))
-    assert described["settings"]["method"]["rows"] == 2 and not described["doubts"]
+    assert described["settings"]["method.rows"] == 2 and not described["doubts"]
     opened = pipejax.load(run, overrides=[BROUGHT])
     assert opened.config.method.rows == 2 and opened.default_method == "brought"
     assert str(run.parent) in sys.path  # for what the module imports later
     opened.decode([[5, 1]])
     assert not caplog.records
-    assert settings_of(opened, "brought", [])["method"] == config_lib.described(opened.config.method)
+    settings = settings_of(opened, "brought", [])
+    for key, value in config_lib.described(opened.config.method).items():
+        assert settings[f"method.{key}"] == value
     with pytest.raises(UserError, match=r"^brought:Brought: method\.row: unknown key"):
         config_lib.made({"class": "brought:Brought", "row": 1})
 

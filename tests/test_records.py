@@ -503,7 +503,7 @@ def test_the_note_of_an_output_outlives_its_work(checkpoints, tmp_path, monkeypa
     lines = target.read_bytes().splitlines(keepends=True)
     checked = list(records.read_sources(generator, records.read_records(source), "sequential"))
     settings = resume.settings_of(generator, "sequential", checked)
-    assert settings["decode"]["dtype"] == "float32"  # not "auto", which is another one elsewhere
+    assert settings["decode.dtype"] == "float32"  # not "auto", which is another one elsewhere
     target.write_bytes(lines[0])
     note.write_text(json.dumps(settings))
     seen, sync_output = [], resume.sync_output
@@ -553,7 +553,9 @@ def test_resume_refuses_output_of_other_settings(checkpoints, tmp_path, spoil, w
         return output.records, output.size
 
     assert kept(settings) == (1, target.stat().st_size)
-    older = settings | {"grid": {key: value for key, value in settings["grid"].items() if key != "row_names"}}
+    nested = {key: value for key, value in settings.items() if key.startswith("grid.") and key != "grid.row_names"}
+    older = {key: value for key, value in settings.items() if not key.startswith("grid.")}
+    older["grid"] = {key.removeprefix("grid."): value for key, value in nested.items()}
     (tmp_path / "out.jsonl.unfinished").write_text(json.dumps(older))  # of a version that knew no such key
     assert kept(settings) == (1, target.stat().st_size)
     older = {"strategy" if key == "--method" else key: value for key, value in settings.items()}

@@ -43,7 +43,7 @@ from pipejax.training.loop import fit
 from support import oracle, schemas
 from support.refusals import refuses
 from support.schemas import FORMATS, PROPERTIES, generator, many, schema
-from support.served import wait_until
+from support.served import wait_until_compiled
 from support.tiny import RUN_ON_ONE, change
 
 SOURCES = ["a red fish", "2024", "the", "ab ab ab ab", "no", "5 5", "x", "red red"]
@@ -903,11 +903,11 @@ def test_the_command(made: Any, tmp_path: Any, monkeypatch: Any, capsys: Any) ->
 
 
 def test_changed_schema_is_not_resumed(made: Any) -> None:
-    from pipejax.offline.resume import first_difference, flattened, settings_of
+    from pipejax.offline.resume import first_difference, settings_of
 
     def settings(*names: str) -> Any:
         own = made.under(schema(*names)) if names else made
-        return flattened(settings_of(own, "pipelined", [own.source("a", "here", 0)]))
+        return settings_of(own, "pipelined", [own.source("a", "here", 0)])
 
     assert settings("yes") == settings("yes")
     for other in (("short",), ()):
@@ -988,13 +988,6 @@ def submit_all(engine: Engine, own: Any, asked: Sequence[Any], **more: Any) -> l
         request = Request(under.source(SOURCES[0], "a test", 0), own.default_method, log_probs=False, **more)
         answers.append(engine.submit(request))
     return [list(answer.events())[-1] for answer in answers]
-
-
-def wait_until_compiled(engine: Engine) -> None:
-    done = threading.Event()
-    wait_until(lambda: engine.compiler.prepared == engine.compiler.planned, 300)
-    engine.compiler.ask({"the last": done.set}, LAST)
-    assert done.wait(300)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig, TrainCo
 from pipejax.inference import settings
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
-from pipejax.offline.resume import first_difference, flattened, settings_of
+from pipejax.offline.resume import first_difference, settings_of
 from pipejax.system import fields
 from pipejax.system.errors import UserError
 from pipejax.training.run_directory import check_places, check_resume
@@ -260,7 +260,7 @@ def test_settings_that_a_method_does_not_read_are_named() -> None:
 def test_records_depend_on_these_settings(tmp_path: Path) -> None:
     def noted(config: Config) -> dict[str, object]:
         made = SimpleNamespace(config=config, tokenizer=None, architecture=MODEL, origin={})
-        return flattened(settings_of(cast(Generator, made), "sequential", []))
+        return settings_of(cast(Generator, made), "sequential", [])
 
     made = cast(Generator, SimpleNamespace(config=CONFIG, tokenizer=None, architecture=MODEL, origin={}))
     speed = {"decode.batch_size", "decode.draft", "decode.draft_tokens", "decode.draft_checkpoint"}

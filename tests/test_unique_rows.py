@@ -142,7 +142,7 @@ def test_a_trace_is_of_the_rows_that_stay(made):
 
 
 def test_a_resumed_decode_asks_for_the_same(made):
-    assert settings_of(made, "pipelined", [])["decode"]["unique_rows"] is True
+    assert settings_of(made, "pipelined", [])["decode.unique_rows"] is True
 
 
 def told(rows, *, delay, ended, order=None):

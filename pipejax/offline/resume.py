@@ -69,7 +69,7 @@ class Unfinished:
                 hint="without --resume the output is replaced",
             ) from error
         found = found if isinstance(found, dict) else {}
-        if other := first_difference(flattened(self.settings or {}), flattened(found)):
+        if other := first_difference(self.settings or {}, flattened(found)):
             raise UserError(f"--resume: {self.target}", found=f"{other}")
         with output.open("rb") as lines:
             for number, line in enumerate(lines):
@@ -169,7 +169,7 @@ FORMER = {"strategy": "--method"}  # present keys of notes, by those of older re
 
 
 def settings_of(generator: Generator, method: str, sources: Sequence[Source]) -> Settings:
-    """Returns the settings that the records depend on.
+    """Returns the settings that the records depend on, by dotted key.
 
     Batch sizes are not among them. Draft settings are only if records contain their trace (`decode.trace`).
     """
@@ -181,11 +181,8 @@ def settings_of(generator: Generator, method: str, sources: Sequence[Source]) ->
     effects = {"tokens", "text", "trace"} if config.decode.trace else {"tokens", "text"}
     noted = {key: x for key, x in config_lib.flat(config).items() if SETTINGS.get(key, {}).get("records") in effects}
     noted["decode.dtype"] = compute_dtype(config.decode.dtype).name  # resolved, because "auto" differs between devices
-    by_section = {
-        section: {key.removeprefix(f"{section}."): x for key, x in noted.items() if key.startswith(f"{section}.")}
-        for section in ("grid", "decode")
-    }
-    own: Settings = {"method": config_lib.described(config.method)} if config.method is not None else {}
+    settings = {} if config.method is None else config_lib.described(config.method)
+    own: Settings = {f"method.{key}": value for key, value in settings.items()}
     if sources and (answer_format := sources[0].answer_format) is not None:  # all sources have the same schema
         own["--schema"] = answer_format.text
     known, rules = (generator.tokenizer, generator.architecture), (config.data.special_tokens, "eos")
@@ -197,8 +194,7 @@ def settings_of(generator: Generator, method: str, sources: Sequence[Source]) ->
         "weights": generator.origin.get("params_fp"),
         "--method": method,
         **own,
-        **by_section,
-        **{key: value for key, value in noted.items() if key.partition(".")[0] not in by_section},
+        **noted,
     }
 
 
@@ -212,7 +208,10 @@ def first_difference(now: Settings, then: Settings) -> str:
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
-    """Returns the settings by present keys, with nested ones as "outer.inner"."""
+    """Returns the settings of a note of any release by present keys.
+
+    Older releases nest some of them, as "outer": {"inner": ...}.
+    """
     flat: Settings = {}
     for key, value in settings.items():
         key = FORMER.get(key, key)

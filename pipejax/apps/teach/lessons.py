@@ -27,7 +27,7 @@ from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.model import sharding
 from pipejax.offline.evaluation import evaluate
 from pipejax.offline.records import decode_file
-from pipejax.offline.resume import HASHED, Unfinished, flattened, settings_of
+from pipejax.offline.resume import HASHED, Unfinished, settings_of
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, make_directories, write_text
@@ -44,9 +44,9 @@ PART = 4  # teaching takes 1 / PART of the updates, with PART times as many exam
 GREEDILY = (
     *("decode.beams=1", "decode.samples=1"),
     *(
-        f"{key}={getattr(DecodeConfig, key.removeprefix('decode.'))}"
-        for key, facts in config_lib.SETTINGS.items()
-        if facts.get("ability") == "sample" and key != "decode.seed"
+        f"decode.{field.name}={field.default}"
+        for field in dataclasses.fields(DecodeConfig)
+        if field.metadata.get("ability") == "sample" and field.name != "seed"
     ),
 )
 METHOD = "sequential"  # the method with which the checkpoint answers
@@ -190,8 +190,9 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
 def _is_of_checkpoint(key: str) -> bool:
     """Whether a setting is one of the checkpoint that answers; `lesson` refuses a method, so `load` does not get it."""
     section = key.partition(".")[0]
-    is_known = section in {field.name for field in dataclasses.fields(Config)}
-    return section == "model" or (is_known and section != "method" and config_lib.takes("decode", key))
+    return section == "model" or (
+        section in config_lib.SECTIONS and section != "method" and config_lib.takes("decode", key)
+    )
 
 
 def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
@@ -259,7 +260,7 @@ def note_settings(directory: Path, generator: Generator, sources: Sequence[Sourc
       UserError: a setting has changed.
     """
     known = settings_of(generator, METHOD, sources) | {"held_out": held_out}
-    settings = {key: value for key, value in flattened(known).items() if _changes_label(key)}
+    settings = {key: value for key, value in known.items() if _changes_label(key)}
     path = directory / SETTINGS
     if not path.is_file():
         make_directories(directory)
