@@ -62,11 +62,6 @@ def count_rows(delay: int, time_max: int, sub_max: int) -> int:
     return min(sub_max, -(-time_max // delay)) if delay else sub_max
 
 
-def count_starts(delay: int, rows: int) -> int:
-    """The number of the `rows` rows that start at the same time: one, or with a delay of 0 all of them."""
-    return 1 if delay else rows
-
-
 class Flat(NamedTuple):
     """A target laid out on the grid as N slots, one for each fed token. There is no padding."""
 
