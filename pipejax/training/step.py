@@ -273,7 +273,7 @@ class Trainer:
             out_shardings=(self.shardings, replicated),
         )
         self._programs = CompiledPrograms()
-        self._prepared = set[tuple[tuple[int, ...], ...]]()  # the keys that the background thread has compiled or will
+        self._prepared = set[Pair]()  # the pairs whose programs the background thread has compiled or will
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         whole = make()  # without dropout
         asked["most_logits"] = options["most_logits"]
@@ -342,10 +342,10 @@ class Trainer:
     def prepare(self, pairs: Iterable[Pair]) -> None:
         """Compiles the programs for batches of these shapes in a background thread, one after the other."""
         for pair in pairs:
-            batch = abstract_batch(self.config.train, pair, self.method.choices)
-            if (key := _key(batch)) not in self._prepared:
-                self._prepared.add(key)
-                self._compiler.submit(self._programs.find, key, partial(self._compile_ahead, batch))
+            if pair not in self._prepared:
+                self._prepared.add(pair)
+                batch = abstract_batch(self.config.train, pair, self.method.choices)
+                self._compiler.submit(self._programs.find, _key(batch), partial(self._compile_ahead, batch))
 
     def close(self) -> None:
         """Ends the background thread; compilations that have not begun are cancelled."""
