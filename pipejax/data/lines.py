@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from pipejax.data.packed import open_file, unpacked
 from pipejax.system import strict_json
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, join_hints
 from pipejax.system.fields import listed
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def value_of(value: Object, key: str, place: str, expected: str = "one", *, hint
     """
     if key not in value:
         keys = f"keys: {listed(value) or 'none'}"
-        raise UserError(place, found=f'no "{key}"', expected=expected, hint=f"{keys}; {hint}" if hint else keys)
+        raise UserError(place, found=f'no "{key}"', expected=expected, hint=join_hints(keys, hint))
     return value[key]
 
 

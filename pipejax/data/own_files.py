@@ -25,7 +25,7 @@ from pipejax.data.remote import files_of
 from pipejax.data.tables import Dialect
 from pipejax.data.text import Template, normalized, sentences, split_rows
 from pipejax.metrics import HEADLINES
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, join_hints
 from pipejax.system.fields import listed, shown_value
 
 logger = logging.getLogger(__name__)
@@ -230,12 +230,11 @@ def require_fields(fields: Iterable[str], values: Iterable[Object], where: str, 
     if keys:
         guess = _misspelt(lacking[0], frozenset(keys))
         hint = f'did you mean "{guess}"?' if guess else "" if learned else _other_key(lacking[0], keys)
-        there = f"keys: {listed(keys)}"
         raise UserError(
             where,
             found=f'no "{lacking[0]}" in any record',
             expected="the field in some records",
-            hint=f"{there}; {hint}" if hint else there,
+            hint=join_hints(f"keys: {listed(keys)}", hint),
         )
 
 

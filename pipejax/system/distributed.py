@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax.system import strict_json
-from pipejax.system.errors import UserError
+from pipejax.system.errors import UserError, join_hints
 
 HEARTBEAT = 60  # seconds of silence after which a process counts as dead and the others end
 PATIENCE = 3_600_000  # milliseconds to wait for a message from a process that still sends heartbeats
@@ -251,8 +251,7 @@ def fail_together(*kinds: type[Exception]) -> Iterator[None]:
             which, fields, message = strict_json.loads(text)
             where = f"process {index}"
             if fields:
-                hint = f"{fields['hint']}; {where}" if "hint" in fields else where
-                problem = UserError(**(fields | {"hint": hint}))
+                problem = UserError(**(fields | {"hint": join_hints(fields.get("hint"), where)}))
             else:
                 problem = kinds[which](f"{message} ({where})")
     if problem:

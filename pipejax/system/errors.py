@@ -83,6 +83,11 @@ def in_parentheses(hint: str) -> str:
     return f" ({hint})" if hint else ""
 
 
+def join_hints(*hints: str | None) -> str:
+    """Returns several hints as one, without those that are empty or None."""
+    return "; ".join(filter(None, hints))
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or the name of its type if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
