@@ -142,7 +142,7 @@ def test_a_worker_reads_its_block_first(here: Path) -> None:
     work = dataclasses.replace(work, settings=workers.describe(work)["settings"])
     (here / "out" / "shards").mkdir(parents=True)
     said = workers.Worker(work)("000000.jsonl", block)
-    assert said["kind"] == "user" and said["error"].startswith("in.jsonl:7: ")
+    assert said["kind"] == "user" and said["error"]["place"].startswith("in.jsonl:7")
 
 
 @pytest.mark.parametrize("key, value", [("decode.limit", "source"), ("grid.delay", 0), ("decode.beams", 2)])

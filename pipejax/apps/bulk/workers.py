@@ -66,17 +66,17 @@ class Pool(Protocol):
 
 
 def result_or_error(call: Callable[..., Said], *arguments: object) -> Said:
-    """Returns the result of the call, or {"error", "kind"} for an exception.
+    """Returns the result of the call, or {"error", "kind"} for an exception: the fields of a UserError, or a text.
 
     The main process reports the error as one line.
     """
     try:
         return call(*arguments)
     except UserError as error:
-        return {"error": str(error), "kind": "user", "fields": error.fields()}
+        return {"error": error.fields(), "kind": "user"}
     except Exception as error:
         if isinstance(error, OSError) and error.errno in REFUSALS:
-            return {"error": f"{error.filename or 'output'}: {error.strerror}", "kind": "user"}
+            return {"error": UserError(error.filename or "output", error.strerror).fields(), "kind": "user"}
         if out_of_memory(error):
             return {"error": first_line(error), "kind": "memory"}
         return {"error": traceback.format_exc(), "kind": "mistake"}
@@ -86,10 +86,9 @@ def result_of(said: Said) -> Said:
     """Returns a worker's result, or raises the exception that `result_or_error` described."""
     if "error" not in said:
         return said
-    if "fields" in said:
-        raise UserError(**said["fields"])
-    kinds = {"user": UserError, "memory": MemoryError, "mistake": RuntimeError}
-    raise kinds[said["kind"]](said["error"])
+    if said["kind"] == "user":
+        raise UserError(**said["error"])
+    raise {"memory": MemoryError, "mistake": RuntimeError}[said["kind"]](said["error"])
 
 
 def describe(work: BulkWork) -> Said:
