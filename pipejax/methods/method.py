@@ -152,9 +152,9 @@ class Method:
         return None
 
     @property
-    def setting(self) -> str:
-        """The beginning of a message about the setting that selects the method."""
-        return f"method: found {self.name}"
+    def setting(self) -> tuple[str, str]:
+        """The setting that selects the method, and its value, for messages."""
+        return "method", self.name
 
     def check(self) -> None:
         """Raises a UserError if settings of the method contradict each other."""
@@ -275,8 +275,8 @@ class Method:
         if ability not in self.can:
             lacks = f"not {ABILITIES[ability].does}"
             if not place:
-                place, _, name = self.setting.partition(": found ")
-                raise UserError(place, found=name, expected=f"another value, since {self.label} does {lacks}")
+                place, found = self.setting
+                raise UserError(place, found=found, expected=f"another value, since {self.label} does {lacks}")
             raise UserError(place, found=f"{found} with {self.label}, which does {lacks}", expected=f"{expected}")
 
     # The former names, which subclasses may also call on their base class; see `__init_subclass__`.

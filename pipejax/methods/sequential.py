@@ -155,9 +155,9 @@ class Beams(SequentialMethod):
         return f"decode.beams = {self.beams}"
 
     @property
-    def setting(self) -> str:
+    def setting(self) -> tuple[str, str]:
         """See `Method`. Beam search is selected by `decode.beams`."""
-        return f"decode.beams: found {self.beams}"
+        return "decode.beams", f"{self.beams}"
 
     def strategy(self, ids: Ids) -> "Strategy":
         """The strategy of beam search, `Beam`."""
