@@ -4,7 +4,7 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -17,7 +17,7 @@ from pipejax.data.shapes import memory_length
 from pipejax.decoding import Carry, Decoded, DecodingOptions, Refillable, Rule, Segment, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import Backend
 from pipejax.inference.encodings import Encoded
-from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule
+from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule, shapes_of
 from pipejax.model import lora
 from pipejax.model.backbone import Module
 from pipejax.model.precision import precision
@@ -301,8 +301,3 @@ class BatchPrograms:
         nowhere = np.zeros(self.places, bool)
         address = np.zeros(2, np.uint32)
         self.step(self.find, encoded, carry, options, Changes(nowhere, nowhere, np.int32(1), address, nowhere))
-
-
-def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
-    """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
-    return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))

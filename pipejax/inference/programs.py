@@ -509,7 +509,12 @@ class Programs:
 
 def _key(part: Tree, slots: int, wished: tuple[Tree, ...], shape: Tree, way: Way) -> tuple[Hashable, ...]:
     """Returns the key of a program in `Programs`; `wished` are the options of a decoder, in a tuple."""
-    return part, slots, shape, jax.tree.structure(wished), tuple(x.shape for x in jax.tree.leaves(wished)), way
+    return part, slots, shape, *shapes_of(wished), way
+
+
+def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
+    """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
+    return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _by_itself(function: Callable[..., Tree], weights: Tree, *arrays: Tree) -> Tree:

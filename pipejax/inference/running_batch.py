@@ -32,10 +32,10 @@ from pipejax.decoding import (
     Strategy,
 )
 from pipejax.inference.answer_format import AnswerFormat
-from pipejax.inference.batch_programs import BatchPrograms, Changes, shapes_of
+from pipejax.inference.batch_programs import BatchPrograms, Changes
 from pipejax.inference.compiler import Needs
 from pipejax.inference.encodings import Encoded, Encodings
-from pipejax.inference.programs import Programs
+from pipejax.inference.programs import Programs, shapes_of
 from pipejax.model.precision import precision
 from pipejax.system.compiled import CompiledPrograms
 

@@ -9,8 +9,8 @@ import pytest
 
 from pipejax.config import Config, TrainConfig
 from pipejax.inference import programs
-from pipejax.inference.batch_programs import BatchPrograms, shapes_of
-from pipejax.inference.programs import Programs
+from pipejax.inference.batch_programs import BatchPrograms
+from pipejax.inference.programs import Programs, shapes_of
 from pipejax.inference.report import Report
 from pipejax.inference.ways import Way
 from pipejax.training import start
