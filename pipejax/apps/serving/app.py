@@ -192,7 +192,7 @@ class Service:
     def _client_of(self, scope: Scope) -> Hashable:
         """Identifies the sender of a request: by its key, or by its address if no key is required."""
         if self.keys:
-            return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            return header_of(scope, b"authorization")
         return (scope.get("client") or ("",))[0]
 
     async def show_models(self, request: Request) -> Response:
@@ -312,13 +312,10 @@ class _RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        given = header_of(scope, b"x-request-id").decode("latin-1")
         own = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         status, begun = GONE, time.perf_counter()
-        length, chunked = (
-            next((value for name, value in scope["headers"] if name == wanted), b"")
-            for wanted in (b"content-length", b"transfer-encoding")
-        )
+        length, chunked = (header_of(scope, name) for name in (b"content-length", b"transfer-encoding"))
         is_long = bool(chunked) or len(length) > len(str(KEPT_BODY))
         is_read = False
 
@@ -377,6 +374,11 @@ class _HostCheck:
         return False
 
 
+def header_of(scope: Scope, name: bytes) -> bytes:
+    """Returns the first header of a name, which is in lower case; b"" if there is none."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
 def host_of(text: str) -> str:
     """Returns the name or address in a Host header, without the port; "" if there is none."""
     try:
@@ -397,7 +399,7 @@ class _KeyCheck:
         app = self._app
         is_question = scope["type"] == "http" and scope["method"] != "OPTIONS"
         if is_question and scope["path"].startswith("/v1/") and self._keys:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            given = header_of(scope, b"authorization")
             kind, _, key = given.partition(b" ")
             known = [hmac.compare_digest(key.strip(), other) for other in self._keys]
             if kind.lower() != b"bearer" or not any(known):
