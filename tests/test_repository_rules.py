@@ -327,19 +327,8 @@ def test_rule_finds_the_bad_example(rule: Rule, bad: dict[str, str], good: dict[
     assert broken(Repository(good), (rule,)) == []
 
 
-def test_listed_exception_that_is_no_longer_needed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "EXCEPTIONS", {("model.layers", "kernels")})
-    rule = imports.exceptions_are_needed
-    unused = {"pipejax/model/layers.py": "", "pipejax/kernels/gpu.py": ""}
-    used = unused | {"pipejax/model/layers.py": "import pipejax.kernels.gpu"}
-    (line,) = broken(Repository(unused), (rule,))
-    assert line.startswith("pipejax/model/layers.py:1: ")
-    assert broken(Repository(used), (rule,)) == []
-    assert broken(Repository(used), (imports.core_imports_nothing_outside, imports.imports_go_downwards)) == []
-
-
 def test_every_rule_has_a_bad_example() -> None:
-    assert {rule for rule, *_ in CASES} | {imports.exceptions_are_needed} == set(RULES)
+    assert {rule for rule, *_ in CASES} == set(RULES)
 
 
 def test_patterns_of_import_rules_match_modules() -> None:

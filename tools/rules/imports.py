@@ -11,8 +11,6 @@ from tools.rules.repository import Finding, Name, Repository, dotted, imported, 
 # The folders outside the core. The core names their modules in registries, as text, and imports none of them.
 OUTER = ("apps", "backbones", "kernels")
 REGISTRIES = ("registry", "moved")
-# Modules of the core that still import one of these folders.
-EXCEPTIONS: set[tuple[str, str]] = set()
 NAMED_AT_MOST = 5  # times that the core names an app
 NAMES_AT_MOST = 22  # in pipejax/
 
@@ -145,10 +143,10 @@ def every_module_has_a_layer(repository: Repository) -> Iterator[Finding]:
 
 
 def imports_go_downwards(repository: Repository) -> Iterator[Finding]:
-    """A module imports from its own layer and from lower ones; a module of the core that EXCEPTIONS lists, too."""
+    """A module imports from its own layer and from lower ones."""
     for module, targets in _graph(repository).items():
         for target, line in targets.items():
-            if (short(module), _outer(target)) not in EXCEPTIONS and _layer(target) > _layer(module):
+            if _layer(target) > _layer(module):
                 yield Finding(repository.modules[module], line, f"{target} is in a layer above {module}")
 
 
@@ -156,18 +154,8 @@ def core_imports_nothing_outside(repository: Repository) -> Iterator[Finding]:
     """The core imports no app, backbone or kernel: it finds them by the registries."""
     for module, targets in _graph(repository).items():
         for target, line in targets.items():
-            folder = _outer(target)
-            if folder and not _outer(module) and (short(module), folder) not in EXCEPTIONS:
+            if _outer(target) and not _outer(module):
                 yield Finding(repository.modules[module], line, f"the core imports {target}")
-
-
-def exceptions_are_needed(repository: Repository) -> Iterator[Finding]:
-    """A module that EXCEPTIONS lists imports the folder for which it is listed."""
-    graph = _graph(repository)
-    for name, folder in sorted(EXCEPTIONS):
-        module = f"pipejax.{name}"
-        if module in graph and folder not in {_outer(target) for target in graph[module]}:
-            yield Finding(repository.modules[module], 1, f"imports nothing of {folder}: remove it from EXCEPTIONS")
 
 
 def outer_folders_are_named_in_registries(repository: Repository) -> Iterator[Finding]:
@@ -181,7 +169,7 @@ def outer_folders_are_named_in_registries(repository: Repository) -> Iterator[Fi
             lines = sorted(line for name, line in names if within(short(name), folder))
             if lines and not within(short(module), folder):
                 found += [(file, line) for line in lines]
-                if short(module) not in REGISTRIES and (short(module), folder.partition(".")[0]) not in EXCEPTIONS:
+                if short(module) not in REGISTRIES:
                     yield Finding(file, lines[0], f"pipejax.{folder} is named outside a registry")
     for app in sorted(apps):
         for file, line in sites[app][NAMED_AT_MOST:]:
@@ -275,7 +263,6 @@ RULES = (
     every_module_has_a_layer,
     imports_go_downwards,
     core_imports_nothing_outside,
-    exceptions_are_needed,
     outer_folders_are_named_in_registries,
     few_names_in_the_package,
     no_import_cycle,
