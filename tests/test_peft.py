@@ -25,7 +25,7 @@ from pipejax.model import lora
 from pipejax.model.t5_config import T5Config
 from pipejax.system.errors import UserError
 from support import in_transformers
-from support.in_transformers import VISION, varied
+from support.in_transformers import VISION, config_facts, varied
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -109,7 +109,7 @@ def of_transformers(kind: str) -> Any:
 def original(kind: str) -> Any:
     """See `of_transformers`; not to be changed."""
     model = BACKBONES[kind]
-    facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
+    facts = config_facts(model)
     if kind == "t5gemma2":
         facts["encoder"] |= {"vision_config": VISION, "mm_tokens_per_image": 4}
     torch.manual_seed(0)

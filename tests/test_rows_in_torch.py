@@ -15,7 +15,7 @@ import transformers
 from pipejax.config import Config, DataConfig, GridConfig, T5Config
 from pipejax.convert import description, huggingface
 from support import oracle
-from support.in_transformers import written_module
+from support.in_transformers import config_facts, written_module
 from support.tiny import FEW_WORDS, MODEL
 
 GATED = dataclasses.replace(FEW_WORDS, feed_forward="gated-gelu", tied_head=False, scale_head=False)
@@ -111,7 +111,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The module that `to-hf` writes, with a model beside it; its rows take 6 steps at the most."""
     config = Config(model=FEW_WORDS, grid=GridConfig(delay=1, time_max=6, sub_max=3))
     module = written_module(config, tmp_path_factory.mktemp("written"))
-    facts = {key: x for key, x in FEW_WORDS.facts().items() if key not in ("architectures", "model_type")}
+    facts = config_facts(FEW_WORDS)
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**facts)).eval()
     model.generation_config = transformers.GenerationConfig(

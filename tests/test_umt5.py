@@ -34,7 +34,7 @@ from pipejax.kernels.backends import OwnKernel, Products
 from pipejax.registry import BACKBONES
 from support import oracle
 from support.backbone_cases import UMT5, UMT5_SIZES, save_umt5
-from support.in_transformers import varied
+from support.in_transformers import config_facts, varied
 from support.kernel_models import in_one_digit
 from support.tiny import RUN, change, metrics
 
@@ -186,7 +186,7 @@ HEADS: dict[str, tuple[str, Any, tuple[bool, bool]]] = {  # with the fields tied
 def with_head(place: Path, head: str, tied: Any) -> Path:
     """A directory of a UMT5 that transformers made."""
     torch.manual_seed(1)
-    facts = {key: x for key, x in TINY.facts().items() if key not in ("architectures", "model_type")}
+    facts = config_facts(TINY)
     model = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))
     model.save_pretrained(place)
     tensors, file = load_file(place / "model.safetensors"), place / "config.json"

@@ -15,7 +15,7 @@ from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.backbones.umt5 import UMT5Config
 from support import in_transformers
-from support.in_transformers import VISION, Logits, varied
+from support.in_transformers import VISION, Logits, config_facts, varied
 from support.tiny import FEW_WORDS
 
 
@@ -67,7 +67,7 @@ def gemma_logits(torchs: Any) -> Logits:
 
 
 def _make_t5gemma(model: T5GemmaConfig) -> Any:
-    facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
+    facts = config_facts(model)
     config = transformers.T5GemmaConfig(**facts)
     for part in (config, config.encoder, config.decoder):
         part._attn_implementation = "eager"  # the only one with soft caps
@@ -122,7 +122,7 @@ UNTIED = dataclasses.replace(
 
 def _make_t5gemma2(model: T5Gemma2Config) -> Any:
     """With a small vision tower."""
-    facts: dict[str, Any] = {k: x for k, x in model.facts().items() if k not in ("architectures", "model_type")}
+    facts = config_facts(model)
     facts["encoder"] |= {"vision_config": VISION, "mm_tokens_per_image": 4}
     config = transformers.T5Gemma2Config(**facts)
     return transformers.T5Gemma2ForConditionalGeneration(config).eval()
@@ -188,7 +188,7 @@ T5GEMMA2 = BackboneCase(
 
 def _make_umt5(model: UMT5Config) -> Any:
     """With a separate head, which transformers would tie."""
-    facts = {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
+    facts = config_facts(model)
     torchs = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**facts))
     torchs.lm_head.weight = torch.nn.Parameter(torch.empty_like(torchs.shared.weight))
     return torchs.eval()

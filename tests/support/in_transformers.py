@@ -58,6 +58,11 @@ def written_module(config: Config, place: Path) -> types.ModuleType:
     return module
 
 
+def config_facts(model: Backbone) -> dict[str, Any]:
+    """The arguments with which a config class of transformers describes a backbone."""
+    return {key: x for key, x in model.facts().items() if key not in ("architectures", "model_type")}
+
+
 def varied(model: Backbone, seed: int, *, centered: bool = False) -> dict[str, Any]:
     """Random parameters with which greedy answers vary, as of `oracle.random_params`; no program is compiled for them.
 
