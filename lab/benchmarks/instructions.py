@@ -59,12 +59,12 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     jax.config.update("jax_platforms", "cpu")
-    own = tools()
+    kinds, own = names_of("--kinds", flags.kinds, KINDS), tools()
     results: list[dict[str, Any]] = []
     print(line({name: name for name in HEADER}))
     for target in flags.targets.split(","):
         device = targets.find_target(target, "--targets").devices(1)[0]
-        for kind in names_of("--kinds", flags.kinds, KINDS):
+        for kind in kinds:
             found = [count for ptx in modules(kind, device) for count in counts(ptx, *own)]
             for count in sorted(found):
                 results.append(row(target, kind, count, plain_share(kind, count.kernel)))

@@ -39,8 +39,8 @@ class Dialect(NamedTuple):
     @classmethod
     def noted(cls, settings: JsonMapping) -> "Dialect":
         """Returns the dialect in settings by dotted key, as `as_settings` returns them; absent ones have defaults."""
-        names = {name: key for name, key in zip(cls._fields, cls().as_settings(), strict=True) if key in settings}
-        return cls(**{name: settings[key] for name, key in names.items()})
+        keys = zip(cls._fields, FOUND.as_settings(), strict=True)
+        return cls(**{name: settings[key] for name, key in keys if key in settings})
 
     def as_settings(self) -> dict[str, str]:
         """Returns the settings of the config that describe the dialect, by dotted key."""

@@ -8,6 +8,7 @@ the text of an answer from its rows. Formats of one kind are compiled by an `Ans
 import abc
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -54,7 +55,7 @@ class AnswerFormat(abc.ABC):
         """Returns the known part of the rows of an answer: their number and beginnings."""
         return RowPrefixes(tuple(row.beginning for row in self.rows), len(self.rows), self.where)
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """The number of the row of each part of the text, in the order of the text."""
         numbers = {row.name: i for i, row in enumerate(self.rows)}

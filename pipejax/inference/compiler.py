@@ -51,14 +51,13 @@ class Compiler:
     def _compile(self, order: int, _: int, key: Hashable, make: Callable[[], object]) -> None:
         """Compiles one need, and reports its key and the exception, if any, to `tell`."""
         error = None
-        if key not in self.compiled:
-            try:
-                with cli.unneeded():
-                    self.compiled.find(key, make)
-            except Exception as failed:  # such as device errors and lack of memory: passed on to the waiting requests
-                logger.error(f"compiling failed: {failed}")
-                error = failed
-                # The frames of the traceback would keep intermediate results alive.
-                error.__traceback__ = error.__context__ = error.__cause__ = None
+        try:
+            with cli.unneeded():
+                self.compiled.find(key, make)
+        except Exception as failed:  # such as device errors and lack of memory: passed on to the waiting requests
+            logger.error(f"compiling failed: {failed}")
+            error = failed
+            # The frames of the traceback would keep intermediate results alive.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
         self._tell(key, error)
         self.prepared += order == PLANNED and error is None

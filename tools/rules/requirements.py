@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.metadata
+import posixpath
 import re
 import sys
 import tomllib
@@ -92,9 +93,7 @@ def requirements_are_pinned(repository: Repository) -> Iterator[Finding]:
         for number, line in _lines(repository, file):
             if line.startswith("-r "):
                 included += 1
-                place = f"{file.rpartition('/')[0]}/{line.removeprefix('-r ')}".lstrip("/")
-                while re.search(r"[^/]+/\.\./", place):
-                    place = re.sub(r"[^/]+/\.\./", "", place, count=1)
+                place = posixpath.normpath(posixpath.join(posixpath.dirname(file), line.removeprefix("-r ")))
                 if place not in files or included > 1:
                     yield Finding(file, number, "a file includes at most one other, of this environment")
             elif number not in pinned and not re.fullmatch(r"jax\[\w+\]", line):

@@ -27,9 +27,8 @@ class CompileLog:
         """
         if needs.keys() <= self._logged:
             return
-        # Copied at once: another thread adds keys while a set would call their `__hash__`, which is Python.
-        keys = [*compiled]
-        causes = causes_of(answer, needs, {*self._logged, *keys})
+        # A list, because a set would call `__hash__` of the keys, which is Python, while another thread adds keys.
+        causes = causes_of(answer, needs, [*self._logged, *compiled])
         self._logged |= needs.keys()
         logger.info(f"compiling because of {' and '.join(causes)}; one request waits, others continue")
 

@@ -130,8 +130,8 @@ class Scheduler:
 
     def plan(self, length: int, *, schemas: bool = False) -> None:
         """Asks the compiler for the programs of a warm-up; the weights must be laid out. See `warm_up`."""
-        ask, sizes = self.compiler.ask, {"places": self.places, "length": length}
-        warm_up.plan(ask, self.generator, self._kinds, self.lanes, **sizes, schemas=schemas)
+        ask, kinds, lanes = self.compiler.ask, self._kinds, self.lanes
+        warm_up.plan(ask, self.generator, kinds, lanes, places=self.places, length=length, schemas=schemas)
 
     def met(self, key: Hashable, error: Exception | None) -> None:
         """Marks a need as compiled or, with an error, fails the requests that wait for it."""
