@@ -8,7 +8,7 @@ no packing of queries and no batches.
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from pipejax import grid, methods
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.data import demo
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded, Query, Refillable, Strategy, strategy_checks
 from pipejax.decoding.choice import first_argmax
 from pipejax.inference import decoding_options
@@ -25,21 +26,25 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.methods import Ids, Method
-from pipejax.model.backbone import Backbone
+from pipejax.model.backbone import Backbone, Module
 from pipejax.model.parameters import check_paths
 from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.slots import Blocks, Slots
 from pipejax.system import Tree
+from pipejax.system.strict_json import JsonMapping, JsonObject
+
+Array = jax.Array
 
 MOST, LONGEST = 64, 12  # the most tokens of a target, and of a source
 NEAR = 1e-4  # relative differences below this are explained by rounding
 TOY = T5Config(64, 16, 8, 24, 2, 1, 1, relative_attention_num_buckets=8, relative_attention_max_distance=20)
 # The fields of sources that test the abilities "prefix" and "rows".
-PREFIXED: dict[str, dict[str, Any]] = {
+PREFIXED: dict[str, JsonObject] = {
     "prefix": {"row_prefixes": [[3]]},
     "rows": {"row_prefixes": [[3], [4]], "max_rows": 2},
 }
 Cell = tuple[int, int, int]  # row, time, token
+Runs = dict[str, Sequence[JsonMapping]]  # the records of each way of decoding
 
 
 def check_method(
@@ -68,10 +73,10 @@ def check_method(
         strategy_checks.refuse(method, "target", f"none of {len(given)} that decoding writes whole", "some")
     params = random_params(model, strategy.eos)
     generator = Generator(Config(model=model, method=method, decode=DecodeConfig(scores="score" in can)), params, words)
-    plain: list[Any] = [{"source_ids": [*_draw(rng, model, LONGEST - 1), ids.eos]} for _ in range(sources)]
+    plain: list[JsonObject] = [{"source_ids": [*_draw(rng, model, LONGEST - 1), ids.eos]} for _ in range(sources)]
     listed = plain + [record | PREFIXED[key] for key in PREFIXED if key in can for record in plain[:3]]
     checked = [generator.source(record, f"source {i}", i) for i, record in enumerate(listed)]
-    runs: dict[str, list[Any]] = {"decode": generator.decode(listed, batch_size=4)}
+    runs: Runs = {"decode": generator.decode(listed, batch_size=4)}
     if "draft" in can:
         runs["drafts"] = generator.decode(listed, batch_size=1, draft="source", draft_tokens=2)
     if {"stream", "serve"} & can:
@@ -137,7 +142,7 @@ def _check_passes(config: Backbone, params: Tree) -> None:
     found = np.asarray(_logits(config.module(), params, *given))
     strategy_checks.expect(config, "module: logits", found, "float32", (1, size, config.vocab_size))
 
-    def apply(method: str, *given: Any) -> Any:
+    def apply(method: str, *given: Tree) -> Tree:
         return jax.eval_shape(lambda *x: half.apply({"params": params}, *x, method=method), *given)
 
     hidden, memory, cache = apply("hidden", *given), apply("encode", source, real), half.empty_cache(1, size)
@@ -169,16 +174,16 @@ def _check_passes(config: Backbone, params: Tree) -> None:
         _check_near(config, what, changed[:, places], found[:, kept])
 
     @jax.jit
-    def after_steps(params: Tree) -> tuple[Any, Any]:
+    def after_steps(params: Tree) -> tuple[Array, ...]:
         """The outputs of the last step after the earlier steps, without and with an undone step in between."""
         call = partial(config.module().apply, {"params": params})
         memory, position = call(*given[:2], method="encode"), given[4]
 
-        def step(cache: Tree, first: int, count: int, *, counts: bool = True) -> tuple[Any, Tree]:
+        def step(cache: Tree, first: int, count: int, *, counts: bool = True) -> tuple[Array, Tree]:
             here, known = np.arange(first, first + count), np.arange(size) < first + count * counts
             seen = mask[:, here] & known & counts
             place = position[:, here], position, memory, cache, np.asarray([first])
-            found: tuple[Any, Tree] = call(given[2][:, here], seen, *place, method="step")
+            found: tuple[Array, Tree] = call(given[2][:, here], seen, *place, method="step")
             return found
 
         cache = step(config.module().empty_cache(1, size), 0, size - 3)[1]
@@ -191,7 +196,7 @@ def _check_passes(config: Backbone, params: Tree) -> None:
         strategy_checks.refuse(config, "module: step", change, "the same outputs")
 
 
-def _check_near(config: Backbone, what: str, changed: Any, found: np.ndarray) -> None:
+def _check_near(config: Backbone, what: str, changed: Array | np.ndarray, found: np.ndarray) -> None:
     """Raises a UserError unless logits are equal up to rounding.
 
     Args:
@@ -244,14 +249,18 @@ def recompute(
         answers[query.live] = chosen
         return answers
 
-    decoded: Any = None
     for query, _, decoded, kept in strategy_checks.walk(strategy, answer):  # noqa: B007
         alive[len(alive) - int(query.live.sum()) :] = kept[query.live].tolist()
     return decoded, log_probs, min(margins)
 
 
 def _compare_records(
-    model: Backbone, params: Tree, method: Method, given: Sequence[Source], runs: dict[str, list[Any]], owner: object
+    model: Backbone,
+    params: Tree,
+    method: Method,
+    given: Sequence[Source],
+    runs: Runs,
+    owner: object,
 ) -> int:
     """Compares records with `recompute`, except for answers that rounding may change.
 
@@ -300,10 +309,10 @@ def _compare_records(
     return compared
 
 
-def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> list[Any]:
+def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> list[JsonObject]:
     """The records of sources that are decoded in a running batch of two places, read token by token."""
     batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
-    at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
+    at, records, waiting = dict[int, int](), [JsonObject() for _ in given], [*range(len(given))]
     rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
     known = decoding_options.row_prefix_ids(given[0], method, generator.tokenizer, generator.ids.ends)
     batch.give(decoding_options.forced_of(known, batch.strategy))
@@ -324,7 +333,7 @@ def _streamed(generator: Generator, method: Method, given: Sequence[Source]) -> 
 
 
 def _check_layout(
-    method: Method, strategy: Strategy, rows: Sequence[str], model: Backbone, words: Any, where: str
+    method: Method, strategy: Strategy, rows: Sequence[str], model: Backbone, words: Tokenizer, where: str
 ) -> bool:
     """Decodes a target with the target's tokens as answers, and compares the tokens that each slot sees.
 
@@ -386,7 +395,8 @@ def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
     `eos` is scaled by 1.5, so that it is generated more often.
     """
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
-    drawn, fresh = flatten_dict(jax.eval_shape(config.init_params, key), sep="/"), dict[str, Any]()
+    drawn, fresh = flatten_dict(jax.eval_shape(config.init_params, key), sep="/"), dict[str, Array]()
+    center: Array | float
     for path, x in drawn.items():
         gain = 3 if re.search("(?<!cross_)attention/output", path) else 1
         if path.endswith("norm/scale"):
@@ -405,7 +415,7 @@ def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(module: Any, params: Tree, *given: Any) -> Any:
+def _logits(module: Module, params: Tree, *given: Array | np.ndarray | Slots) -> Array:
     """The teacher-forced logits of a module; compiled once for each module and shape."""
     return module.apply({"params": params}, *given)
 

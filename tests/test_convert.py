@@ -21,6 +21,7 @@ from pipejax import checkpoint
 from pipejax.convert import huggingface
 from pipejax.convert.__main__ import main as convert_main
 from pipejax.model import t5_config
+from pipejax.model.t5_config import T5Config
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
 
@@ -117,6 +118,7 @@ def source(models: Models, tmp_path: Path) -> Path:
 def test_round_trip(kind: str, models: Models, tmp_path: Path) -> None:
     model, directory = models[kind]
     config, params = huggingface.read_hf(directory)
+    assert isinstance(config, T5Config)
     assert config.tied_head == ("own_head" not in KINDS[kind])
     assert config.scale_head == (kind in ("t5", "own head scaled"))
     flat = flatten_dict(params, sep="/")
@@ -158,6 +160,7 @@ def test_head_and_scale_equal_transformers(model_type: str, head: str, tmp_path:
         edit_config(directory, tie_word_embeddings=tied, scale_decoder_outputs=scaled)
         theirs = load(directory)
         config, params = huggingface.read_hf(directory)
+        assert isinstance(config, T5Config)
         out = tmp_path / f"{tied}-{scaled}"
         huggingface.write_hf(config, params, out, None)
         given = logits(theirs)

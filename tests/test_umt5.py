@@ -219,6 +219,7 @@ def test_head_scaling_follows_config_and_tensors(case: str, tmp_path: Path, caps
     head, tied, fields = HEADS[case]
     there, tokens = with_head(tmp_path / "there", head, tied), [[0, 3, 4, 8]]
     model, params = read_hf(there)
+    assert isinstance(model, UMT5Config)
     assert (model.tied_head, model.scale_head) == fields == ("lm_head" not in params, model.scale_head)
     said, wanted = capsys.readouterr().err, torch_logits(there, tokens)
     assert ("lm_head.weight: not scaled, as in T5X and transformers 4" in said) == (not model.scale_head)
@@ -239,5 +240,6 @@ def test_unscaled_tied_head_is_written_as_separate_tensor(tmp_path: Path) -> Non
     params, tokens = varied(model, 2), [[0, 3, 4, 8]]
     write_hf(model, params, tmp_path, None)
     again, same = read_hf(tmp_path)
+    assert isinstance(again, UMT5Config)
     assert (again.tied_head, again.scale_head) == (False, False) and "lm_head" not in params
     assert np.array_equal(own_logits(again, same, tokens), own_logits(model, params, tokens))

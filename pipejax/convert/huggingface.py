@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -51,7 +51,7 @@ SENTINEL = re.compile(r"<extra_id_\d+>")  # an added token of T5's tokenizers
 OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")
 
 
-def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tuple[Any, Params]:
+def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tuple[Backbone, Params]:
     """Reads a Hugging Face directory into a backbone and float32 parameters.
 
     Args:
@@ -399,7 +399,7 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Backbone, directory: Path, fi
         note(f"{directory}: a tokenizer of {size} ids for a vocabulary of {most}; the other ids have no text")
 
 
-def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Any, dict[str, Path]]:
+def _read_architecture(directory: Path, backbone: type[Backbone] | None) -> tuple[Backbone, dict[str, Path]]:
     """Reads config.json and generation_config.json into a backbone, with the files that set the special ids."""
     file = directory / "config.json"
     if (directory / "checkpoints").is_dir():

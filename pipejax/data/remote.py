@@ -62,7 +62,7 @@ def open_remote(url: str, expected: str) -> BinaryIO:
 class Guarded(io.RawIOBase):
     """A file object of a library; exceptions while it is read become UserErrors."""
 
-    def __init__(self, file: Any, refusal: Callable[[Exception], UserError], holder: Any = None) -> None:
+    def __init__(self, file: Any, refusal: Callable[[Exception], UserError], holder: object = None) -> None:
         """Wraps a file.
 
         Args:

@@ -122,7 +122,7 @@ def _ask(strategy: Strategy, state: Tree) -> tuple[Tree, Query]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, Any, jax.Array, Decoded]:
+def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, jax.Array | bool, jax.Array, Decoded]:
     """Runs `Stepper.advance` for one example, and checks the results.
 
     Args:

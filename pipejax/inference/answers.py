@@ -3,13 +3,16 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
+
+import jax
 
 from pipejax import decoding
 from pipejax.config import Config
 from pipejax.config.row_names import columns_of, split_row
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import TRUNCATIONS, Decoded
+from pipejax.grid import Numbers
 from pipejax.inference import decoding_options
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -51,7 +54,7 @@ def record_of(
     found: Decoded,
     place: int,
     *,
-    start: Callable[[int], Any],
+    start: Callable[[int], Numbers],
     config: Config,
     tokenizer: Tokenizer | None,
     ends: bool = True,
@@ -144,7 +147,7 @@ def _texts_of(
 
 
 def _scores_of(
-    by_time: Any, rows: Sequence[list[int]], kept: Sequence[int], first: Sequence[int], exist: int, ends: bool
+    by_time: jax.Array, rows: Sequence[list[int]], kept: Sequence[int], first: Sequence[int], exist: int, ends: bool
 ) -> tuple[list[list[float]], float]:
     """Returns the log-probabilities of the tokens of each row that a record contains, and of the whole answer.
 

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -53,7 +53,7 @@ class Reading(NamedTuple):
     cached: float  # if the processor's cache holds the weights: the time between calls and between their parts
 
 
-Compute = Callable[..., Any]  # calls a function of a tree with static options, compiled or not
+Compute = Callable[..., Tree]  # calls a function of a tree with static options, compiled or not
 CACHE = 32e6  # bytes; smaller weights stay in the cache of a CPU: see `Reading`
 
 

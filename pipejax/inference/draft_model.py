@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,6 +12,7 @@ from pipejax.inference import backends
 from pipejax.inference.backends import Xla
 from pipejax.inference.programs import Programs
 from pipejax.methods import Method
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class DraftModel:
 
     directory: str
     config: Config
-    params: Any = dataclasses.field(repr=False, compare=False)
+    params: Tree = dataclasses.field(repr=False, compare=False)
 
 
 def load(config: Config) -> DraftModel | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -16,7 +16,7 @@ from pipejax.config import Config
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
-from pipejax.decoding import Drafter, Strategy, ends_of
+from pipejax.decoding import Drafter, Refillable, Strategy, ends_of
 from pipejax.inference import decoding_options, draft_model, programs, streaming
 from pipejax.inference import settings as settings_lib
 from pipejax.inference import sources as sources_lib
@@ -30,6 +30,7 @@ from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.sources import Source
 from pipejax.inference.streaming import RowEvent
 from pipejax.methods import Ids, Method
+from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.strict_json import JsonMapping, JsonObject
 
@@ -50,7 +51,7 @@ class Generator:
     def __init__(
         self,
         config: Config,
-        params: Any,
+        params: Tree,
         tokenizer: Tokenizer | None,
         *,
         devices: Sequence[jax.Device] | None = None,
@@ -203,9 +204,9 @@ class Generator:
             raise UserError(
                 f"source {source.id}", found="row_prefixes or max_rows, which a stream of rows does not support"
             )
-        return self._stream(source, method, self.make_strategy(name))
+        return self._stream(source, method, cast(Refillable, self.make_strategy(name)))
 
-    def _stream(self, source: Source, method: Method, made: Any) -> Iterator[RowEvent | Record]:
+    def _stream(self, source: Source, method: Method, made: Refillable) -> Iterator[RowEvent | Record]:
         """Decodes a source in a running batch with one place; reuses a free batch of the same strategy."""
         config, batches = self.config.decode, self._streams.setdefault((made, method), [])
         batch = next((batch for batch in batches if batch.free), None)

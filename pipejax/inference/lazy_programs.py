@@ -4,9 +4,9 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pipejax.config import Config
 from pipejax.inference import backends, draft_model
@@ -14,6 +14,7 @@ from pipejax.inference.backends import Backend
 from pipejax.inference.programs import Programs
 from pipejax.model import lora
 from pipejax.model.precision import compute_dtype
+from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class LazyPrograms:
     parameters are released once the programs exist.
     """
 
-    def __init__(self, config: Config, params: Any, devices: Sequence[jax.Device], backend: Backend | None) -> None:
+    def __init__(self, config: Config, params: Tree, devices: Sequence[jax.Device], backend: Backend | None) -> None:
         """Opens the small T5 of `decode.draft_checkpoint`, if needed; runs nothing on a device.
 
         Args:
@@ -69,6 +70,6 @@ class LazyPrograms:
         return made
 
 
-def dtype_of(config: Config) -> Any:
+def dtype_of(config: Config) -> jnp.dtype:
     """Returns the dtype in which decoding computes."""
     return compute_dtype("float32" if config.decode.weights == "float32" else config.decode.dtype)

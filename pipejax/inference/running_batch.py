@@ -13,9 +13,9 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -168,7 +168,7 @@ class RunningBatch:
 
     def add(
         self,
-        ids: Any,
+        ids: Sequence[int] | np.ndarray,
         sampling: Sampling = MOST_LIKELY,
         *,
         log_probs: bool = True,

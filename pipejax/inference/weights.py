@@ -5,12 +5,12 @@ with the same input are one matrix. Shapes: D width, I = heads times their width
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from pipejax.config import T5Config
 from pipejax.model.layers import buckets
@@ -54,7 +54,7 @@ class Weights:
     bias: Array  # f32 [T, H, distances]; the last distance includes all longer ones; T is 1, or the number of layers
 
 
-def as_matrix(part: Tree, weights: str, dtype: Any) -> Matrix:
+def as_matrix(part: Tree, weights: str, dtype: DTypeLike) -> Matrix:
     """Returns a projection or table as a matrix [O, I] in the stored dtype.
 
     Args:

@@ -37,7 +37,7 @@ from pipejax.model import dropout
 from pipejax.model.attention import attend
 from pipejax.model.dropout import Lines
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
-from pipejax.system import trials
+from pipejax.system import Tree, trials
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
@@ -243,7 +243,7 @@ def _difference(
         bias = jnp.where(seen[:, None], jnp.moveaxis(table[bucket[apart]], -1, 1), -1e9)
         return jnp.where(real, attend(queries, keys, values, bias, seed, rate).astype(jnp.float32), 0.0)
 
-    def computed(function: Any) -> Any:
+    def computed(function: Callable[..., Array]) -> Tree:
         if not trains:
             return function(*given, table)
         found, back = jax.vjp(function, *given, table)

@@ -8,7 +8,6 @@ Shapes as in `step_decoder`. Matrices have the layout of `cpu_kernel.panels`.
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -23,6 +22,7 @@ from pipejax.kernels import cpu_kernel
 from pipejax.kernels.cpu_kernel import fields
 from pipejax.model.layers import RelativeBias
 from pipejax.model.t5 import Memory
+from pipejax.system import Tree
 
 Array = jax.Array
 ACTIVATIONS = ("relu", "gated-gelu", "gated-silu")  # the index of each is its number in fields.h
@@ -34,7 +34,7 @@ def fits(config: T5Config) -> bool:
     return not any(size % cpu_kernel.PANEL for size in sizes)
 
 
-def matrix(part: Any, *, weights: str) -> Matrix:
+def matrix(part: Tree, *, weights: str) -> Matrix:
     """Lays a projection or a table out in panels; its outputs are padded with zeros to whole panels.
 
     Args:
@@ -167,7 +167,7 @@ class KernelEncoder:
     memories: tuple[Matrix, ...]  # for each decoder layer [2 I, D], key and value, concatenated
 
 
-def encoder_layer(layer: Any, *, weights: str) -> KernelEncoderLayer:
+def encoder_layer(layer: Tree, *, weights: str) -> KernelEncoderLayer:
     """The weights of an encoder layer, from its parameters `layer`; `weights`: the storage, as `decode.weights`."""
     own, feed = layer["attention"], layer["feed_forward"]
     held = functools.partial(matrix, weights=weights)

@@ -32,7 +32,7 @@ from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Matrix
 from pipejax.kernels import cpu_kernel
 from pipejax.model.t5 import MASKED, Memory
-from pipejax.system import trials
+from pipejax.system import Tree, trials
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def trial(queries: int, *, interpret: bool = False) -> Array:
     memory = Memory(of_source[:1], of_source[1:], bias[:, 0, 0] == 0)
     config = T5Config(16, inputs, width, inputs, heads, 1, 1)
 
-    def compute(decoder: Any) -> Any:
+    def compute(decoder: StepDecoder) -> Tree:
         matrix = Matrix(rows, jnp.zeros(0))
         products = decoder._of_normed(matrix, x, norm, dtype=jnp.float32), decoder._add(matrix, x, residual)
         looked_up = decoder._attend_memory(0, projected[: heads * width])
@@ -178,7 +178,9 @@ def _holding(number: int, most: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("split", "relu", "dtype", "interpret"))
-def _product(rows: Array, x: Array, *, split: bool = False, relu: bool = False, dtype: Any, interpret: bool) -> Array:
+def _product(
+    rows: Array, x: Array, *, split: bool = False, relu: bool = False, dtype: DTypeLike, interpret: bool
+) -> Array:
     """Multiplies x [N, I] with the transposed matrix `rows` [O, I].
 
     Args:

@@ -12,6 +12,7 @@ Shapes: I inputs, O outputs, N columns.
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from pipejax.inference.backends import Compute
 from pipejax.inference.weights import Matrix, as_matrix
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.cpu_decoder import matrix
@@ -63,7 +65,7 @@ class StepParams:
 
 
 def split_kernel_weights(
-    step: Callable[[Tree], object], params: Tree, *, compute: Callable[..., Any], weights: str, rough: bool = False
+    step: Callable[[Tree], object], params: Tree, *, compute: Compute, weights: str, rough: bool = False
 ) -> StepParams:
     """Divides the parameters that a step reads into matrices for the kernel and other parameters.
 
@@ -139,7 +141,9 @@ def roughen(part: Tree) -> Rough:
     return Rough(in_panels, jnp.pad(apart, (0, more), constant_values=jnp.inf))
 
 
-def multiplying(matrices: dict[str, Panels], level: cpu_kernel.Level, cap: float | None = None) -> Any:
+def multiplying(
+    matrices: dict[str, Panels], level: cpu_kernel.Level, cap: float | None = None
+) -> AbstractContextManager[None]:
     """A context in which the modules with the given paths multiply with the kernel.
 
     Args:

@@ -162,7 +162,8 @@ def keeps(hashes: Array, columns: Array | np.ndarray, rate: float) -> Array:
 
 def mask_of(lines: Lines, columns: int, rate: float) -> Array:
     """bool [..., C], the mask of C = `columns` columns of each line: False with probability `rate`."""
-    column: Any = np.arange(columns, dtype=np.uint32)  # a constant, so the compiler finds the columns that share a hash
+    # A constant, so that the compiler finds the columns that share a hash.
+    column: Array | np.ndarray = np.arange(columns, dtype=np.uint32)
     if lines.first is not None:
         column = column - lines.first[..., None].astype(jnp.uint32)
     return keeps(lines.hashes[..., None], column, rate)

@@ -299,7 +299,7 @@ class Attention(nn.Module):
         """
         queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else seed_of(self)
-        attend_to: Any = attend
+        attend_to: Callable[..., Array] = attend
         if isinstance(bias, Seen):
             # Imported here because importing Pallas takes time, and a CPU does not need it.
             attend_to = registry.find(registry.BLOCK_ATTENTION).attend_in_blocks

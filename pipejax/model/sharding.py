@@ -13,6 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from pipejax.model.backbone import Backbone
 from pipejax.system import Tree
@@ -137,7 +138,7 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 def put_tree(tree: Tree, shardings: Tree) -> Tree:
     """Puts a tree of whole arrays, which every process has, on the devices; each device receives only its part."""
 
-    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    def put(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
         whole = np.asarray(x)
         return jax.make_array_from_callback(whole.shape, sharding, lambda place: whole[place])
 

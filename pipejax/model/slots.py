@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.struct
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 Array = jax.Array
@@ -44,8 +45,10 @@ class Distances:
     """An attention bias as a function of the difference of positions, query - key."""
 
     table: Array  # f32 [T, H], the bias of each bucket and head
-    bucket: Any  # i32 [2 W + 1], the buckets of differences from -W to W; larger differences are clipped to this range
-    lines: Any = None  # f32 [H, 2 W + 1], the bias of each of these differences; `block_attention.planned` fills it in
+    # i32 [2 W + 1], the buckets of differences from -W to W; larger differences are clipped to this range
+    bucket: Array | np.ndarray
+    # f32 [H, 2 W + 1], the bias of each of these differences; `block_attention.planned` fills it in
+    lines: Array | None = None
 
 
 @flax.struct.dataclass

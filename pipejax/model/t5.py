@@ -21,12 +21,14 @@ from jax.typing import DTypeLike
 from pipejax import registry
 from pipejax.model import attention, embedding, relative_bias, stack
 from pipejax.model import layers as parts
+from pipejax.model.backbone import Module
 from pipejax.model.embedding import look_up
 from pipejax.model.layers import Attention, Dropout, FeedForward, Head, RelativeBias, RMSNorm, logits_of
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
 from pipejax.model.snapshot import Snapshot, snapshot
 from pipejax.model.stack import apply_layers
 from pipejax.model.t5_config import T5Config
+from pipejax.system import Tree
 
 Array = jax.Array
 Caches = tuple[tuple[Array, Array], ...]  # for each layer, keys and values [B, H, C, K]
@@ -39,8 +41,8 @@ MASKED = -1e9
 class Memory:
     """Cross-attention keys and values of a source, computed once for decoding."""
 
-    keys: tuple[Any, ...]  # for each layer [B, H, K, L]; a backend may use another layout
-    values: tuple[Any, ...]  # for each layer [B, H, L, K]; a backend may use another layout
+    keys: tuple[Tree, ...]  # for each layer [B, H, K, L]; a backend may use another layout
+    values: tuple[Tree, ...]  # for each layer [B, H, L, K]; a backend may use another layout
     mask: Array  # bool [B, L], True at real tokens
     adapter: Array | None = None  # i32 [B], the number of each source's adapter, if there are several adapters
 
@@ -213,7 +215,7 @@ class Encoder(Stack):
     depth: ClassVar[str] = "num_layers"
     bidirectional: ClassVar[bool] = True
 
-    def bias(self, batch: int, length: int) -> Any:
+    def bias(self, batch: int, length: int) -> Array:
         """The bias f32 [B|1, H, L, L] of self-attention in all layers."""
         bias = self.relative_bias.within(length)
         if self.remat != "none":
@@ -227,7 +229,7 @@ class Encoder(Stack):
         if self.blocks:
             position = jnp.broadcast_to(jnp.arange(mask.shape[1]), mask.shape)
             slots = Slots(jnp.where(mask, 0, -1), position=position, consecutive=True)
-            bias: Any = self.seen(slots, slots, self.distances())
+            bias: Array | Seen = self.seen(slots, slots, self.distances())
         else:
             bias = self.bias(*x.shape[:2])
         return self.run(x, bias, jnp.where(mask[:, None, None, :], 0.0, MASKED), deterministic=deterministic)
@@ -274,8 +276,8 @@ class Decoder(Stack):
           memory_mask: bool [G, 1|N, L], or the slots of the source tokens for attention in blocks.
           deterministic: whether dropout is off.
         """
-        bias: Any
-        memory_bias: Any
+        bias: Array | Seen
+        memory_bias: Array | Seen
         if isinstance(mask, Slots):
             bias, memory_bias = self.seen(mask, mask, self.distances()), self.seen(Slots(mask.group), memory_mask)
         else:
@@ -430,12 +432,12 @@ def _flax() -> Snapshot:
     return snapshot({name.strip("_"): value for name, value in space.items()})
 
 
-def is_unpatched(model: Any) -> bool:
+def is_unpatched(model: Module) -> bool:
     """Whether a module is an unmodified T5: not a subclass, and without functions replaced at run time."""
     return type(model) is T5 and is_packed(model)
 
 
-def is_packed(model: Any, *, changed: bool = False) -> bool:
+def is_packed(model: Module, *, changed: bool = False) -> bool:
     """Whether the decoders over packed queries compute the same as a module.
 
     The Python module that defines the class declares this by a pair `PACKED`: the class, and the class of its config.

@@ -19,6 +19,11 @@ from pipejax.system import strict_json
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.files import UTF_8, is_misread
 
+if typing.TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Section = typing.TypeVar("_Section", bound="DataclassInstance")
+
 Kind = Any  # the annotated type of a setting: a class, a union of classes, or one of SEQUENCES
 TEXTS = tuple[str, ...]  # the type of a setting with several texts
 IDS = tuple[int, ...]  # the type of a setting with several token ids
@@ -201,7 +206,7 @@ def plain_value(value: object, kind: Kind) -> object:
     return tuple(value) if kind in SEQUENCES and isinstance(value, list) else value
 
 
-def with_tuples(node: Any) -> Any:
+def with_tuples(node: _Section) -> _Section:
     """Replaces lists by tuples, also in nested dataclasses, so that settings can be hashed."""
     changed, kinds = dict[str, Any](), types_of(type(node))
     for field in dataclasses.fields(node):

@@ -13,13 +13,14 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from pipejax import config as config_lib
 from pipejax.checkpoint import Damaged, Restored, Store, check_place
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import SETTINGS, Config
 from pipejax.data.tokenizer import Tokenizer, digests
+from pipejax.model.backbone import Backbone
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.files import (
@@ -340,5 +341,5 @@ def choose_end(config: Config) -> Config:
             "train.eos_token_id", found=f"{eos}", expected=f"an end token of the model, {' or '.join(map(str, ends))}"
         )
     others = tuple(end for end in ends if end != eos)
-    changed: Any = dataclasses.replace(model, eos_token_id=eos, other_eos_token_ids=others)  # type: ignore[type-var]
+    changed: Backbone = dataclasses.replace(model, eos_token_id=eos, other_eos_token_ids=others)  # type: ignore[type-var]
     return dataclasses.replace(config, model=changed)

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import flax.struct
 import jax
@@ -261,13 +260,24 @@ class Trainer:
         place = partial(sharding.gather_tables, config.model, mesh=self.mesh)
         self.method = methods.trained(config)
         ids = methods.Ids.of(config.model)
-        asked: dict[str, Any] = {"loss": self.method.loss, "position": methods.strategy_of(self.method, ids).position}
-        options: dict[str, Any] = {"accumulate": train.accumulate, "is_trained": self._is_trained, "place": place}
-        options |= asked | {"clip_norm": train.clip_norm, "rate": learning_rate(train)}
         platform = self.mesh.devices.flat[0].platform
-        options |= {"branch": platform == "cpu", "most_logits": losses.most_logits(platform)}
+        loss, position = self.method.loss, methods.strategy_of(self.method, ids).position
+        step = partial(
+            train_step,
+            self.model,
+            self.optimizer,
+            loss=loss,
+            position=position,
+            rate=learning_rate(train),
+            clip_norm=train.clip_norm,
+            accumulate=train.accumulate,
+            is_trained=self._is_trained,
+            place=place,
+            branch=platform == "cpu",
+            most_logits=losses.most_logits(platform),
+        )
         self._step = jax.jit(
-            partial(train_step, self.model, self.optimizer, **options),
+            step,
             donate_argnums=0,
             in_shardings=(self.shardings, None, replicated),
             out_shardings=(self.shardings, replicated),
@@ -276,8 +286,7 @@ class Trainer:
         self._prepared = set[Pair]()  # the pairs whose programs the background thread has compiled or will
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         whole = make()  # without dropout
-        asked["most_logits"] = options["most_logits"]
-        self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, **asked))
+        self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, loss, position))
 
     def _initial_state(self, params: Tree) -> TrainState:
         """Returns the initial state of these parameters: adds the low-rank factors and initialises the optimizer."""

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,9 @@ KEPT = 16  # number of compiled schemas that are kept
 KEPT_REFUSALS = 256
 STATES = 1 << 15  # the most states of a schema's automaton
 ENTRIES = 1 << 24  # the most entries of its table, 64 MiB
+
+Key = tuple[object, ...]  # what a compiled schema depends on
+Value = TypeVar("Value")
 
 
 class Work(NamedTuple):
@@ -99,8 +102,8 @@ class Schemas(AnswerFormats):
 
     def __init__(self) -> None:
         """Creates an empty cache."""
-        self._found: dict[tuple[object, ...], Schema] = {}
-        self._refused: dict[tuple[object, ...], dict[str, str]] = {}
+        self._found: dict[Key, Schema] = {}
+        self._refused: dict[Key, dict[str, str]] = {}
         self._lock, self._compiling = threading.Lock(), {effort: threading.Lock() for effort in Effort}
 
     def find(
@@ -144,7 +147,7 @@ class Schemas(AnswerFormats):
         """See `AnswerFormats`."""
         return Schema("schema", "{}", ("",), (FormatRow("", (0,), str),), (1,), Table.least(size), ())
 
-    def _look_up(self, key: tuple[object, ...]) -> Schema | None:
+    def _look_up(self, key: Key) -> Schema | None:
         """Returns the schema if it is in the cache.
 
         Raises:
@@ -157,7 +160,7 @@ class Schemas(AnswerFormats):
                 self._found[key] = self._found.pop(key)  # most recently used, so removed last
             return self._found.get(key)
 
-    def _store(self, kept: dict[tuple[object, ...], Any], key: tuple[object, ...], value: object, most: int) -> None:
+    def _store(self, kept: dict[Key, Value], key: Key, value: Value, most: int) -> None:
         with self._lock:
             kept[key] = value
             if len(kept) > most:

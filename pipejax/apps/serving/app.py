@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cache, partial
 from http import HTTPStatus
-from typing import Any
+from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
 from pipejax import methods
@@ -50,6 +50,8 @@ with extra("serve", "pipejax serve"):
 logger = logging.getLogger(__name__)
 
 # Seconds without an event after which a stream sends a comment, because proxies close silent connections.
+Result = TypeVar("Result")
+
 SILENCE = 15.0
 CHUNKS = 2**14  # bytes of chunk framing that a body may have, plus an eighth of its content: about 3,300 chunks
 KEPT_BODY = 99_999  # the most unread bytes of a body with which the connection is kept open after the response
@@ -476,7 +478,7 @@ async def _stream(completion: Completion, objects: Objects, receive: Receive, se
                 await say(*objects.fail(_refuse_and_log(error)), more=False)
 
 
-async def _until_disconnect(work: Awaitable[Any], receive: Receive, ends: float) -> Any:
+async def _until_disconnect(work: Awaitable[Result], receive: Receive, ends: float) -> Result:
     """Awaits the work until the client disconnects or the time is over.
 
     Raises:

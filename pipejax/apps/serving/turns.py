@@ -5,10 +5,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 from pipejax.apps.serving.answer import Full
 from pipejax.system import cli
+
+Result = TypeVar("Result")
 
 TURN = 0.002  # seconds of work without a pause
 
@@ -19,21 +22,21 @@ class Turns:
     def __init__(self, name: str, most: int) -> None:
         """Starts the thread. `most` is the limit of waiting pieces per client."""
         self._most = most
-        self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
         self._change = threading.Condition()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def submit(self, client: Hashable, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, client: Hashable, work: Callable[[], Result]) -> Future[Result]:
         """Queues a piece of work.
 
         Raises:
           Full: too many pieces of the client wait.
         """
-        future: Future[Any] = Future()
+        future = Future[Result]()
         with self._change:
             if len(self._waiting.get(client, ())) >= self._most:
                 raise Full(f"{self._most} pieces of work of a client wait")
-            self._waiting.setdefault(client, deque()).append((future, work))
+            self._waiting.setdefault(client, deque()).append(partial(_complete, future, work))
             self._change.notify()
         return future
 
@@ -45,21 +48,24 @@ class Turns:
                     self._change.wait()
                 client = next(iter(self._waiting))
                 waiting = self._waiting.pop(client)
-                future, work = waiting.popleft()
+                complete = waiting.popleft()
                 if waiting:
                     self._waiting[client] = waiting  # goes behind the other clients
-            if future.set_running_or_notify_cancel():
-                with cli.unneeded():
-                    self._do(future, work)
-            del future, work
+            with cli.unneeded():
+                complete()
+            del complete
 
-    def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
-        try:
-            found = work()
-        except BaseException as error:  # any exception is passed to the waiting request
-            future.set_exception(error)
-        else:
-            future.set_result(found)
+
+def _complete(future: Future[Result], work: Callable[[], Result]) -> None:
+    """Runs a piece of work, unless its future was cancelled, and gives the result or the exception to the future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        found = work()
+    except BaseException as error:  # any exception is passed to the waiting request
+        future.set_exception(error)
+    else:
+        future.set_result(found)
 
 
 class Share:

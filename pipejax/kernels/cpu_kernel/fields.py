@@ -3,10 +3,14 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
+
+from pipejax.system import Tree
+
+Entry = TypeVar("Entry")
 
 _TEXT = re.sub(r"/\*.*?\*/|//.*", "", (Path(__file__).parent / "fields.h").read_text(encoding="utf-8"))
 _BODIES: dict[str, str] = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n)*[^\n]*)", _TEXT))
@@ -23,7 +27,7 @@ def _names(table: str) -> list[str]:
 TABLES = {table: _names(table) for table in _BODIES}
 
 
-def arrays(table: str, given: Mapping[str, Any]) -> list[jax.Array]:
+def arrays(table: str, given: Mapping[str, Tree]) -> list[jax.Array]:
     """The arguments of a call, in the order of a table.
 
     Args:
@@ -42,7 +46,7 @@ def numbers(table: str, given: Mapping[str, int]) -> np.ndarray:
     return np.asarray(_order(table, given), np.int64)
 
 
-def _order(table: str, given: Mapping[str, Any]) -> list[Any]:
+def _order(table: str, given: Mapping[str, Entry]) -> list[Entry]:
     """The values of `given` in the order of a table. Raises a TypeError if a name is missing or unknown."""
     names = TABLES[table]
     missing, unknown = [x for x in names if x not in given], [x for x in given if x not in names]
