@@ -210,12 +210,17 @@ def check_rules(strategy: Stepper, state: Tree, rules: Sequence[Rule], states: S
     """
     rows = strategy.places[0]
     if not rows:
-        expected = f"a grid of rows, as {type(rules[0]).__name__} changes logits"
-        strategy_checks.refuse(strategy, "places", "no rows", expected)
+        strategy_checks.refuse(
+            strategy, "places", "no rows", f"a grid of rows, as {type(rules[0]).__name__} changes logits"
+        )
     if strategy.kept(state) is None and strategy.most_queries == rows:
         return
     # The state of a row is kept for the last token that is certain, and not for each of the row's queries.
     for rule, of_rows in zip(rules, states, strict=True):
         if jax.tree.leaves(of_rows):
-            found, expected = "a state, and several queries of a row in a step", "no drafts, or None as the state"
-            strategy_checks.refuse(rule, "init", found, f"{expected} of a rule that reads `Queries.prefix` instead")
+            strategy_checks.refuse(
+                rule,
+                "init",
+                "a state, and several queries of a row in a step",
+                "no drafts, or None as the state of a rule that reads `Queries.prefix` instead",
+            )
