@@ -11,6 +11,7 @@ import pytest
 
 from pipejax.apps.picture import curves
 from pipejax.apps.picture.picture_command import main
+from pipejax.system import markup
 from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +84,7 @@ def test_a_run_without_evaluations_of_one_step_and_of_many(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("low, high", [(0.0, 6.3), (0.31, 0.34), (0.0, 1e-4), (-2.0, 3.0), (1e6, 3e6)])
 def test_ticks_are_few_and_round(low: float, high: float) -> None:
-    found = curves.ticks(low, high)
+    found = markup.ticks(low, high)
     assert 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high + 1e-12
     assert all(len(f"{x:.6g}".strip("-0.").replace(".", "").rstrip("0").split("e")[0]) <= 3 for x in found)
 

@@ -20,7 +20,7 @@ from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans, total
 from pipejax.offline.evaluation import evaluate
 from pipejax.system.errors import UserError
-from pipejax.training import compare
+from pipejax.training import log_summary
 from pipejax.training.examiner import Examiner
 from pipejax.training.loop import fit
 from support.tiny import RUN_ON_ONE, change
@@ -198,7 +198,7 @@ def test_the_headline_picks_the_best(tmp_path, monkeypatch, said) -> None:
         value = next(headlines)
         return {"rouge1": 100 - value, "em_f1": 100 - value, metrics.HEADLINES[name]: value}
 
-    monkeypatch.setattr(metrics, "score", scripted)
+    monkeypatch.setattr(metrics, "combine", scripted)
     train = {"steps": 3, "evaluate_every": 1, "evaluate_examples": 2, "length_group": 1, "shapes": 1}
     assert fit(change(RUN_ON_ONE, train=train, data={"metric": "rouge"}), tmp_path) == 0
     best = checkpoint.open_run(tmp_path, best=True)
@@ -242,5 +242,5 @@ def test_scores_by_a_former_default_are_not_compared(said, lines, kept, highest,
 
 
 def test_runs_are_compared_by_their_last_metric() -> None:
-    found = compare.summary("run", evaluations(("spans", 90.0), ("exact", 50.0), ("exact", 40.0)))
+    found = log_summary.summary("run", evaluations(("spans", 90.0), ("exact", 50.0), ("exact", 40.0)))
     assert (found["best"], found["best at"], found["last"]) == ("50.00", "2", "40.00")

@@ -25,6 +25,7 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
+from pipejax.apps.compare import compare_command
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
 from pipejax.data import demo
@@ -34,7 +35,7 @@ from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
-from pipejax.training import compare, examiner, loop
+from pipejax.training import examiner, log_summary, loop
 from pipejax.training.dry_run import dry_run
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
@@ -164,18 +165,18 @@ def test_log_shows_epochs_and_predictions(finished):
 
 @pytest.mark.slow
 def test_runs_side_by_side(finished, tmp_path, capsys):
-    assert compare.main([str(finished), str(finished), "--json"]) == 0
+    assert compare_command.main([str(finished), str(finished), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     evaluations = [line for line in metrics(finished) if line["event"] == "evaluation"]
     best = max(evaluations, key=lambda line: (line["em_f1"], -line["dev_loss"]))
     assert rows[0] == rows[1] and (rows[0]["run"], rows[0]["step"]) == (str(finished), "6")
     assert (rows[0]["best at"], rows[0]["dev loss"]) == (str(best["step"]), f"{best['dev_loss']:.4f}")
-    assert compare.main([str(finished)]) == 0
+    assert compare_command.main([str(finished)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[-4:] == ["best", "last", "steps", "minutes"]
-    assert len(table) == 2 and len(table[1].split()) == len(compare.COLUMNS)
+    assert len(table) == 2 and len(table[1].split()) == len(log_summary.COLUMNS)
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(No such file or directory\)"):
-        compare.main([str(tmp_path / "absent")])
+        compare_command.main([str(tmp_path / "absent")])
 
 
 @pytest.mark.slow

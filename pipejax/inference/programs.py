@@ -270,6 +270,9 @@ class Programs:
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
         weights, memory, read = self._encode(Programs._run, strategy, source, lengths, adapter, report)
+        if report.times_encoder:
+            jax.block_until_ready(memory)
+            report.encoder_seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         shape = memory.mask.shape
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         options = options.take(numbers)
@@ -515,6 +518,22 @@ def _key(part: Tree, slots: int, wished: tuple[Tree, ...], shape: Tree, way: Way
 def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
     """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
+
+
+def peak_bytes(programs: Programs) -> int | None:
+    """Returns the bytes of a device that the largest compiled program needs: arguments, results and buffers.
+
+    None: XLA does not state the sizes on this device, or no program is compiled.
+    """
+    sizes = [x.memory_analysis() for x in programs._compiled.values() if isinstance(x, jax.stages.Compiled)]
+    return max(
+        (
+            int(x.argument_size_in_bytes + x.output_size_in_bytes + x.temp_size_in_bytes - x.alias_size_in_bytes)
+            for x in sizes
+            if x is not None
+        ),
+        default=None,
+    )
 
 
 def _by_itself(function: Callable[..., Tree], weights: Tree, *arrays: Tree) -> Tree:

@@ -14,6 +14,8 @@ class Report:
 
     examples: int = 0
     seconds: float = 0.0  # for generation and detokenisation, without compilation and tokenisation
+    times_encoder: bool = False  # whether batches wait for the encoder, to measure its seconds
+    encoder_seconds: float = 0.0  # a part of `seconds`; 0 without `times_encoder`
     compile_seconds: float = 0.0
     compiles_within: bool = False  # whether `seconds` includes an unknown time of compilation
     shapes: int = 0  # compiled programs
@@ -32,7 +34,7 @@ class Report:
         found = cls(other_steps=None if None in others else sum(n for n in others if n))
         for key in ("examples", "steps", "calls", "cut_sources", "repeated"):
             setattr(found, key, sum(getattr(part, key) for part in parts))
-        for key in ("seconds", "compile_seconds", "shapes"):
+        for key in ("seconds", "encoder_seconds", "compile_seconds", "shapes"):
             setattr(found, key, max(getattr(part, key) for part in parts))
         found.truncated = sum((Counter(part.truncated) for part in parts), Counter())
         return found

@@ -21,7 +21,8 @@ HEADLINES = {
     **dict.fromkeys(("keyphrases", "keyphrases_kp20k"), "present_f1@M"),
     **dict.fromkeys(("rouge", "rouge_score"), "rougeLsum"),
 }
-SAMPLES, CONFIDENCE = 2000, 0.95  # the number of samples and the confidence level of a bootstrap
+# The number of samples, the confidence level and the seed of a bootstrap.
+SAMPLES, CONFIDENCE, SEED = 2000, 0.95, 0
 
 
 def require(name: str) -> None:
@@ -134,18 +135,37 @@ def bootstrap(
     """
     if not first or len(first) != len(second):
         raise ValueError(f"expected the same documents twice; got {len(first)} and {len(second)}")
-    rng, count = np.random.default_rng(0), len(first)
-    keys = list(first[0])
-    values = np.array([[[d[key] for key in keys] for d in system] for system in (first, second)])  # [2, D, K]
 
-    def difference(weights: np.ndarray) -> dict[str, float]:
-        before, after = (combine(dict(zip(keys, weights @ system, strict=True)), count) for system in values)
+    def differences(sums: Sequence[Mapping[str, float]], count: int) -> dict[str, float]:
+        before, after = (combine(of_system, count) for of_system in sums)
         return {name: after[name] - before[name] for name in after}
 
-    drawn = [difference(np.bincount(rng.integers(count, size=count), minlength=count)) for _ in range(SAMPLES)]
+    return intervals([first, second], differences)
+
+
+def intervals(
+    systems: Sequence[Sequence[Document]],
+    statistics: Callable[[Sequence[Mapping[str, float]], int], dict[str, float]],
+) -> dict[str, tuple[float, float, float]]:
+    """Returns statistics of systems with percentile intervals of a bootstrap: (value, low, high).
+
+    Args:
+      systems: for each system, the terms of the same documents.
+      statistics: a function of the sums over the documents, one mapping for each system, and of the number of
+        documents.
+    """
+    rng, count = np.random.default_rng(SEED), len(systems[0])
+    keys = [list(system[0]) for system in systems]
+    values = [np.array([[d[key] for key in own] for d in system]) for own, system in zip(keys, systems, strict=True)]
+
+    def of_sample(weights: np.ndarray) -> dict[str, float]:
+        sums = [dict(zip(own, weights @ system, strict=True)) for own, system in zip(keys, values, strict=True)]
+        return statistics(sums, count)
+
+    drawn = [of_sample(np.bincount(rng.integers(count, size=count), minlength=count)) for _ in range(SAMPLES)]
     tails = 100 * np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     result = {}
-    for name, value in difference(np.ones(count)).items():
+    for name, value in of_sample(np.ones(count)).items():
         low, high = np.percentile([d[name] for d in drawn], tails)
         result[name] = float(value), float(low), float(high)
     return result

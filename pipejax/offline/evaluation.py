@@ -74,13 +74,8 @@ def evaluate(
         separator = data.separator if chosen.parts_text else ""
         for line in describe_changes(examples, generator.tokenizer, separator, kinds=(TARGETS, JOINED)):
             _warn_once(line)
-    records, report = _decode(generator, examples, name, batch_size, tick)
     metric = metric or data.metric or make_task(data).metric
-    if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(data.separator):
-        # ROUGE-Lsum depends on the sentence boundaries, which a sequential answer does not mark, so both methods'
-        # texts are split by the same rule.
-        for record in records:
-            record["rows"] = sentences(record["text"] or "")
+    records, report = decode_examples(generator, examples, method=name, metric=metric, batch_size=batch_size, tick=tick)
     scores = _score(generator, examples, records, metric)
     result = {
         "method": name,
@@ -93,13 +88,20 @@ def evaluate(
     return result, records
 
 
-def _decode(
-    generator: Generator, examples: Sequence[Example], method: str, batch_size: int, tick: Callable[[int], None]
+def decode_examples(
+    generator: Generator,
+    examples: Sequence[Example],
+    *,
+    method: str,
+    metric: str,
+    batch_size: int,
+    tick: Callable[[int], None] = lambda count: None,
+    times_encoder: bool = False,
 ) -> tuple[list[Record], Report]:
     """Decodes the examples, distributed over the processes; returns all records, in order, to all processes.
 
     Each process decodes an equal share, and every process decodes the remainder, so that `tick` is called equally often
-    in all processes.
+    in all processes. The arguments are as for `evaluate`; `times_encoder` is a field of `Report`.
     """
 
     def decoded(part: Sequence[Example], report: Report) -> list[Record]:
@@ -116,20 +118,28 @@ def _decode(
         return records
 
     index, count = jax.process_index(), jax.process_count()
-    even, report = len(examples) // count * count, Report()
+    even, report = len(examples) // count * count, Report(times_encoder=times_encoder)
     records = decoded(examples[index:even:count], report)
     rest = decoded(examples[even:], report if index == 0 else Report())
-    if count == 1:
-        return records, report
-    shares = [strict_json.loads(text) for text in distributed.gather_texts(json.dumps([records, vars(report)]))]
-    all_records = [shares[i % count][0][i // count] for i in range(even)]
-    return all_records + rest, Report.of_all([Report(**numbers) for _, numbers in shares])
+    if count > 1:
+        shares = [strict_json.loads(text) for text in distributed.gather_texts(json.dumps([records, vars(report)]))]
+        records = [shares[i % count][0][i // count] for i in range(even)] + rest
+        report = Report.of_all([Report(**numbers) for _, numbers in shares])
+    if metrics.HEADLINES[metric] == "rougeLsum" and not tells_rows_apart(generator.config.data.separator):
+        # ROUGE-Lsum depends on the sentence boundaries, which a sequential answer does not mark, so both methods'
+        # texts are split by the same rule.
+        for record in records:
+            record["rows"] = sentences(record["text"] or "")
+    return records, report
 
 
-def _score(
+def score_documents(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
-) -> dict[str, float]:
-    """Returns the scores of the records by a metric; for "exact" metrics, rows become names and values first."""
+) -> list[dict[str, float]]:
+    """Returns the terms of each example for `metrics.combine`.
+
+    For "exact" metrics, rows become names and values first.
+    """
     readers: dict[str, Callable[[str], object]] = dict.fromkeys(generator.config.grid.row_names, exact.number_or_text)
     if generator.answer_format is not None and generator.tokenizer is not None:
         readers = {generator.tokenizer.decode([*row.beginning]): row.value for row in generator.answer_format.rows}
@@ -137,16 +147,21 @@ def _score(
     if metric.startswith("exact"):
         read = partial(exact.named_rows, readers=readers, fold_case=metric != "exact")
     gold, predicted = [read(e.targets) for e in examples], [read(texts(record)) for record in records]
-    return metrics.score(metric, [e.document or e.source for e in examples], gold, predicted)
+    return metrics.per_document(metric, [e.document or e.source for e in examples], gold, predicted)
+
+
+def _score(
+    generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
+) -> dict[str, float]:
+    """Returns the scores of the records by a metric."""
+    documents = score_documents(generator, examples, records, metric)
+    return metrics.combine(metric, metrics.total(documents), len(documents))
 
 
 def by_rows(
     generator: Generator, examples: Sequence[Example], records: Sequence[Record], metric: str
 ) -> list[dict[str, float]]:
-    """Returns the headline score, steps and, if known, seconds of the documents with 0, 1, ...
-
-    rows (paper, Figures 4, 5).
-    """
+    """Returns the headline score, steps and, if known, seconds by the number of rows in the data (Figures 4, 5)."""
     groups: dict[int, list[int]] = {}
     for i, example in enumerate(examples):
         groups.setdefault(len(example.targets), []).append(i)
@@ -213,26 +228,10 @@ def main(argv: Sequence[str]) -> int:
     others = [a for a in flags.overrides if a not in ours]
 
     generator = load(flags.checkpoint, best=flags.best, overrides=others)
-    if generator.tokenizer is None:
-        raise UserError(
-            flags.checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
-        )
-    if flags.task:  # the metric of the given task counts, not the metric of the checkpoint's task
-        ours = [f"data.task={flags.task}", "data.metric=", *ours]
     ours += ["data.skip_bad=true"] if flags.skip_bad else []
-    generator.config = config_lib.override(generator.config, ours)
-    data = generator.config.data
-    task = _task_of(generator, flags.checkpoint, flags.split, ours)
-    metrics.require(data.metric or task.metric)
-    examples = task.examples(flags.split)[: flags.limit]
-    if not len(examples):
-        raise UserError(f"--split {flags.split}", found="no examples", expected="at least one")
-    same = data.split and generator.trained and generator.trained.data.train == data.train
-    if same and generator.learned and generator.learned != fingerprint(task.examples("train"), None):
-        cli.note(
-            "warning: data.split: found training examples that differ from the run's; some "
-            "evaluated documents may be among its training examples"
-        )
+    examples, _ = examples_of(
+        generator, flags.checkpoint, task=flags.task, split=flags.split, limit=flags.limit, overrides=ours
+    )
     method = flags.method or generator.default_method
     progress = Progress("evaluating", len(examples), unit="example")
     size = generator.batch_size_for(min(flags.batch_size, len(examples)))
@@ -266,6 +265,54 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(text, end="")
     return 0
+
+
+def examples_of(
+    generator: Generator,
+    checkpoint: str,
+    *,
+    task: str | None,
+    split: str,
+    limit: int | None,
+    overrides: Sequence[str],
+) -> tuple[Sequence[Example], str]:
+    """Reads the examples of a split, and sets the data of the generator's config to theirs.
+
+    Args:
+      generator: the generator.
+      checkpoint: the path of its checkpoint, for messages.
+      task: the name of the task; None: the task of the training.
+      split: the split.
+      limit: the most examples; None: all.
+      overrides: settings of the section data, as KEY=VALUE.
+
+    Returns:
+      The examples, and the name of the metric.
+
+    Raises:
+      UserError: the generator has no tokenizer, or the split has no examples.
+    """
+    if generator.tokenizer is None:
+        raise UserError(
+            checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
+        )
+    if task:  # the metric of the given task counts, not the metric of the checkpoint's task
+        overrides = [f"data.task={task}", "data.metric=", *overrides]
+    generator.config = config_lib.override(generator.config, overrides)
+    data = generator.config.data
+    read = _task_of(generator, checkpoint, split, overrides)
+    metric = data.metric or read.metric
+    metrics.require(metric)
+    examples = read.examples(split)[:limit]
+    if not len(examples):
+        raise UserError(f"--split {split}", found="no examples", expected="at least one")
+    same = data.split and generator.trained and generator.trained.data.train == data.train
+    if same and generator.learned and generator.learned != fingerprint(read.examples("train"), None):
+        cli.note(
+            "warning: data.split: found training examples that differ from the run's; some "
+            "evaluated documents may be among its training examples"
+        )
+    return examples, metric
 
 
 def _task_of(generator: Generator, checkpoint: str, split: str, overrides: Sequence[str]) -> Task:

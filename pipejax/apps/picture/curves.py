@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipejax.metrics import HEADLINES
-from pipejax.system.markup import FONT, count, escape
-from pipejax.training.compare import COLUMNS, log_of, summary
+from pipejax.system.markup import FONT, count, escape, ticks
+from pipejax.training.log_summary import COLUMNS, log_of, summary
 from pipejax.training.run_log import Line
 
 Points = list[tuple[int, float]]  # steps and values
@@ -101,14 +101,6 @@ def thinned(some: Points) -> Points:
     size = math.ceil(len(some) / MOST)
     parts = [some[i : i + size] for i in range(0, len(some), size)] if size > 1 else [[point] for point in some]
     return [(round(sum(x for x, _ in part) / len(part)), sum(y for _, y in part) / len(part)) for part in parts]
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns multiples of 1, 2 or 5 times a power of ten from low to high: at least 2 and at most `most` + 1."""
-    rough = (high - low) / most or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def chart(curves: Sequence[Curve], runs: Sequence[str]) -> str:

@@ -1,14 +1,9 @@
-"""Compares training runs by their logs: the scores that each run reached, and the steps and minutes it took.
+"""Summarises training runs by their logs: the scores that each run reached, and the steps and minutes it took."""
 
-pipejax compare RUN RUN ...
-"""
-
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipejax.metrics import HEADLINES
-from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import run_log
 from pipejax.training.run_log import Line, score_of
@@ -53,21 +48,3 @@ def summary(run: str, lines: Sequence[Line]) -> dict[str, str]:
         found |= {"metric": HEADLINES[best["metric"]], "best": f"{score_of(best)[0]:.2f}"}
         found["last"] = f"{score_of(evaluations[-1])[0]:.2f}"
     return found
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = cli.Parser(prog="pipejax compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the --workdir of a run of pipejax train")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    flags = parser.parse_args(argv)
-    rows = [summary(run, log_of(run)) for run in flags.runs]
-    if flags.json:
-        print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-        return 0
-    table = [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]
-    widths = {name: max(len(row.get(name, "-")) for row in table) for name in COLUMNS}
-    for row in table:
-        cells = (row.get(name, "-") for name in COLUMNS[1:])
-        aligned = [cell.rjust(widths[name]) for name, cell in zip(COLUMNS[1:], cells, strict=True)]
-        print("  ".join([row["run"].ljust(widths["run"]), *aligned]))
-    return 0
