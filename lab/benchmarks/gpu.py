@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lab.benchmarks import gpu_tables, wheels
 
@@ -60,6 +60,17 @@ PARTS = (  # in order of worth
     Part("graph", 15, "a decoding step in PyTorch, in a CUDA graph", quiet=True),
     Part("agreement", 10, "own kernels of decoding compared with XLA's"),
 )
+
+
+Result = dict[str, Any]  # figures by name
+
+
+class Case(NamedTuple):
+    """A measurement: `compile` returns the function that measures."""
+
+    name: str
+    compile: Callable[[], Callable[[], Result | list[Result]]]
+    timed: bool = True  # whether it needs a turn on the device
 
 
 class Channel:

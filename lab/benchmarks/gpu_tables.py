@@ -95,9 +95,12 @@ TABLES = (
             Column("ms a step", "step_s", ".3f", 1e3),
             Column("ms fixed", "fixed_s", ".2f", 1e3),
             Column("in kernels, ms a step", "kernels_s", ".3f", 1e3),
+            Column("encoder, ms", "encoder_s", ".2f", 1e3),
+            Column("first decode, s", "first_s", ".1f"),
             Column("equal tokens", "equal", ".0%"),
             Column("loops of the host", "host_loops", ""),
             Column("failed", "failed", ""),
+            Column("choice", "way", ""),
         ),
     ),
     Table(
@@ -105,7 +108,14 @@ TABLES = (
         ("attention", "launch", "agreement"),
         "agrees",
         "compared",
-        (Column("agrees", "agrees", ""), Column("difference", "apart", ".3g"), Column("XLA's own", "apart_xla", ".3g")),
+        (
+            Column("agrees", "agrees", ""),
+            Column("difference", "apart", ".3g"),
+            Column("XLA's own", "apart_xla", ".3g"),
+            Column("equal tokens", "equal", ".0%"),
+            Column("seconds of the trial", "trial_s", ".1f"),
+            Column("verdict", "verdict", ""),
+        ),
     ),
 )
 

@@ -15,6 +15,16 @@ MOST = 12  # kernels that are named
 LINES = ("Stream", "tf_XLA")  # of a trace: a GPU's kernels, and a CPU's threads, whose figures mean little
 
 
+def least(call: Callable[[], Any], rounds: int = 7) -> float:
+    """The seconds of the fastest of some calls, after one that is not counted."""
+    times = []
+    for _ in range(rounds + 1):
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
 def profiled(call: Callable[[], Any]) -> dict[str, Any]:
     """The seconds of a call that has been made before, those of its kernels, and the kernels that take most.
 

@@ -21,6 +21,7 @@ from jax.profiler import ProfileData
 from lab.benchmarks import (
     agreement,
     gpu,
+    gpu_decode,
     gpu_tables,
     graph,
     profile,
@@ -211,7 +212,9 @@ def test_the_whole_run_is_rehearsed(tmp_path, capsys):
     assert len(errors) == 14 and all(r["blocks_error"] < 0.02 for r in errors)
     decodes = [r for name in ("decode", "launch") for r in parts[name]["results"] if "equal" in r]
     assert len(decodes) >= 4 and all(r["equal"] == 1 for r in decodes)
-    assert all(r["agrees"] for part in parts.values() for r in part["results"] if "agrees" in r)
+    agrees = {r["name"]: r["agrees"] for part in parts.values() for r in part["results"] if "agrees" in r}
+    assert {name for name, value in agrees.items() if value is None} == {name for name in agrees if "child" in name}
+    assert all(agrees[name] for name in agrees if "child" not in name)  # a child process finds no GPU here
     assert [r["name"] for r in parts["train"]["results"]] == [
         "T5-Base, 32 tokens",
         "T5-Base, 32 tokens, from the cache",
@@ -470,6 +473,20 @@ def test_profile_separates_kernel_time_from_gaps():
     assert found["busy_s"] == pytest.approx(1.5 + 1.0 + 0.999999)
     assert [(x["name"], x["count"]) for x in found["most"]][:2] == [("a", 2), ("b", 1)]
     assert profile.kernels([])["busy_s"] == 0
+
+
+def test_loops_of_the_host_are_outside_of_graphs(tmp_path):
+    assert gpu_decode.host_loops(tmp_path) is None
+    thunks = tmp_path / "module_1.jit_decode.thunk_sequence.txt"
+    thunks.write_text("001: kWhile [x]\n  002: kWhile [x]\n    003: kCustomKernel [x]\n")
+    assert gpu_decode.host_loops(tmp_path) == 2
+    graphs = tmp_path / "module_1.jit_decode.thunk_sequence_after_thunk_passes.txt"
+    graphs.write_text("001: kCommandBuffer [x]\n  002: kWhile [x]\n    003: kCustomKernel [x]\n")
+    assert gpu_decode.host_loops(tmp_path) == 0
+
+
+def test_time_of_a_decode_has_a_fixed_part():
+    assert gpu_decode.slope(20, 0.013, 44, 0.025) == pytest.approx({"step_s": 0.0005, "fixed_s": 0.003})
 
 
 def test_trace_kernels_come_from_device_streams_only():
