@@ -108,6 +108,7 @@ class Running:
         """Starts the process. `command`: the arguments of Python; the number of a file descriptor is appended."""
         self.part, self.record = part, record_of(part, "running")
         self.compiling, self.asks = True, False  # a part compiles until it asks for its first turn
+        self.code: int | None = None  # its exit code, which it sends as its last message
         self.since, self.used = 0.0, 0.0  # when its turn has begun, or 0; the seconds of its earlier turns
         self.began, self.log = time.time(), tempfile.TemporaryFile()  # noqa: SIM115 - `finish` closes it
         self.connection, other = Pipe()
@@ -133,6 +134,7 @@ class Running:
             self.compiling, self.asks = False, message["asks"]
             if self.since:
                 self.used, self.since = self.used + time.time() - self.since, 0.0
+        self.code = message.get("code", self.code)
         self.record["results"] += message.get("results", [])
         self.record |= {key: message[key] for key in ("device", "skipped") if key in message}
         return True
@@ -155,7 +157,7 @@ class Running:
 
     def finish(self, cut: str = "") -> None:
         """Completes the record of a process that has ended. `cut`: why it was ended; "": it has ended by itself."""
-        code = self.process.returncode
+        code = self.process.returncode if self.code is None else self.code
         status = "cut off" if cut else "failed" if code else "skipped" if "skipped" in self.record else "done"
         if any("error" in result for result in self.record["results"]) and status == "done":
             status = "failed"
@@ -194,7 +196,7 @@ def run(
         reasons = [why(each) for each in which]
         for each in (each for each, reason in zip(which, reasons, strict=True) if not reason):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it closes its connection shortly before it ends
-                each.process.wait(ENDING)
+                each.process.wait(2.0)
         end([each.process for each in which])
         for each, reason in zip(which, reasons, strict=True):
             each.finish(reason)

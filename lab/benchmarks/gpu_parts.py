@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         jax.config.update("jax_platforms", "cpu")  # PyTorch has the device
     elif jax.default_backend() != "gpu" and not rehearse:
         print(f"found no GPU (JAX on {jax.default_backend()}); expected one, or --rehearse", file=sys.stderr)
+        channel.send(code=NO_GPU)
         return NO_GPU
     else:
         channel.send(device=device())
@@ -73,9 +74,11 @@ def main(argv: Sequence[str]) -> int:
         try:
             cases = builders[name](rehearse)
         except Skipped as error:
-            channel.send(skipped=str(error))
+            channel.send(skipped=str(error), code=0)
             return 0
-        return measure(cases, channel)
+        code = measure(cases, channel)
+        channel.send(code=code)  # libraries may need long to end the process
+        return code
 
 
 def device() -> dict[str, Any]:

@@ -111,16 +111,18 @@ def test_every_way_to_end_leaves_what_was_found():
         "fails": sends + "sys.exit('no such luck')",
         "partly": sends + "c.send(results=[{'name': 'a', 'error': 'MemoryError'}])",
         "skips": "c.send(skipped='PyTorch is not installed')",
+        "dawdles": sends + "c.send(code=0); c._connection.close(); time.sleep(60)",
         "hangs": sends + child,
     }
     began = time.time()
-    found, saved = run(codes, seconds=5, at_once=4)
-    assert time.time() - began < 5 + gpu.ENDING
+    found, saved = run(codes, seconds=9, at_once=6)
+    assert time.time() - began < 9 + gpu.ENDING
     assert {name: record["status"] for name, record in found.items()} == {
         "holds": "cut off",
         "fails": "failed",
         "partly": "failed",
         "skips": "skipped",
+        "dawdles": "done",
         "hangs": "cut off",
     }
     assert found["holds"]["cut"] == "its 2 s on the device are over"
