@@ -17,6 +17,7 @@ PACKAGE = HERE.parent / "pipejax"
 ROOMS = {
     "apps": (0.35, 11, "server, schemas, bulk, export, pictures"),
     "training": (0.35, 10, "steps, log, resuming, memory plan"),
+    "testing": (1.65, 10, "checks of custom pieces"),
     "offline": (0.35, 9, "decode and evaluate files"),
     "kernels": (1.65, 9, "fast products and attention"),
     "inference": (0.35, 8, "from text to record"),

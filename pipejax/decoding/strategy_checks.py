@@ -16,7 +16,7 @@ from pipejax.decoding.strategy import Decoded, SourceIds, Stepper, Strategy, end
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
-Walked = tuple[Query, np.ndarray, Decoded, np.ndarray]  # a step: query, tokens i32 [B, S], rows so far, kept queries
+Walked = tuple[Query, Any, Decoded, np.ndarray]  # a step: queries, answers, rows so far, kept queries
 
 
 def refuse(owner: object, place: str, found: object, expected: object) -> NoReturn:
@@ -88,57 +88,71 @@ def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
     expect(strategy, "result: truncated", decoded.truncated, "int32", (batch,))
 
 
-def walk(strategy: Strategy, answer: Callable[[Query], np.ndarray]) -> Iterator[Walked]:
-    """Runs the steps of one example until it is done, with tokens from `answer` instead of a model; in NumPy.
+def walk(strategy: Strategy, answer: Callable[[Query], Tree], batch: int = 1) -> Iterator[Walked]:
+    """Runs the steps of a batch until all its examples are done, with answers from a function instead of a model.
 
     Args:
       strategy: the strategy.
-      answer: maps the queries of a step to the tokens i32 [1, S] that are generated from them.
+      answer: maps the queries of a step to the tokens i32 [B, S] that are generated from them, or to the arrays
+        [B, S, ...] of `Stepper.choose`.
+      batch: B.
 
     Yields:
-      For each step the queries, the tokens, the result so far, and bool [1, S], the live queries that are kept.
+      For each step the queries, the answers, the result so far, and bool [B, S], the live queries that are kept; all of
+      them are NumPy arrays.
 
     Raises:
-      UserError: a shape is wrong, or the example is not done after far more steps than it has slots.
+      UserError: a shape is wrong, or an example is not done after far more steps than it has slots.
     """
-    source = SourceIds(np.full((1, 4), 2, np.int32), np.full(1, 4, np.int32)) if strategy.reads_source else None
-    state, most = strategy.init(1, source), 2 * strategy.slots + 64
+    source = None
+    if strategy.reads_source:
+        source = SourceIds(np.full((batch, 4), 2, np.int32), np.full(batch, 4, np.int32))
+    state, most = _begin(strategy, batch, source), 2 * strategy.slots + 64
     for _ in range(most):
-        state, query = jax.device_get(_ask(strategy, state))
+        state, query = jax.device_get(_ask(strategy, state, batch))
         answers = answer(query)
-        state, kept, done, decoded = jax.device_get(_take(strategy, state, answers))
+        state, kept, done, decoded = jax.device_get(_take(strategy, state, answers, batch))
         yield query, answers, decoded, query.live & kept
-        if done[0]:
+        if done.all():
             return
     refuse(strategy, "done", f"an answer that continues after {most} steps", f"its end, since slots = {strategy.slots}")
 
 
-@partial(jax.jit, static_argnums=0)
-def _ask(strategy: Strategy, state: Tree) -> tuple[Tree, Query]:
-    """Runs `Stepper.query` for one example, and checks the queries."""
+@partial(jax.jit, static_argnums=(0, 1))
+def _begin(strategy: Strategy, batch: int, source: SourceIds | None) -> Tree:
+    """Runs `Stepper.init`."""
+    return strategy.init(batch, source)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _ask(strategy: Strategy, state: Tree, batch: int) -> tuple[Tree, Query]:
+    """Runs `Stepper.query`, and checks the queries."""
     state, query = strategy.query(state)
-    check_query(strategy, query, 1)
+    check_query(strategy, query, batch)
     return state, query
 
 
-@partial(jax.jit, static_argnums=0)
-def _take(strategy: Strategy, state: Tree, answers: jax.Array) -> tuple[Tree, jax.Array | bool, jax.Array, Decoded]:
-    """Runs `Stepper.advance` for one example, and checks the results.
+@partial(jax.jit, static_argnums=(0, 3))
+def _take(
+    strategy: Strategy, state: Tree, answers: Tree, batch: int
+) -> tuple[Tree, jax.Array | bool, jax.Array, Decoded]:
+    """Runs `Stepper.advance`, and checks the results.
 
     Args:
       strategy: the strategy.
       state: the state after `Stepper.query`.
-      answers: i32 [1, S], the generated tokens.
+      answers: i32 [B, S], the generated tokens, or the arrays of `Stepper.choose`.
+      batch: B.
 
     Returns:
-      The new state; bool [1, S], the queries that are kept, or True for all; bool [1], whether the example is done; and
-      the result so far.
+      The new state; bool [B, S], the queries that are kept, or True for all; bool [B], whether each example is done;
+      and the result so far.
     """
     new = strategy.advance(state, answers)
     check_state(strategy, state, new)
     kept, done, decoded = strategy.kept(new), strategy.done(new), strategy.result(new)
-    expect(strategy, "done", done, "bool", (1,))
-    check_result(strategy, decoded, 1)
+    expect(strategy, "done", done, "bool", (batch,))
+    check_result(strategy, decoded, batch)
     return new, True if kept is None else kept, done, decoded
 
 

@@ -29,7 +29,7 @@ LAYERS = (
     ("convert", "convert.[!_]*"),
     ("inference", "inference.*"),
     ("kernels", "kernels.*"),
-    ("offline", "offline.*", "testing"),
+    ("offline", "offline.*", "testing", "testing.*"),
     ("training", "training.*"),
     ("apps", "apps.*"),
     ("__main__", "*.__main__", ""),

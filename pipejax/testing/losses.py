@@ -1,0 +1,125 @@
+"""Checks the loss of a method on random logits: it is a sum over slots, ignores padding, and teaches the right tokens.
+
+Shapes: G rows, N slots of a row, V vocabulary, C choices of a slot.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipejax.decoding.strategy_checks import expect, refuse
+from pipejax.methods import Method
+from pipejax.testing.recomputation import compiled
+
+GROUPS, SLOTS = 2, 6
+NEAR = 1e-4
+PARTS = ("loss", "divisor")
+
+
+class Slots(NamedTuple):
+    """The arguments of `Method.loss`."""
+
+    logits: np.ndarray  # f32 [G, N, V]
+    targets: np.ndarray  # i32 [G, N], or [G, N, C]
+    weights: np.ndarray  # f32 of the same shape
+
+
+class Losses(NamedTuple):
+    """The results of a method's loss, each a pair of the summed loss and its divisor, f32 [2]."""
+
+    whole: Any  # of all slots
+    examples: Any  # the sum over the halves of the examples
+    slots: Any  # the sum over the halves of the slots
+    padded: Any  # of all slots, with other logits and targets at slots with weight 0
+    louder: Any  # of all slots, with doubled logits
+    gradient: Any  # f32 [G, N, V], of the summed loss
+
+
+def measure(method: Method, slots: Slots) -> Losses:
+    """Computes the loss of slots in all ways that the checks compare, in one program.
+
+    Raises:
+      UserError: the loss does not return two float32 scalars.
+    """
+    found: Any = jax.eval_shape(method.loss, *slots)
+    if not isinstance(found, tuple) or len(found) != 2:
+        refuse(method, "loss", type(found).__name__, "a tuple of the summed loss and its divisor")
+    for name, x in zip(PARTS, found, strict=True):
+        expect(method, f"loss: {name}", x, "float32", ())
+    return jax.device_get(compiled(partial(_measure, method.loss))(slots, _with_other_padding(slots)))
+
+
+def _measure(loss: Any, slots: Slots, padded: Slots) -> Losses:
+    """See `measure`; traced."""
+
+    def halved(axis: int) -> Any:
+        halves = zip(*(jnp.split(x, 2, axis=axis) for x in slots), strict=True)
+        return sum(jnp.stack(loss(*half)) for half in halves)
+
+    def of(slots: Slots) -> Any:
+        return jnp.stack(loss(*slots))
+
+    louder = slots._replace(logits=2 * slots.logits)
+    gradient = jax.grad(loss, has_aux=True)(*slots)[0]
+    return Losses(of(slots), halved(0), halved(1), of(padded), of(louder), gradient)
+
+
+def random_slots(method: Method, vocabulary: int) -> Slots:
+    """Random logits and distinct random targets, with weights of 1, and of 0 at a slot of each row and at an end."""
+    rng, choices = np.random.default_rng(0), method.choices or 1
+    logits = rng.standard_normal((GROUPS, SLOTS, vocabulary)).astype(np.float32)
+    targets = rng.permuted(np.tile(np.arange(vocabulary), (GROUPS, SLOTS, 1)), axis=2)[..., :choices].astype(np.int32)
+    weights = np.ones(targets.shape, np.float32)
+    weights[:, 2] = weights[1, 4:] = 0.0
+    return Slots(logits, *((targets, weights) if method.choices else (targets[..., 0], weights[..., 0])))
+
+
+def _with_other_padding(slots: Slots) -> Slots:
+    """The slots with other logits and targets where the weight is 0."""
+    is_padding = slots.weights.reshape(GROUPS, SLOTS, -1).max(axis=2) == 0
+    logits, targets = slots.logits.copy(), slots.targets.copy()
+    logits[is_padding] += 3.0 * np.arange(logits.shape[2]) / logits.shape[2]
+    targets[is_padding] = (targets[is_padding] + 1) % logits.shape[2]
+    return Slots(logits, targets, slots.weights)
+
+
+def check_sum(method: Method, losses: Losses) -> None:
+    """Compares the loss and the divisor of a batch with their sums over halves of it."""
+    for what, halves in (("examples", losses.examples), ("slots", losses.slots)):
+        for name, here, there in zip(PARTS, losses.whole, halves, strict=True):
+            if not np.isclose(here, there, rtol=NEAR):
+                expected = f"{there:.6g}, the sum over the two halves of its {what}"
+                refuse(method, f"loss: {name}", f"{here:.6g} for a batch", expected)
+
+
+def check_padding(method: Method, losses: Losses) -> None:
+    """Requires the same loss and divisor with other logits and targets at slots with weight 0."""
+    for name, before, after in zip(PARTS, losses.whole, losses.padded, strict=True):
+        if not np.isclose(before, after, rtol=NEAR):
+            found = f"{before:.6g}, then {after:.6g} after a change at slots with weight 0"
+            refuse(method, f"loss: {name}", found, "the same")
+
+
+def check_targets(method: Method, slots: Slots, losses: Losses) -> None:
+    """Requires that the gradient raises the logit of a right token most, at every slot with a weight.
+
+    The divisor must be positive, and the same for other logits.
+    """
+    targets = slots.targets.reshape(GROUPS, SLOTS, -1)
+    weights = slots.weights.reshape(targets.shape)
+    for g, n in np.argwhere(weights.max(axis=2) > 0).tolist():
+        gradient, rights = losses.gradient[g, n], targets[g, n][weights[g, n] > 0].tolist()
+        most = int(gradient.argmin())
+        if not (np.isfinite(gradient).all() and gradient[most] < 0):
+            found = "a gradient that raises no logit at a slot with a weight"
+            refuse(method, "loss", found, "one that raises the logit of a right token")
+        if most not in rights:
+            expected = f"token {' or '.join(map(str, rights))}, as in `targets`"
+            refuse(method, "loss", f"a gradient that raises the logit of token {most} most", expected)
+    before, after = losses.whole[1], losses.louder[1]
+    if not (0 < before < np.inf and np.isclose(before, after, rtol=NEAR)):
+        found = f"{before:.6g}, then {after:.6g} with other logits"
+        refuse(method, "loss: divisor", found, "a positive number that does not depend on logits")

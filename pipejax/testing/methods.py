@@ -1,0 +1,334 @@
+"""Checks custom methods by a table of demands."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from pipejax import methods
+from pipejax.config import Config, DecodeConfig
+from pipejax.data import demo
+from pipejax.decoding import Strategy, ends_of, strategy_checks
+from pipejax.decoding.strategy_checks import refuse
+from pipejax.inference.generator import Generator
+from pipejax.methods import ABILITIES, Ids, Method, RowPrefixes, spell
+from pipejax.model.backbone import Backbone
+from pipejax.system import Tree
+from pipejax.testing import layouts, losses, scripted
+from pipejax.testing.answers import Records, compare_records, stream
+from pipejax.testing.demands import Demand, check_all
+from pipejax.testing.layouts import Layout
+from pipejax.testing.recomputation import SHORT, TOY, draw_ids, random_params
+
+MOST, FEW = 64, 8  # the most tokens of a target, and of a target that is cut
+SIZES = (1, 2, 3, 1, 4, 2, 3, 5)  # numbers of rows of the default targets
+# The fields of sources that test the abilities "prefix" and "rows".
+PREFIXED: dict[str, dict[str, Any]] = {
+    "prefix": {"row_prefixes": [[3]]},
+    "rows": {"row_prefixes": [[3], [4]], "max_rows": 2},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodCase:
+    """A method that is checked, on a toy model."""
+
+    method: Method
+    model: Backbone = TOY
+    targets: Sequence[Sequence[str]] = ()  # the rows of targets; (): random ones
+    sources: int = 8  # the number of random sources
+
+    @cached_property
+    def ids(self) -> Ids:
+        """The special ids of the model."""
+        return Ids.of(self.model)
+
+    @cached_property
+    def words(self) -> Any:
+        """The tokenizer of the demo task."""
+        return demo.DemoTask().tokenizer()
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy, after the checks of its interface."""
+        self.method.check()
+        return methods.strategy_of(self.method, self.ids)
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """The layouts of the targets."""
+        rng = np.random.default_rng(0)
+        most = self.strategy.places[0]
+        sizes = (*SIZES, *([most] if most <= max(SIZES) else []))
+        texts = self.targets or [[self.words.decode(draw_ids(rng, self.model, 4)) for _ in range(n)] for n in sizes]
+        return [self.layout(rows, f"target {i}") for i, rows in enumerate(texts)]
+
+    def layout(self, rows: Sequence[str], where: str, most: int = MOST) -> Layout:
+        """The layout of a target of at most `most` tokens."""
+        return Layout(self.method, self.strategy, tuple(rows), self.ids, self.words, self.model.vocab_size, most, where)
+
+    @cached_property
+    def slots(self) -> losses.Slots:
+        """Random arguments of the loss."""
+        return losses.random_slots(self.method, self.model.vocab_size)
+
+    @cached_property
+    def losses(self) -> losses.Losses:
+        """The loss of the random arguments, in all ways that are compared."""
+        return losses.measure(self.method, self.slots)
+
+    @cached_property
+    def params(self) -> Tree:
+        """Random parameters."""
+        return random_params(self.model, self.strategy.eos)
+
+    @cached_property
+    def generator(self) -> Generator:
+        """Decodes with the random parameters, and returns scores if the method has them."""
+        decode = DecodeConfig(scores="score" in self.method.can)
+        return Generator(Config(model=self.model, method=self.method, decode=decode), self.params, self.words)
+
+    @cached_property
+    def records(self) -> list[Any]:
+        """Random sources of mixed lengths, then some with prefixes if the method has this ability."""
+        rng = np.random.default_rng(1)
+        plain = [{"source_ids": [*draw_ids(rng, self.model, SHORT - 1), self.ids.eos]} for _ in range(self.sources)]
+        return plain + [
+            record | PREFIXED[key]
+            for key in PREFIXED
+            if key in self.method.can
+            for record in plain[: min(3, self.sources)]
+        ]
+
+    @cached_property
+    def compared(self) -> tuple[int, str]:
+        """The number of answers that equal their recomputation, and the names of the ways of decoding."""
+        generator, can, method = self.generator, self.method.can, self.method
+        checked = [generator.source(record, f"source {i}", i) for i, record in enumerate(self.records)]
+        runs = {"decode": generator.decode(self.records, batch_size=4)}
+        if "draft" in can:
+            runs["drafts"] = generator.decode(self.records, batch_size=1, draft="source", draft_tokens=2)
+        if {"stream", "serve"} & can:
+            runs["stream"] = stream(generator, method, checked[: self.sources])
+        count = compare_records(self.model, self.params, method, checked, cast(Records, runs), method)
+        return count, ", ".join(runs)
+
+
+def check_method(
+    method: Method, *, model: Backbone = TOY, targets: Sequence[Sequence[str]] = (), sources: int = 8
+) -> str:
+    """Checks a method on a toy model by the rules of METHOD_DEMANDS, which docs/methods.md lists.
+
+    Args:
+      method: the method. It should have few rows and times, as each step is recomputed.
+      model: the backbone, if the method needs another one than the toy.
+      targets: the rows of targets, if the method does not accept the default ones.
+      sources: the number of random sources to decode.
+
+    Returns:
+      A line that summarises the number of compared layouts and answers.
+
+    Raises:
+      UserError: the method breaks a rule. The message names the part, the result, the expected result and the rule.
+    """
+    case = MethodCase(method, model, targets, sources)
+    check_all(METHOD_DEMANDS, case)
+    whole, (compared, runs) = sum(layout.is_whole for layout in case.layouts), case.compared
+    return f"{type(method).__name__}: {whole} layouts and {compared} answers agree with recomputation ({runs})"
+
+
+def _check_interface(case: MethodCase) -> None:
+    """Requires the properties that `Strategy` and the abilities of the method need."""
+    assert case.strategy
+
+
+def _check_accounting(case: MethodCase) -> None:
+    """See `scripted.check_accounting`."""
+    is_ordered = any(ABILITIES[ability].by_place for ability in case.method.can)
+    scripted.check_accounting(case.strategy, case.model.vocab_size, is_ordered=is_ordered)
+
+
+def _check_stable(case: MethodCase) -> None:
+    """Lays every target out again, in another order, and compares."""
+    first = [layout.target for layout in case.layouts]
+    for layout, target in reversed([*zip(case.layouts, first, strict=True)]):
+        again, rows = case.layout(layout.rows, layout.where).target, layout.rows
+        for part, here, there in zip(target.flat._fields, again.flat, target.flat, strict=True):
+            if not np.array_equal(here, there):
+                place = f"target: {layout.where}: {part}"
+                refuse(case.method, place, f"{here.tolist()} the second time", f"{there.tolist()}, as the first time")
+        if again.was_cut != target.was_cut:
+            refuse(case.method, f"target: {layout.where}: was_cut", again.was_cut, f"{target.was_cut} for {[*rows]}")
+
+
+def _check_cuts(case: MethodCase) -> None:
+    """Requires `was_cut` where a target of few tokens is laid out otherwise than a whole one."""
+    for layout in case.layouts:
+        cut = case.layout(layout.rows, layout.where, FEW).target
+        is_same = all(map(np.array_equal, cut.flat, layout.target.flat))
+        if not is_same and not cut.was_cut:
+            refuse(
+                case.method,
+                f"target: {layout.where}: was_cut",
+                f"False for at most {FEW} tokens, of {len(layout.target.flat.inputs)} slots",
+                "True, since the layout is another one",
+            )
+
+
+def _check_truncated(case: MethodCase) -> None:
+    """See `layouts.check_truncated`."""
+    for layout in case.layouts:
+        layouts.check_truncated(layout)
+
+
+def _check_layouts(case: MethodCase) -> None:
+    """See `layouts.check_seen`. At least one target must be decoded whole."""
+    for layout in case.layouts:
+        layouts.check_places(layout)
+        layouts.check_seen(layout)
+    if not any(layout.is_whole for layout in case.layouts):
+        refuse(case.method, "target", f"none of {len(case.layouts)} that decoding writes whole", "some")
+
+
+def _check_read(case: MethodCase) -> None:
+    """Compares the rows that are read with the rows of targets, and counts the rows that `read` returns."""
+    for layout in case.layouts:
+        layouts.check_rows(layout)
+    if case.method.parts_text:
+        return
+    texts = ["red apples", "bread", "old lamps", "tiny white bells", "bread", "maps", "coins", "blue shoes"]
+    for count in range(1, min(case.strategy.places[0] or len(texts), len(texts)) + 1):
+        text, rows = case.method.read(texts[:count], " ; ")
+        if len(rows) != count or any(row not in text for row in texts[:count]):
+            refuse(case.method, "read", f"{text!r} and {rows}", f"all of {texts[:count]}")
+
+
+def _check_learned(case: MethodCase) -> None:
+    """See `layouts.check_learned`."""
+    for layout in case.layouts:
+        layouts.check_learned(layout)
+
+
+def _check_prefixes(case: MethodCase) -> None:
+    """Requires that `add_prefixes` keeps the prefixes and the number of rows of a source."""
+    for ability, most in (("prefix", None), ("rows", 2)):
+        if ability not in case.method.can:
+            continue
+        prefixes = tuple(map(tuple, PREFIXED[ability]["row_prefixes"]))
+        found = case.method.add_prefixes(RowPrefixes(prefixes, most, "row_prefixes"))
+        if tuple(map(tuple, found.prefixes[: len(prefixes)])) != prefixes:
+            refuse(
+                case.method,
+                "add_prefixes: prefixes",
+                found.prefixes,
+                f"{prefixes}, of the source, and no others before",
+            )
+        if most is not None and found.most != most:
+            refuse(case.method, "add_prefixes: most", found.most, f"{most}, of the source")
+
+
+def _check_allowed(case: MethodCase) -> None:
+    """Requires that `extra_allowed_ids` has all tokens of targets that are not tokens of their rows."""
+    if "limit" not in case.method.can:
+        return
+    allowed = {*case.method.extra_allowed_ids(case.words), *ends_of(case.strategy)}
+    for layout in case.layouts:
+        own = {token for row in spell(layout.rows, case.words, case.ids.ends) for token in row}
+        asked = {
+            token for right, counts in zip(layout.rights, layout.has_weight, strict=True) if counts for token in right
+        }
+        if lost := sorted(asked - own - allowed):
+            found = f"{sorted(allowed)}, without {lost} of {layout.where}"
+            refuse(case.method, "extra_allowed_ids", found, "each token of a target that its rows do not have")
+
+
+def _check_rows_of(case: MethodCase) -> None:
+    """Requires that the tokens that `rows_of` assigns to a row begin with the row."""
+    if "probe" not in case.method.can:
+        return
+    for layout in (layout for layout in case.layouts if not layout.target.was_cut):
+        flat = layout.target.flat
+        owners: Any = case.method.rows_of(flat, layout.rows, case.words, case.ids)
+        strategy_checks.expect(case.method, f"rows_of: {layout.where}", owners, "int32", flat.inputs.shape)
+        for row, expected in enumerate(spell(layout.rows, case.words, case.ids.ends)):
+            tokens = flat.targets[owners == row].tolist()
+            if tokens[: len(expected)] != expected:
+                refuse(case.method, f"rows_of: {layout.where}: row {row}", tokens, f"{expected} first, as in the row")
+
+
+METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
+    Demand(
+        "interface",
+        "The strategy has all parts, shapes and dtypes that `Strategy` and `can` require.",
+        _check_interface,
+    ),
+    Demand(
+        "accounting",
+        "`steps`, `calls` and `truncated` are those of Algorithm 1 for a strategy that can be drafted. For any other, "
+        "`calls` is the number of times that the strategy was asked, `steps` lies between it and the last time of a "
+        "query, and `truncated` is None exactly if all rows have ended.",
+        _check_accounting,
+    ),
+    Demand(
+        "examples apart",
+        "An example of a batch has the same answer alone. Entries of queries that are not live are not read.",
+        lambda case: scripted.check_batches(case.strategy, case.model.vocab_size),
+    ),
+    Demand(
+        "loss is a sum",
+        "`loss` returns a sum and its divisor, which add up over examples and over slots.",
+        lambda case: losses.check_sum(case.method, case.losses),
+    ),
+    Demand(
+        "loss ignores padding",
+        "Slots with weight 0 change neither the loss nor its divisor.",
+        lambda case: losses.check_padding(case.method, case.losses),
+    ),
+    Demand(
+        "loss teaches the targets",
+        "At every slot with a weight, the gradient of `loss` raises the logit of a right token most. The divisor does "
+        "not depend on logits.",
+        lambda case: losses.check_targets(case.method, case.slots, case.losses),
+    ),
+    Demand("layout is fixed", "`target` returns the same layout for the same rows.", _check_stable),
+    Demand("cuts are reported", "`was_cut` is True if fewer tokens change the layout.", _check_cuts),
+    Demand(
+        "whole answers",
+        "`truncated` is None if decoding gives all tokens of a target that has fewer rows than the grid.",
+        _check_truncated,
+    ),
+    Demand(
+        "same sight",
+        "Each slot with a weight sees the same tokens, at the same rows and times, in training and in decoding.",
+        _check_layouts,
+    ),
+    Demand(
+        "rows are kept",
+        "If each slot generates its right token, `order` and `read` return the rows of the target. `read` leaves out "
+        "no row.",
+        _check_read,
+    ),
+    Demand(
+        "answers are learned",
+        "Each token that determines the answer, the ends of rows included, has a slot with a weight, unless decoding "
+        "forces it.",
+        _check_learned,
+    ),
+    Demand(
+        "prefixes are kept", "`add_prefixes` keeps the prefixes and the number of rows of a source.", _check_prefixes
+    ),
+    Demand(
+        "limit allows separators",
+        "`extra_allowed_ids` has the tokens of a target that are neither tokens of its rows nor ends.",
+        _check_allowed,
+    ),
+    Demand("rows of slots", "`rows_of` assigns the tokens of each row to this row.", _check_rows_of),
+    Demand(
+        "answers",
+        "Records, with drafts and in streams too, equal a full recomputation: rows, `steps`, `calls`, `truncated` and "
+        "scores.",
+        lambda case: case.compared,
+    ),
+)

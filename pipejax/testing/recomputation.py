@@ -1,0 +1,235 @@
+"""Decodes by full recomputation: without a cache, without packed queries and without batches; and a toy model for it.
+
+At every step the teacher-forced model runs on all tokens fed so far, with the mask of training and the strategy's
+positions. The toy model has few words and random weights.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from pipejax import grid
+from pipejax.config import T5Config
+from pipejax.decoding import Decoded, Query, Strategy, strategy_checks
+from pipejax.model.backbone import Backbone
+from pipejax.system import Tree
+
+SHORT, LONGEST = 12, 40  # the most tokens of short sources, and of all
+NEAR = 1e-4  # relative differences below this are explained by rounding
+TOY = T5Config(64, 16, 8, 24, 2, 1, 1, relative_attention_num_buckets=8, relative_attention_max_distance=20)
+Cell = tuple[int, int, int]  # row, time, token
+
+
+@dataclasses.dataclass
+class History:
+    """The slots that the queries of one example have filled, in the order in which they were fed."""
+
+    strategy: Strategy
+    cells: list[Cell] = dataclasses.field(default_factory=list)
+    is_kept: list[bool] = dataclasses.field(default_factory=list)  # whether later queries may see the slot
+    # For each slot, i32 [T], the one row that it sees at each time; None: the slot sees what `grid.visible` says.
+    lineages: list[np.ndarray | None] = dataclasses.field(default_factory=list)
+
+    def add(self, query: Query) -> list[int]:
+        """Adds the live queries of a step for one example, and returns the numbers of their slots."""
+        live, first = np.asarray(query.live[0]), len(self.cells)
+        row, time, token = (np.asarray(x[0])[live].tolist() for x in (query.row, query.time, query.tokens))
+        self.cells += zip(row, time, token, strict=True)
+        self.is_kept += [True] * len(row)
+        self.lineages += [None] * len(row) if query.lineage is None else [*np.asarray(query.lineage[0])[live]]
+        return [*range(first, len(self.cells))]
+
+    def keep(self, query: Query, kept: np.ndarray) -> None:
+        """Hides the slots of the last step that are not kept; `kept`: bool [1, S]."""
+        live = np.asarray(query.live[0])
+        self.is_kept[len(self.cells) - int(live.sum()) :] = np.asarray(kept)[0][live].tolist()
+
+    def seen_by(self, queries: Sequence[int]) -> np.ndarray:
+        """bool [n, slots], the slots that each of the given slots sees."""
+        if not self.cells:
+            return np.zeros((len(queries), 0), bool)
+        row, time, _ = np.asarray(self.cells).T
+        found = np.asarray(grid.visible(row[[*queries], None], time[[*queries], None], row, time))
+        for i, lineage in enumerate(self.lineages[query] for query in queries):
+            if lineage is not None:
+                found[i] = (time < len(lineage)) & (lineage[np.minimum(time, len(lineage) - 1)] == row)
+        return found & np.asarray(self.is_kept)
+
+    def position(self, slot: int) -> int:
+        """The position of a slot. For a slot with a lineage only the time counts, as its tokens are in several rows."""
+        row, time, _ = self.cells[slot]
+        return time if self.lineages[slot] is not None else int(self.strategy.position(row, time))
+
+    def context(self, query: int) -> tuple[tuple[int, int], ...]:
+        """The distance and the token of each slot that a slot sees, which is all that a relative model knows of it."""
+        here = self.position(query)
+        keys = np.flatnonzero(self.seen_by([query])[0]).tolist()
+        return tuple(sorted((here - self.position(key), self.cells[key][2]) for key in keys))
+
+
+# Chooses what the strategy's `advance` gets for new slots: arrays [n, ...] from the history and the slots' numbers.
+Answer = Callable[[History, Sequence[int]], Tree]
+
+
+def follow(strategy: Strategy, answer: Answer) -> tuple[History, Decoded, int]:
+    """Decodes one example with answers from a function instead of a model.
+
+    Args:
+      strategy: the strategy.
+      answer: returns tokens i32 [n], or the arrays [n, ...] of `strategy.choose`, for the n new slots of a step.
+
+    Returns:
+      The filled slots, the result, and the number of steps of the decoding loop.
+    """
+    history, decoded, calls = History(strategy), None, 0
+
+    def spread(live: np.ndarray, x: Any) -> np.ndarray:
+        found = np.zeros((*live.shape, *np.shape(x)[1:]), np.asarray(x).dtype)
+        found[live] = x
+        return found
+
+    def answers(query: Query) -> Tree:
+        chosen = answer(history, history.add(query))
+        return jax.tree.map(partial(spread, np.asarray(query.live)), chosen)
+
+    for query, _, decoded, kept in strategy_checks.walk(strategy, answers):  # noqa: B007
+        history.keep(query, kept)
+        calls += 1
+    assert decoded is not None, "a strategy takes at least one step"
+    return history, decoded, calls
+
+
+def recompute(
+    model: Backbone, params: Tree, strategy: Strategy, source: Sequence[int], forced: np.ndarray | None = None
+) -> tuple[Decoded, dict[tuple[int, int], float], float]:
+    """Decodes a source by full recomputation.
+
+    Args:
+      model: the backbone.
+      params: its parameters.
+      strategy: the strategy.
+      source: the ids of the source.
+      forced: i32 [R, W], the token to generate at each row and time, -1: any; None: none.
+
+    Returns:
+      The result, as a batch of one, with the number of decoder calls; the log-probability of the token generated at
+      each row and time, empty if the strategy's `choose` gives no tokens; and the smallest difference between the two
+      highest logits of a query, inf if all tokens are forced. For a strategy with `choose` this number is instead inf,
+      or 0 if rounding may change what it chooses.
+    """
+    log_probs, margins, noise = dict[tuple[int, int], float](), [np.inf], np.random.default_rng(0)
+    size = 1 << (strategy.slots - 1).bit_length()  # one size for all passes, so that the model is compiled once
+    longest = SHORT if len(source) <= SHORT else LONGEST
+    ids = np.resize([*source, *[0] * longest], (1, longest)).astype(np.int32)
+    real = np.arange(longest)[None] < len(source)
+
+    def logits_of(history: History, new: Sequence[int]) -> np.ndarray:
+        slots, count = [*range(len(history.cells))], len(history.cells)
+        token, position, mask = (
+            np.zeros((1, size), np.int32),
+            np.zeros((1, size), np.int32),
+            np.zeros((size, size), bool),
+        )
+        token[0, :count] = [fed for _, _, fed in history.cells]
+        position[0, :count] = [history.position(slot) for slot in slots]
+        mask[:count, :count] = history.seen_by(slots)
+        given = ids, real, token, mask[None], position
+        return np.asarray(teacher_forced(model.module(), params, *given))[0][[*new]]
+
+    def answer(history: History, new: Sequence[int]) -> Tree:
+        logits = logits_of(history, new)
+        if strategy.choose is not None:
+            other = logits * (1 + NEAR * noise.choice([-1, 1], logits.shape))
+            chosen, again = choose(strategy, logits), choose(strategy, other)
+            margins.append(np.inf if _same_numbers(chosen, again) else 0.0)
+        else:
+            chosen, top = logits.argmax(axis=1).astype(np.int32), np.sort(logits, axis=1)[:, -2:]
+        if not isinstance(chosen, np.ndarray) or chosen.dtype != np.int32 or chosen.shape != (len(new),):
+            return chosen  # arrays of a kind that only the strategy knows
+        chosen = chosen.copy()
+        for i, (row, time, _) in enumerate(history.cells[slot] for slot in new):
+            wanted = -1 if forced is None else int(forced[row, time])
+            chosen[i] = chosen[i] if wanted < 0 else wanted
+            log_probs[row, time] = float(logits[i, chosen[i]] - np.logaddexp.reduce(logits[i]))
+            if wanted < 0 and strategy.choose is None:
+                margins.append(float(top[i, 1] - top[i, 0]))
+        return chosen
+
+    _, decoded, calls = follow(strategy, answer)
+    return dataclasses.replace(decoded, calls=np.asarray([calls], np.int32)), log_probs, min(margins)
+
+
+def choose(strategy: Strategy, logits: np.ndarray) -> Tree:
+    """The arrays [n, ...] that a strategy chooses from the logits f32 [n, V] of n queries; NumPy arrays."""
+    size = 1 << max(len(logits) - 1, strategy.most_queries - 1).bit_length()  # few sizes, since each is compiled
+    padded = np.zeros((logits.shape[1], size), np.float32)
+    padded[:, : len(logits)] = logits.T
+    found: Tree = jax.tree.map(lambda x: x[: len(logits)], jax.device_get(_choose(strategy, padded)))
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _choose(strategy: Strategy, logits: Any) -> Tree:
+    """Runs `Stepper.choose` on logits f32 [V, N]."""
+    assert strategy.choose is not None, "the caller has tested it"
+    return strategy.choose(logits)
+
+
+def _same_numbers(one: Tree, other: Tree) -> bool:
+    """Whether the whole numbers and flags of two trees are equal; other numbers may differ by rounding."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs if np.asarray(a).dtype.kind in "bi")
+
+
+def random_params(config: Backbone, eos: int, seed: int = 0) -> Tree:
+    """Random parameters with which greedy answers vary.
+
+    With the negative scale of the decoder's last norm, a token makes its own repetition unlikely. The embedding of
+    `eos` is scaled by 1.5, so that it is generated more often.
+    """
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+    drawn, fresh = flatten_dict(jax.eval_shape(config.init_params, key), sep="/"), dict[str, Any]()
+    for path, x in drawn.items():
+        gain = 3 if re.search("(?<!cross_)attention/output", path) else 1
+        if path.endswith("norm/scale"):
+            center, scale = -1 if path == "decoder/norm/scale" else 1, 0.2
+        elif path.endswith("kernel"):
+            center, scale = 0, gain * x.shape[0] ** -0.5
+        elif path.endswith("embedding"):
+            center, scale = 0, 4 if "relative_bias" in path else 1.5
+        else:
+            fresh = fresh or flatten_dict(jax.jit(config.init_params)(key), sep="/")
+            center, scale = fresh[path], 0.2
+        drawn[path] = np.asarray(center + scale * rng.standard_normal(x.shape), np.float32)
+        if path in config.tables:
+            drawn[path][eos] *= 1.5
+    return unflatten_dict(drawn, sep="/")
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`jax.jit` for a program that runs a few times: on a CPU, less optimisation halves the time of compiling."""
+    quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=quickly)
+
+
+def teacher_forced(module: Any, params: Tree, *given: Any) -> Any:
+    """The teacher-forced logits of a module; compiled once for each module and shape."""
+    return _program_of(module)({"params": params}, *given)
+
+
+@functools.lru_cache(maxsize=64)
+def _program_of(module: Any) -> Any:
+    """The compiled call of a module."""
+    return compiled(module.apply)
+
+
+def draw_ids(rng: np.random.Generator, model: Backbone, most: int, least: int = 1) -> list[int]:
+    """A random number of ids of words, from `least` to `most`, without ids that a method may use for itself."""
+    return rng.integers(5, min(model.vocab_size, 58) - 4, rng.integers(least, most + 1)).tolist()

@@ -1,0 +1,546 @@
+"""`check_method` and `check_backbone` refuse each piece that breaks a rule, in one line that names the rule."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipejax import UserError, grid, methods, testing
+from pipejax.config import METHODS, GridConfig, T5Config
+from pipejax.decoding import TRUNCATIONS, Decoded, Pipelined
+from pipejax.methods import Beams, Method, PipelinedMethod, RowPrefixes, SequentialMethod, Target
+from pipejax.methods.losses import cross_entropy
+from pipejax.model import layers, t5
+from pipejax.testing import BACKBONE_DEMANDS, METHOD_DEMANDS, BackboneCase, MethodCase
+from support.branching import Branching
+from support.foreign import Lines, Uneven
+from support.staggered import Staggered
+
+BOUNDS = GridConfig(delay=1, time_max=14, sub_max=4)
+Piece = Callable[[], Any]
+
+
+def ours(bounds: GridConfig = BOUNDS, **parts: Any) -> Piece:
+    """The pipelined method with other parts."""
+    return lambda: type("Ours", (PipelinedMethod,), {"name": "ours", **parts})(bounds)
+
+
+def stepping(bounds: GridConfig = BOUNDS, **parts: Any) -> Piece:
+    """The pipelined method with other parts of its strategy."""
+    kind = type("Steps", (Pipelined,), parts)
+
+    def strategy(self: Any, ids: Any) -> Any:
+        bounds = {"delay": self.grid.delay, "time_max": self.grid.time_max, "sub_max": self.grid.sub_max}
+        return kind(**bounds, bos=ids.bos, eos=ids.eos)
+
+    return ours(bounds, strategy=strategy, can=PipelinedMethod.can - {"draft"})
+
+
+def uneven(**parts: Any) -> Piece:
+    """A foreign method with other parts of its strategy."""
+    return lambda: type("Own", (Uneven,), {"name": "own", "steps": type("Steps", (Lines,), parts)})()
+
+
+def sequential(**parts: Any) -> Piece:
+    """The sequential method with other parts."""
+    return lambda: type("Own", (SequentialMethod,), {"name": "own", **parts})(24, " ; ", 1)
+
+
+def with_flat(change: Callable[[grid.Flat], grid.Flat], base: type[Method] = PipelinedMethod) -> Any:
+    """`target` with another layout."""
+
+    def target(self: Any, *given: Any, **more: Any) -> Target:
+        found = base.target(self, *given, **more)
+        return found._replace(flat=change(found.flat))
+
+    return target
+
+
+def with_result(base: Any, **parts: Any) -> Any:
+    """`result` with other arrays: functions of the array."""
+
+    def result(self: Any, state: Any) -> Decoded:
+        found = base.result(self, state)
+        return dataclasses.replace(found, **{name: change(getattr(found, name)) for name, change in parts.items()})
+
+    return result
+
+
+def without_ends(flat: grid.Flat) -> grid.Flat:
+    return flat._replace(weights=np.where(flat.targets == 1, np.float32(0), flat.weights))
+
+
+def without_last_row(flat: grid.Flat) -> grid.Flat:
+    is_kept = flat.row < max(flat.row.max(), 1)
+    return grid.Flat(*(x[is_kept] for x in flat))
+
+
+def without_last_end(flat: grid.Flat) -> grid.Flat:
+    """The end of the row before the final empty one is not learned."""
+    is_end = (flat.targets == 1) & (flat.row == flat.row.max() - 1)
+    return flat._replace(weights=np.where(is_end, np.float32(0), flat.weights))
+
+
+def changing() -> Any:
+    """`target` with a weight that changes from call to call."""
+    count = itertools.count()
+
+    def change(flat: grid.Flat) -> grid.Flat:
+        return flat._replace(weights=flat.weights * np.float32(1 + next(count) % 7 / 8))
+
+    return with_flat(change)
+
+
+def never_cut(self: Any, *given: Any, **more: Any) -> Target:
+    return PipelinedMethod.target(self, *given, **more)._replace(was_cut=False)
+
+
+def scaled_loss(factor: Callable[[Any], Any]) -> Any:
+    """A loss whose sum is multiplied by a function of the weights."""
+
+    def loss(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+        total, count = cross_entropy(logits, targets, weights)
+        return total * factor(weights), count
+
+    return loss
+
+
+def mean_loss(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+    total, count = cross_entropy(logits, targets, weights)
+    return total / count, jnp.float32(1)
+
+
+def loss_of_next(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+    return cross_entropy(logits, (targets + 1) % logits.shape[-1], weights)
+
+
+def loss_with_padding(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+    return cross_entropy(logits, targets, jnp.ones_like(weights))
+
+
+def loss_without_gradient(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+    return cross_entropy(jax.lax.stop_gradient(logits), targets, weights)
+
+
+def loss_of_confidence(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+    """The divisor depends on logits."""
+    total, _ = cross_entropy(logits, targets, weights)
+    return total, (jax.nn.softmax(logits).max(-1) * weights).sum()
+
+
+def unlikelihood(self: Any, logits: Any, targets: Any, weights: Any) -> Any:
+    total, count = cross_entropy(logits, targets, weights)
+    return -total, count
+
+
+def ends_all(self: Any, state: Any) -> Any:
+    done = Lines.done(self, state)
+    return jnp.broadcast_to(done.any(), done.shape)
+
+
+def ends_all_rows(self: Any, state: Any, answers: Any) -> Any:
+    """The end of an example marks all as done."""
+    new = Pipelined.advance(self, state, answers)
+    return dataclasses.replace(new, done=jnp.broadcast_to(new.done.any(), new.done.shape))
+
+
+def reads_all(self: Any, state: Any, answers: Any) -> Any:
+    """Answers of queries that are not live end rows that have not begun."""
+    new = Lines.advance(self, state, answers)
+    return dataclasses.replace(new, ended=new.ended | ((answers == self.eos) & ~self.open(state)))
+
+
+def first_tokens(self: Any, state: Any, answers: Any) -> Any:
+    """Each example gets the tokens of the first one."""
+    return Lines.advance(self, state, jnp.broadcast_to(answers[:1], answers.shape))
+
+
+def after_end(self: Any, state: Any, answers: Any) -> Any:
+    """Steps are counted after the end, too."""
+    return dataclasses.replace(Lines.advance(self, state, answers), step=state.step + 1)
+
+
+def read_some(most: int) -> Any:
+    return lambda self, texts, separator: PipelinedMethod.read(self, texts[:most], separator)
+
+
+def read_distinct(self: Any, texts: Any, separator: str) -> Any:
+    return PipelinedMethod.read(self, [*dict.fromkeys(texts)], separator)
+
+
+def read_text_of_first(self: Any, texts: Any, separator: str) -> Any:
+    return texts[0] if texts else "", [*texts]
+
+
+TIME_MAX, WHOLE = TRUNCATIONS.index("time_max"), TRUNCATIONS.index(None)
+BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
+    "steps of 0": (stepping(result=with_result(Pipelined, steps=jnp.zeros_like)), "accounting"),
+    "a step too many": (stepping(result=with_result(Pipelined, steps=lambda x: x + 1)), "accounting"),
+    "a step too many of other rows": (uneven(result=with_result(Lines, steps=lambda x: x + 1)), "accounting"),
+    "a step too few of other rows": (uneven(result=with_result(Lines, steps=lambda x: x - 1)), "accounting"),
+    "one call": (stepping(calls=lambda self, decoded: 0 * np.asarray(decoded.steps) + 1), "accounting"),
+    "calls of steps": (
+        stepping(GridConfig(delay=3, time_max=14, sub_max=4), calls=lambda self, decoded: np.asarray(decoded.steps)),
+        "accounting",
+    ),
+    "twice the calls": (uneven(calls=lambda self, decoded: 2 * np.asarray(decoded.steps)), "accounting"),
+    "never truncated": (
+        stepping(result=with_result(Pipelined, truncated=lambda x: jnp.full_like(x, WHOLE))),
+        "accounting",
+    ),
+    "always truncated": (
+        stepping(result=with_result(Pipelined, truncated=lambda x: jnp.full_like(x, TIME_MAX))),
+        "whole answers",
+    ),
+    "other rows, never truncated": (
+        uneven(result=with_result(Lines, truncated=lambda x: jnp.full_like(x, WHOLE))),
+        "accounting",
+    ),
+    "other rows, always truncated": (
+        uneven(result=with_result(Lines, truncated=lambda x: jnp.full_like(x, TIME_MAX))),
+        "accounting",
+    ),
+    "rows that lose their last token": (
+        stepping(result=with_result(Pipelined, lengths=lambda x: jnp.maximum(x - 1, 0))),
+        "accounting",
+    ),
+    "an end of one example ends all": (uneven(done=ends_all), "examples apart"),
+    "an end of one example ends all rows": (stepping(advance=ends_all_rows), "examples apart"),
+    "answers of queries that are not live": (uneven(advance=reads_all), "examples apart"),
+    "tokens of another example": (uneven(advance=first_tokens), "examples apart"),
+    "steps after the end": (uneven(advance=after_end), "examples apart"),
+    "a mean": (ours(loss=mean_loss), "loss is a sum"),
+    "a loss scaled by its weights": (ours(loss=scaled_loss(lambda weights: weights.mean())), "loss is a sum"),
+    "a loss of padding": (ours(loss=loss_with_padding), "loss ignores padding"),
+    "a loss of other targets": (ours(loss=loss_of_next), "loss teaches the targets"),
+    "a loss without a gradient": (ours(loss=loss_without_gradient), "loss teaches the targets"),
+    "a loss of the opposite sign": (ours(loss=unlikelihood), "loss teaches the targets"),
+    "a divisor of logits": (ours(loss=loss_of_confidence), "loss teaches the targets"),
+    "a layout that changes": (ours(target=changing()), "layout is fixed"),
+    "cuts that are not reported": (ours(target=never_cut), "cuts are reported"),
+    "times that are decoded otherwise": (
+        ours(target=with_flat(lambda flat: flat._replace(time=flat.time + flat.row))),
+        "same sight",
+    ),
+    "targets that are other tokens": (
+        ours(target=with_flat(lambda flat: flat._replace(targets=np.where(flat.targets > 4, 9, flat.targets)))),
+        "rows are kept",
+    ),
+    "rows beyond the second dropped": (ours(read=read_some(2)), "rows are kept"),
+    "repeated rows dropped": (ours(read=read_distinct), "rows are kept"),
+    "a text of the first row": (ours(read=read_text_of_first), "rows are kept"),
+    "a sequential text without its last row": (
+        sequential(read=lambda self, texts, separator: (texts[0], methods.split_rows(texts[0], " ; ")[:2])),
+        "rows are kept",
+    ),
+    "an order that drops rows": (
+        ours(order=lambda self, lengths: PipelinedMethod.order(self, lengths)[:2]),
+        "rows are kept",
+    ),
+    "ends that are never learned": (ours(target=with_flat(without_ends)), "answers are learned"),
+    "an end of the last row that is never learned": (ours(target=with_flat(without_last_end)), "answers are learned"),
+    "a final row that is never learned": (ours(target=with_flat(without_last_row)), "answers are learned"),
+    "a sequential end that is never learned": (
+        sequential(target=with_flat(without_ends, SequentialMethod)),
+        "answers are learned",
+    ),
+    "given prefixes ignored": (ours(add_prefixes=lambda self, given: RowPrefixes()), "prefixes are kept"),
+    "`max_rows` ignored": (ours(add_prefixes=lambda self, given: given._replace(most=None)), "prefixes are kept"),
+    "prefixes of other rows": (
+        ours(add_prefixes=lambda self, given: given._replace(prefixes=given.prefixes[::-1])),
+        "prefixes are kept",
+    ),
+    "no separators allowed": (sequential(extra_allowed_ids=lambda self, spells: []), "limit allows separators"),
+    "slots of other rows": (
+        ours(rows_of=lambda self, flat, *given: (flat.row + 1).astype(np.int32)),
+        "rows of slots",
+    ),
+    "slots of one row": (
+        sequential(rows_of=lambda self, flat, *given: np.zeros(len(flat.row), np.int32)),
+        "rows of slots",
+    ),
+}
+
+
+def demand(table: Any, name: str) -> Any:
+    return next(each for each in table if each.name == name)
+
+
+def one_of_each_rule(table: dict[str, tuple[Piece, str]]) -> list[Any]:
+    """The cases of a table; all but the first one of each rule are slow."""
+    rules = [rule for _, rule in table.values()]
+    slow = [rule in rules[:i] for i, rule in enumerate(rules)]
+    return [pytest.param(case, marks=pytest.mark.slow if late else ()) for case, late in zip(table, slow, strict=True)]
+
+
+@pytest.mark.parametrize("case", one_of_each_rule(BROKEN_METHODS))
+def test_broken_method_is_refused_by_its_rule(case: str) -> None:
+    make, rule = BROKEN_METHODS[case]
+    with pytest.raises(UserError) as caught:
+        testing.check_one(demand(METHOD_DEMANDS, rule), MethodCase(make()))
+    assert str(caught.value).endswith(f"rule: {rule})") and "\n" not in str(caught.value), str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BROKEN_METHODS)
+def test_broken_method_is_refused_by_the_whole_check(case: str) -> None:
+    """By its own rule, or by an earlier one."""
+    make, rule = BROKEN_METHODS[case]
+    names = [each.name for each in METHOD_DEMANDS]
+    with pytest.raises(UserError, match=rf"rule: ({'|'.join(names[: names.index(rule) + 1])})\)$"):
+        testing.check_method(make())
+
+
+REAL_METHODS: dict[str, tuple[Method, Any]] = {
+    "pipelined": (PipelinedMethod(BOUNDS), ()),
+    "pipelined, a delay of 3": (PipelinedMethod(GridConfig(delay=3, time_max=16, sub_max=3)), ()),
+    "pipelined, literal": (PipelinedMethod(GridConfig(delay=1, time_max=14, sub_max=4, stop="literal")), ()),
+    "pipelined, unique": (PipelinedMethod(BOUNDS, unique=True), ()),
+    "names": (
+        methods.NamedRows(GridConfig(delay=0, time_max=8, sub_max=3, row_names=("red", "old"))),
+        [["red apples", "old maps"], ["red lamps bells", "old"]],
+    ),
+    "names, a delay of 1": (
+        methods.NamedRows(GridConfig(delay=1, time_max=8, sub_max=3, row_names=("red", "old"))),
+        [["red apples", "old maps"], ["red lamps", "old bells roses"]],
+    ),
+    "sequential": (SequentialMethod(24, " ; ", 1), ()),
+    "beams": (Beams(20, " ; ", 1, 3, 1.0), ()),
+    "uneven": (Uneven(), ()),
+    "staggered": (Staggered(rows=3, width=5), ()),
+    "branching": (Branching(), ()),
+}
+
+
+@pytest.mark.parametrize("case", REAL_METHODS)
+def test_real_method_keeps_the_rules(case: str) -> None:
+    """All of them except the answers, which take longer."""
+    method, targets = REAL_METHODS[case]
+    checked = MethodCase(method, targets=targets)
+    for each in METHOD_DEMANDS[:-1]:
+        testing.check_one(each, checked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REAL_METHODS)
+def test_real_method_passes(case: str) -> None:
+    method, targets = REAL_METHODS[case]
+    if method.name in METHODS:  # a custom method has a name of its own
+        method = type("Ours", (type(method),), {"name": "ours"})(**vars(method))
+    assert "answers agree with recomputation" in testing.check_method(method, targets=targets)
+
+
+# Backbones.
+
+
+def clipped(name: str) -> Any:
+    """A decoder in which positions beyond 64 are 64."""
+
+    def bias(self: Any, mask: Any, query: Any, key: Any) -> Any:
+        return t5.Decoder.bias(self, mask, jnp.minimum(query, 64), jnp.minimum(key, 64))
+
+    return type(name, (t5.Decoder,), {"bias": bias})
+
+
+class WrongStepPositions(t5.Decoder):
+    """Positions wrap at 64, in steps alone."""
+
+    def step(self, x: Any, mask: Any, position: Any, key_position: Any, *given: Any) -> Any:
+        return super().step(x, mask, position % 64, key_position % 64, *given)
+
+
+class OneStart(t5.Decoder):
+    """All examples write from the first slot of the first example on."""
+
+    def step(self, x: Any, mask: Any, position: Any, key_position: Any, memory: Any, caches: Any, start: Any) -> Any:
+        return super().step(x, mask, position, key_position, memory, caches, start[:1])
+
+
+class Blind(t5.Decoder):
+    """A slot does not see itself."""
+
+    def __call__(self, x: Any, mask: Any, *given: Any) -> Any:
+        return super().__call__(0 * x + x.mean(), mask, *given)
+
+
+class AllSources(t5.T5):
+    """Slots see the sources of other targets."""
+
+    def hidden(self, *given: Any, deterministic: bool = True) -> Any:
+        return super().hidden(*given[:5], deterministic=deterministic)
+
+
+class FixedEncoder(t5.Encoder):
+    """The encoder is not trained."""
+
+    def __call__(self, *given: Any) -> Any:
+        return jax.lax.stop_gradient(super().__call__(*given))
+
+
+class HalfFeedForward(layers.FeedForward):
+    """Half of the gradient is lost."""
+
+    def __call__(self, x: Any, deterministic: bool) -> Any:
+        found = super().__call__(x, deterministic)
+        return x + 0.5 * (found - x) + 0.5 * jax.lax.stop_gradient(found - x)
+
+
+class FixedHead(t5.T5):
+    """The head is not trained."""
+
+    def logits(self, hidden: Any) -> Any:
+        return super().logits(jax.lax.stop_gradient(hidden))
+
+
+class OtherInBfloat16(t5.Encoder):
+    """In bfloat16 the encoder does nothing."""
+
+    def __call__(self, x: Any, *given: Any) -> Any:
+        found = super().__call__(x, *given)
+        return x if self.dtype == jnp.bfloat16 else found
+
+
+class OtherWithRemat(t5.Decoder):
+    """With remat the output is another one."""
+
+    def run(self, *given: Any, deterministic: bool) -> Any:
+        found = super().run(*given, deterministic=deterministic)
+        return found if self.remat == "none" else 1.1 * found
+
+
+class OtherWithDots(t5.Decoder):
+    """With one kind of remat a part has no gradient."""
+
+    def run(self, *given: Any, deterministic: bool) -> Any:
+        found = super().run(*given, deterministic=deterministic)
+        return 0.5 * found + 0.5 * jax.lax.stop_gradient(found) if self.remat == "dots" else found
+
+
+class FirstSixteen(t5.Encoder):
+    """Tokens after the sixteenth are hidden."""
+
+    def __call__(self, x: Any, mask: Any, deterministic: bool) -> Any:
+        found = super().__call__(x, mask & (jnp.arange(x.shape[1]) < 16), deterministic)
+        return jnp.where((jnp.arange(x.shape[1]) < 16)[:, None], found, 0.0)
+
+
+class OtherLongMemory(t5.Decoder):
+    """In steps, the memory of a source of more than 16 tokens is another one."""
+
+    def memorize(self, encoded: Any, mask: Any) -> Any:
+        found = super().memorize(encoded, mask)
+        return (
+            found
+            if encoded.shape[1] <= 16
+            else dataclasses.replace(found, mask=mask & (jnp.arange(encoded.shape[1]) < 16))
+        )
+
+
+class Batched(t5.Encoder):
+    """A source sees the mean of its batch."""
+
+    def __call__(self, *given: Any) -> Any:
+        found = super().__call__(*given)
+        return found + 0.1 * found.mean(axis=0, keepdims=True)
+
+
+class NoDropout(t5.T5):
+    """Dropout is ignored."""
+
+    def hidden(self, *given: Any, deterministic: bool = True) -> Any:
+        return super().hidden(*given, deterministic=True)
+
+
+class AlwaysDropout(t5.T5):
+    """The rate of dropout changes what is computed without it."""
+
+    def logits(self, hidden: Any) -> Any:
+        return super().logits(hidden * (1 - self.dropout))
+
+
+class CausalSteps(t5.Decoder):
+    """A query of a step does not see the later queries of the step, though the mask says so."""
+
+    def step(self, x: Any, mask: Any, position: Any, key_position: Any, memory: Any, caches: Any, start: Any) -> Any:
+        place = start[:, None, None] + jnp.arange(mask.shape[1])[:, None]
+        return super().step(
+            x, mask & (jnp.arange(mask.shape[2]) < place), position, key_position, memory, caches, start
+        )
+
+
+class Rounded(t5.Decoder):
+    """Steps keep keys and values in another precision."""
+
+    def step(self, *given: Any) -> Any:
+        found, caches = super().step(*given)
+        return found, jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype), caches)
+
+
+def backbone(decoder: Any = t5.Decoder, encoder: Any = t5.Encoder, base: Any = t5.T5, **parts: Any) -> Piece:
+    """A T5 with other stacks, another module and other parts of its config."""
+    module = type("Module", (base,), {"decoder_stack": decoder, "encoder_stack": encoder})
+    parts = {"module": lambda self, **options: module(self, **options), "__hash__": T5Config.__hash__, **parts}
+    kind = type("Own", (T5Config,), parts)
+    return lambda: kind(**vars(testing.TOY))
+
+
+def without_fact(name: str) -> Any:
+    return lambda self: {key: x for key, x in T5Config.facts(self).items() if key != name}
+
+
+def read_otherwise(**changes: Any) -> Any:
+    read: Any = vars(T5Config)["read_facts"].__func__
+    return classmethod(lambda cls, facts: read(cls, facts) | changes)
+
+
+def with_layer(base: Any, **parts: Any) -> Any:
+    return type("Stack", (base,), {"layer": type("Layer", (base.layer,), parts)})
+
+
+BROKEN_BACKBONES: dict[str, tuple[Piece, str]] = {
+    "a fact that is not written": (backbone(facts=without_fact("layer_norm_epsilon")), "kept facts"),
+    "a size that is not written": (backbone(facts=without_fact("relative_attention_max_distance")), "kept facts"),
+    "a fact that is not read": (backbone(read_facts=read_otherwise(feed_forward="relu")), "kept facts"),
+    "a head that is always tied": (backbone(fitted=lambda self, tensors, weights: self), "kept facts"),
+    "positions that end at 64": (backbone(clipped("Clipped")), "differences of positions"),
+    "positions that wrap at 64 in steps": (backbone(WrongStepPositions), "steps"),
+    "one start for all examples": (backbone(OneStart), "steps"),
+    "queries of a step that do not see each other": (backbone(CausalSteps), "steps"),
+    "rounded keys": (backbone(Rounded), "steps"),
+    "sources of more than 16 tokens in steps": (backbone(OtherLongMemory), "steps"),
+    "sources of more than 16 tokens": (backbone(encoder=FirstSixteen), "whole sources"),
+    "sources that see each other": (backbone(encoder=Batched), "whole sources"),
+    "a slot that does not see itself": (backbone(Blind), "visible slots"),
+    "packed targets that see each other's source": (backbone(base=AllSources), "packing"),
+    "an encoder without a gradient": (backbone(encoder=FixedEncoder), "gradient"),
+    "half of a gradient": (backbone(with_layer(t5.Decoder, feed_forward_class=HalfFeedForward)), "gradient"),
+    "a head without a gradient": (backbone(base=FixedHead), "gradient"),
+    "another function in bfloat16": (backbone(encoder=OtherInBfloat16), "bfloat16"),
+    "another function with remat": (backbone(OtherWithRemat), "remat"),
+    "another gradient with remat": (backbone(OtherWithDots), "remat"),
+    "dropout that is ignored": (backbone(base=NoDropout), "dropout"),
+    "dropout that is never off": (backbone(base=AlwaysDropout), "dropout"),
+}
+
+
+@pytest.mark.parametrize("case", one_of_each_rule(BROKEN_BACKBONES))
+def test_broken_backbone_is_refused_by_its_rule(case: str) -> None:
+    make, rule = BROKEN_BACKBONES[case]
+    with pytest.raises(UserError) as caught:
+        testing.check_one(demand(BACKBONE_DEMANDS, rule), BackboneCase(make()))
+    assert str(caught.value).endswith(f"rule: {rule})") and "\n" not in str(caught.value), str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BROKEN_BACKBONES)
+def test_broken_backbone_is_refused_by_the_whole_check(case: str) -> None:
+    """By its own rule, or by an earlier one."""
+    make, rule = BROKEN_BACKBONES[case]
+    names = [each.name for each in BACKBONE_DEMANDS]
+    with pytest.raises(UserError, match=rf"rule: ({'|'.join(names[: names.index(rule) + 1])})\)$"):
+        testing.check_backbone(make())
