@@ -3,7 +3,6 @@
 They work until the next release, with a warning.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.abc
@@ -144,6 +143,8 @@ def _former_attribute(owner: str, former: str, name: str) -> property:
 def fields(**present: str) -> Callable[[type[_Class]], type[_Class]]:
     """Returns a decorator of a dataclass whose fields can be set and read by their former names, with a warning.
 
+    `dataclasses.replace` needs present names, because it passes every field that it does not replace.
+
     Args:
       present: the present name of each field, by its former name.
     """
@@ -153,10 +154,6 @@ def fields(**present: str) -> Callable[[type[_Class]], type[_Class]]:
 
         @functools.wraps(create)
         def init(self: _Class, *args: Any, **given: Any) -> None:
-            # `dataclasses.replace` passes all fields, so there a former name beside its present one is no error.
-            if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
-                replaced = {name for former, name in present.items() if former in given}
-                given = {name: value for name, value in given.items() if name not in replaced}
             create(self, *args, **with_present_names(given, present, _warn_of_keyword))
 
         cls.__init__ = init  # type: ignore[assignment, method-assign]
