@@ -4,6 +4,7 @@ It adds these directives:
 
     config-section: every key of a section, with its range, its default, and the comment beside it in the schema
     public-names: what `import pipejax` gives, by autodoc
+    demands: the rules by which `pipejax.testing` checks a method or a backbone
     command-help: what a command says of itself
     results: the table of a file in lab/benchmarks/results
     gpu-results: the tables of what lab/benchmarks/gpu.sh measured, or a line that there are none
@@ -30,6 +31,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import pipejax
 from lab.benchmarks import gpu_tables
+from pipejax import testing
 from pipejax.config import sections
 
 
@@ -53,6 +55,19 @@ class PublicNames(SphinxDirective):
         self.env.note_dependency(reference.__file__)
         self.env.note_dependency(pipejax.__file__)
         return self.parse_text_to_nodes(reference.public_names())
+
+
+class Demands(SphinxDirective):
+    """The rules by which `pipejax.testing` checks a piece; the argument is "method" or "backbone"."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """The list."""
+        self.env.note_dependency(reference.__file__)
+        self.env.note_dependency(testing.methods.__file__)
+        self.env.note_dependency(testing.backbones.__file__)
+        return self.parse_text_to_nodes(reference.demands(self.arguments[0]))
 
 
 class CommandHelp(SphinxDirective):
@@ -162,6 +177,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("config-section", ConfigSection)
     app.add_directive("public-names", PublicNames)
+    app.add_directive("demands", Demands)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("results", Results)
     app.add_directive("gpu-results", GpuResults)

@@ -1,4 +1,4 @@
-"""Markdown from the code: the keys of the config, with ranges, defaults and comments, and the public names."""
+"""Markdown from the code: keys of the config with ranges, defaults and comments, public names, and rules of checks."""
 
 import dataclasses
 import inspect
@@ -6,6 +6,7 @@ import tokenize
 from typing import Any
 
 import pipejax
+from pipejax import testing
 from pipejax.config import SETTINGS, Config
 from pipejax.system import fields
 
@@ -27,6 +28,12 @@ def public_names() -> str:
         kind, options = _kind(found[name]), OPTIONS.get(name, [":members:"])
         lines += [f".. auto{kind}:: pipejax.{name}", *(f"   {line}" for line in options if kind != "function"), ""]
     return "\n".join([*lines, "```"])
+
+
+def demands(piece: str) -> str:
+    """A list of the rules by which `pipejax.testing` checks a "method" or a "backbone"."""
+    table = {"method": testing.METHOD_DEMANDS, "backbone": testing.BACKBONE_DEMANDS}[piece]
+    return "\n".join(f"- **{demand.name}**: {demand.text}" for demand in table)
 
 
 def _kind(value: object) -> str:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import itertools
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -333,6 +336,23 @@ def test_real_method_passes(case: str) -> None:
     if method.name in METHODS:  # a custom method has a name of its own
         method = type("Ours", (type(method),), {"name": "ours"})(**vars(method))
     assert "answers agree with recomputation" in testing.check_method(method, targets=targets)
+
+
+def example(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A class of the first block of Python on a page."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text(encoding="utf-8")
+    module = types.ModuleType(page.removesuffix(".md"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look
+    exec(text.split("```python\n", 1)[1].split("```", 1)[0], vars(module))
+    return getattr(module, name)
+
+
+@pytest.mark.slow
+def test_examples_of_the_pages_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = example("methods.md", "LastFirst", monkeypatch)
+    assert "answers agree with recomputation" in testing.check_method(method(rows=3, times=12))
+    linear = example("backbones.md", "LinearConfig", monkeypatch)
+    assert "answers agree with recomputation" in testing.check_backbone(linear(**vars(testing.TOY)))
 
 
 # Backbones.

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import blocks
 import pytest
@@ -11,6 +12,7 @@ import rooms
 
 import pipejax
 from pipejax import config
+from pipejax.testing import BACKBONE_DEMANDS, METHOD_DEMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = [field.name for field in dataclasses.fields(config.Config) if field.name not in config.SETTINGS]
@@ -49,6 +51,16 @@ def test_api_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     assert "```{public-names}\n" in page
     assert not {*re.findall(r":: pipejax\.(\w+)$", page, re.MULTILINE)} & {*pipejax.__all__}, "described twice"
+
+
+@pytest.mark.parametrize("piece, table", [("method", METHOD_DEMANDS), ("backbone", BACKBONE_DEMANDS)])
+def test_rules_of_checks_are_listed(piece: str, table: Any) -> None:
+    found = re.findall(r"^- \*\*(.+?)\*\*: ([^\n]+\.)$", reference.demands(piece), re.MULTILINE)
+    assert found == [(demand.name, demand.text) for demand in table] and len(dict(found)) == len(found)
+    assert (
+        f"```{{demands}} {piece}\n```\n"
+        in (ROOT / "docs" / {"method": "methods.md", "backbone": "backbones.md"}[piece]).read_text()
+    )
 
 
 def test_members_in_the_api_reference_exist() -> None:
