@@ -145,7 +145,7 @@ def training(model: str, rehearse: bool, *overrides: str, source: int = 0, again
             used = (first.memory_stats() or {}).get("peak_bytes_in_use")
             share = size["model_flops"] / seconds / peak if peak else None
             found.update(step_s=seconds, utilisation=share, peak_bytes=used)
-            return found | {"profile": profile.profiled(step)}
+            return found | profile.try_profile(step)
 
         return measuring
 

@@ -204,6 +204,8 @@ def notes(parts: Iterable[dict[str, Any]]) -> list[str]:
     lines = []
     for part in parts:
         lines += [f"- {part['about']}, {r['name']}: `{plain(r['error'])}`." for r in part["results"] if "error" in r]
+        reasons = [r["no_profile"] for r in part["results"] if "no_profile" in r]
+        lines += [f"- {part['about']}: no profile, `{plain(reasons[0])}`."] if reasons else []
         why = part.get("cut") or part.get("skipped")
         if part["status"] == "failed" and not any("error" in r for r in part["results"]):
             why = f"`{last_line(part['log'])}`"

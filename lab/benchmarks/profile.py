@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from lab.benchmarks.peers.worker import error_line
+
 GAP = 10e-6  # seconds from which on a gap between kernels is counted
 MOST = 12  # kernels that are named
 LINES = ("Stream", "tf_XLA")  # of a trace: a GPU's kernels, and a CPU's threads, whose figures mean little
@@ -23,6 +25,14 @@ def least(call: Callable[[], Any], rounds: int = 7) -> float:
         jax.block_until_ready(call())
         times.append(time.perf_counter() - begun)
     return min(times[1:])
+
+
+def try_profile(call: Callable[[], Any]) -> dict[str, Any]:
+    """Returns what `profiled` finds as "profile", or as "no_profile" why the profiler does not work here."""
+    try:
+        return {"profile": profiled(call)}
+    except Exception as error:  # of CUDA's profiling library, for example without the right to use it
+        return {"no_profile": error_line(error)}
 
 
 def profiled(call: Callable[[], Any]) -> dict[str, Any]:

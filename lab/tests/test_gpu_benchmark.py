@@ -382,7 +382,8 @@ SUMMARY = {
             "cut off",
             [
                 {"name": "encoder", "array": "output", "blocks_error": 0.0012, "xla_error": 0.0034},
-                {"name": "encoder, blocks", "forward_s": 0.0021, "both_s": 0.0077, "scores": 7_700_000_000},
+                {"name": "encoder, blocks", "forward_s": 0.0021, "both_s": 0.0077, "scores": 7_700_000_000}
+                | {"no_profile": "RuntimeError: CUPTI"},
             ],
             cut="its 30 s on the device are over",
         ),
@@ -416,6 +417,7 @@ SUMMARY = {
         "| tokens | no | 0.0123 |",
         "- about decode, XLA's kernels: `RuntimeError: 'no'`.",
         "- about attention: cut off, its 30 s on the device are over.",
+        "- about attention: no profile, `RuntimeError: CUPTI`.",
         "- about transformers: skipped, torch is not installed.",
         "- about graph: not started.",
     ],
@@ -489,6 +491,14 @@ def test_loops_of_the_host_are_outside_of_graphs(tmp_path):
 
 def test_time_of_a_decode_has_a_fixed_part():
     assert gpu_decode.slope(20, 0.013, 44, 0.025) == pytest.approx({"step_s": 0.0005, "fixed_s": 0.003})
+
+
+def test_a_call_that_cannot_be_profiled_keeps_its_other_figures(monkeypatch):
+    def refuse(directory):
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    monkeypatch.setattr(jax.profiler, "trace", refuse)
+    assert profile.try_profile(lambda: None) == {"no_profile": "RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"}
 
 
 def test_trace_kernels_come_from_device_streams_only():
