@@ -396,7 +396,7 @@ def test_limits_prefixes_and_bounds_use_all_end_tokens() -> None:
     method, strategy = generator.method("pipelined"), Pipelined(1, 12, 5, other_ends=(5,))
     source = generator.source({"source_ids": [3, 4, 1], "max_rows": 2}, "here", 0)
     options: Any = of_batch([source], [[3, 4, 1]], method, strategy, config=config, tokenizer=None)
-    assert np.flatnonzero(options.allowed[0]).tolist() == [1, 3, 4, 5]
+    assert np.flatnonzero(options.rules[0].tokens[0]).tolist() == [1, 3, 4, 5]
     assert options.forced[0, 2, 2] == 1  # the row after the last ends as in training
     with pytest.raises(UserError, match=r'"row_prefixes": found \[3, 5\], in which 5 ends the row'):
         generator.source({"source_ids": [3, 1], "row_prefixes": [[3, 5]]}, "here", 0)

@@ -22,7 +22,7 @@ from pipejax.inference.batch_programs import BatchPrograms
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import RunningBatch, Steps, Switch
+from pipejax.inference.running_batch import RunningBatch, StepKind, Steps, Switch
 from pipejax.inference.sources import Source
 from pipejax.kernels.backends import OwnKernel
 from pipejax.system.compiled import CompiledPrograms
@@ -61,7 +61,8 @@ def texts(count):
 
 
 def request(i, ids, strategy="pipelined", **more):
-    chosen = {name: more.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in more}
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    chosen = {name: more.pop(name) for name in names if name in more}
     return Request(Source(i, ids), strategy, Sampling(**chosen), **more)
 
 
@@ -100,6 +101,23 @@ def test_answers_equal_answers_decoded_alone(generator):
                 times.append(2 * event.row + seen[event.row])
                 seen[event.row] += 1
             assert times == sorted(times)
+
+
+def test_requests_against_repetition_beside_others(generator):
+    """Each has its own settings; a request without them is answered as without the others."""
+    given = texts(6)
+    settings = [{}, {"repetition_penalty": 3.0}, {"no_repeat_ngram_size": 1, "repetition_penalty": 1.5}]
+    engine = Engine(generator, places=3, queue=100)
+    pairs = [(ids, more) for ids in given for more in settings]
+    answers = [engine.submit(request(i, ids, **more)) for i, (ids, more) in enumerate(pairs)]
+    found = [list(answer.events())[-1] for answer in answers]
+    engine.close(drain=True, seconds=60)
+    changed = 0
+    for (ids, more), record in zip(pairs, found, strict=True):
+        (expected,) = generator.decode([ids], strategy="pipelined", **more)
+        assert record["row_ids"] == expected["row_ids"] and record["steps"] == expected["steps"]
+        changed += record["row_ids"] != found[pairs.index((ids, {}))]["row_ids"]
+    assert changed > 3
 
 
 @pytest.fixture(params=["source", "jacobi", "model"])
@@ -183,13 +201,13 @@ def test_a_longer_source_joins_a_grown_cache_without_compiling(monkeypatch):
 
     rng = np.random.default_rng(0)
     short, longer = ([*rng.integers(2, 12, length).tolist(), 1] for length in (20, 70))
-    meet(batch.needs(len(short), logits=False, adapter=None))
+    meet(batch.needs(len(short), kind=StepKind.TOKENS, adapter=None))
     place = batch.add(short, log_probs=False)
     while not batch.lacks:
         assert not batch.advance(1)[1][place], "the answer is too short for its cache to grow"
     meet(batch.lacks)
     batch.advance(1)
-    meet(batch.needs(len(longer), logits=False, adapter=None))
+    meet(batch.needs(len(longer), kind=StepKind.TOKENS, adapter=None))
     known = {*compiled}
     batch.add(longer, log_probs=False)
     batch.advance(1)

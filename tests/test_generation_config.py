@@ -173,9 +173,7 @@ def test_differences_from_config_json_are_reported(tmp_path: Path, capsys: pytes
 
 
 NOT_FOLLOWED = {
-    "no_repeat_ngram_size": 3,
     "encoder_no_repeat_ngram_size": 2,
-    "repetition_penalty": 1.3,
     "min_length": 30,
     "min_new_tokens": 2,
     "forced_bos_token_id": 0,
@@ -241,6 +239,13 @@ def test_each_setting_is_distinguished_from_its_neutral_value(tmp_path: Path, ca
         ({"do_sample": True, "min_p": 1.5}, {"temperature": 1.0, "top_k": 50}, "min_p=1.5"),
         ({"do_sample": True, "typical_p": 0.5}, {"temperature": 1.0, "top_k": 50}, "typical_p=0.5"),
         ({"do_sample": False, "min_p": 0.1}, {}, ""),
+        (
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+            "",
+        ),
+        ({"repetition_penalty": 1000.0}, {}, "repetition_penalty=1000.0"),
+        ({"num_beams": 2, "no_repeat_ngram_size": 2}, {"beams": 2}, "no_repeat_ngram_size=2"),
         ({"do_sample": True, "num_beams": 2}, {}, "do_sample=true, num_beams=2"),
         ({"num_beams": 2, "early_stopping": True}, {"beams": 2}, "early_stopping=true"),
         ({"num_beams": 4, "num_beam_groups": 2}, {"beams": 4}, "num_beam_groups=2"),

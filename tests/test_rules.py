@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import flax.struct
 import jax
@@ -14,12 +14,14 @@ from pipejax import decoding
 from pipejax.apps.schemas import grammar
 from pipejax.decoding import (
     FORBIDDEN,
+    Allowed,
     Beam,
     Decoded,
     DecodingOptions,
     Drafts,
     Pipelined,
     Queries,
+    Repetition,
     Rule,
     Sequential,
     Sizes,
@@ -30,9 +32,12 @@ from pipejax.decoding import (
 )
 from pipejax.decoding import rules as rules_lib
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
+from pipejax.inference.decoding_options import forced_of
+from pipejax.methods import RowPrefixes
 from pipejax.system.errors import UserError
 from support import oracle
 from support.hashed import Hashed
+from support.plain_repetition import without_repetition
 
 WORDS, BATCH = 8, 3
 EOS = 1
@@ -45,8 +50,31 @@ def forbid(logits: jax.Array, tokens: jax.Array, counts: jax.Array) -> jax.Array
     return jnp.where(found, FORBIDDEN, logits)
 
 
+class Plain:
+    """A rule that forbids tokens, in plain Python."""
+
+    def plain(self, example: int, prefix: list[int], above: list[list[int]]) -> set[int]:
+        """The forbidden tokens."""
+        raise NotImplementedError
+
+    def change(self, logits: np.ndarray, example: int, prefix: list[int], above: list[list[int]]) -> np.ndarray:
+        """The logits of a query [V] after the rule."""
+        forbidden = self.plain(example, prefix, above) - {EOS}
+        return np.asarray([-np.inf if token in forbidden else x for token, x in enumerate(logits)], np.float32)
+
+
 @flax.struct.dataclass
-class NoneTwice(Rule):
+class Repeats(Repetition):
+    """The rule against repetition, which is also in plain Python."""
+
+    def change(self, logits: np.ndarray, example: int, prefix: list[int], above: list[list[int]]) -> np.ndarray:
+        settings: dict[str, Any] = {"penalty": float(self.penalty[example]), "ngram": int(self.ngram[example])}
+        settings |= {"given": self.given[example].tolist(), "separators": self.separators, "by_row": self.by_row}
+        return without_repetition(logits, prefix, above, **settings)
+
+
+@flax.struct.dataclass
+class NoneTwice(Plain, Rule):
     """Forbids the tokens of the row's prefix, in the examples where it is on."""
 
     on: Any  # bool [B]
@@ -60,7 +88,7 @@ class NoneTwice(Rule):
 
 
 @flax.struct.dataclass
-class NoneOfAbove(Rule):
+class NoneOfAbove(Plain, Rule):
     """Forbids the tokens that the rows above have."""
 
     def apply(self, logits: jax.Array, queries: Queries, state: Any) -> jax.Array:
@@ -72,7 +100,7 @@ class NoneOfAbove(Rule):
 
 
 @flax.struct.dataclass
-class Sums(Rule):
+class Sums(Plain, Rule):
     """Forbids tokens by the sum of the row's tokens, which is its state, and by a divisor that all examples share."""
 
     shared: ClassVar[tuple[str, ...]] = ("divisor",)
@@ -114,7 +142,16 @@ def mix(*numbers: Any) -> Any:
 
 
 def plain_decode(
-    model: int, source: int, example: int, rules: Sequence[Any], *, delay: int, time_max: int, sub_max: int, stop: str
+    model: int,
+    source: int,
+    example: int,
+    rules: Sequence[Any],
+    *,
+    prefixes: Sequence[Sequence[int]] = (),
+    delay: int,
+    time_max: int,
+    sub_max: int,
+    stop: str,
 ) -> oracle.GridResult:
     """Algorithm 1 over the model of `Hashed`, with rules in plain Python, which get tokens as lists."""
 
@@ -127,12 +164,15 @@ def plain_decode(
         hashes = [int(mix(mix(model, token), far)) for token, far, seen in zip(tokens, back, sees, strict=True) if seen]
         found = mix(model, source, sum(hashes) % 2**32)
         ids = np.arange(WORDS)
-        logits = (mix(ids, found) % 4096).astype(np.int64)
-        logits[EOS] += int(mix(model, 77) % 5) * 160
+        whole = (mix(ids, found) % 4096).astype(np.int64)
+        whole[EOS] += int(mix(model, 77) % 5) * 160
+        logits = (whole / 512).astype(np.float32)
         contents = [[token for token in one[1:] if token != EOS] for one in rows]
         above = [content[: max(time - j * delay, 0)] for j, content in enumerate(contents[:row])]
-        forbidden = set().union(*(rule.plain(example, contents[row], above) for rule in rules)) - {EOS}
-        return max((id for id in range(WORDS) if id not in forbidden), key=lambda id: (logits[id], -id))
+        for rule in rules:
+            changed = rule.change(logits, example, contents[row], above)
+            logits = changed if (changed > -np.inf).any() else logits
+        return int(np.argmax(logits))
 
     return oracle.algorithm1(
         lambda rows: [
@@ -142,6 +182,7 @@ def plain_decode(
         time_max=time_max,
         sub_max=sub_max,
         stop=stop,
+        prefixes=prefixes,
     )
 
 
@@ -162,22 +203,31 @@ def sources(seed: int) -> SourceIds:
     return SourceIds(rng.integers(2, WORDS, (BATCH, 9)).astype(np.int32), np.full(BATCH, 9, np.int32))
 
 
-def check(strategy: Strategy, names: Sequence[str], seeds: range, drafts: Drafts | None = None) -> list[int]:
+def check(
+    strategy: Strategy,
+    rules: Sequence[Any],
+    seeds: range,
+    drafts: Drafts | None = None,
+    prefixes: Sequence[Sequence[int]] = (),
+) -> list[int]:
     """Compares decodes with `plain_decode`; gives the tokens that rules changed, and the calls that drafts saved."""
-    rules = tuple(RULES[name]() for name in names)
-    grid: Any = strategy
+    rules, grid, forced = tuple(rules), cast(Any, strategy), None
+    if prefixes:
+        known = forced_of(RowPrefixes((*prefixes,)), strategy)
+        assert known is not None
+        forced = np.repeat(known[None], BATCH, axis=0)
     used = with_drafts(grid, drafts) if drafts else strategy
     changed = saved = 0
     for seed in seeds:
         source = sources(seed)
-        found = jax.device_get(decode(used, np.int32(seed), source, DecodingOptions(rules=rules)))
-        free = jax.device_get(decode(strategy, np.int32(seed), source, DecodingOptions()))
+        found = jax.device_get(decode(used, np.int32(seed), source, DecodingOptions(forced=forced, rules=rules)))
+        free = jax.device_get(decode(strategy, np.int32(seed), source, DecodingOptions(forced=forced)))
         without = strategy.calls(dataclasses.replace(found, calls=None))
         for b in range(BATCH):
             rows = [row[:n].tolist() for row, n in zip(found.tokens[b], found.lengths[b], strict=True)]
             stop = "literal" if grid.literal else "empty_row"
             sizes = {"delay": grid.delay, "time_max": grid.time_max, "sub_max": grid.sub_max, "stop": stop}
-            expected = plain_decode(seed, int(source.ids[b].sum()), b, rules, **sizes)
+            expected = plain_decode(seed, int(source.ids[b].sum()), b, rules, prefixes=prefixes, **sizes)
             assert [row for row in rows if row] == expected.rows
             assert found.steps[b] == expected.steps
             changed += rows != [row[:n].tolist() for row, n in zip(free.tokens[b], free.lengths[b], strict=True)]
@@ -209,7 +259,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_decode_with_rules_equals_plain_python(grid: str, names: tuple[str, ...]) -> None:
-    changed, _ = check(GRIDS[grid], names, range(12))
+    changed, _ = check(GRIDS[grid], [RULES[name]() for name in names], range(12))
     assert changed > 5
 
 
@@ -225,8 +275,71 @@ def test_decode_with_rules_equals_plain_python(grid: str, names: tuple[str, ...]
 )
 def test_decode_with_rules_and_drafts_equals_plain_python(grid: str, drafter: Any) -> None:
     """A drafted token belongs to the prefix of the columns after it."""
-    changed, saved = check(GRIDS[grid], ("prefix", "above"), range(12), Drafts(drafter, 3))
+    changed, saved = check(GRIDS[grid], [RULES["prefix"](), RULES["above"]()], range(12), Drafts(drafter, 3))
     assert changed > 5 and (saved > 5 or not isinstance(drafter, FromModel))
+
+
+def repetition(grid: str, prefixes: Sequence[Sequence[int]] = (), **more: Any) -> Repeats:
+    """Of another penalty and another length in each example."""
+    strategy = GRIDS[grid]
+    given = np.zeros((BATCH, strategy.places[0]), np.int32)
+    for row, prefix in enumerate(prefixes):
+        given[:, row] = len(prefix)
+    return Repeats(np.asarray([1.5, 1.0, 4.0], np.float32), np.asarray([2, 1, 3], np.int32), given, 0, **more)
+
+
+NAMES = ((2, 3), (2, 4), (5,))  # the rows of GRIDS["delay 0"]
+
+
+@pytest.mark.parametrize(
+    "grid, prefixes, more",
+    [
+        ("delay 1", (), {}),
+        ("delay 1", NAMES, {}),
+        ("delay 1", (), {"by_row": True}),
+        ("delay 0", NAMES, {}),
+        ("one row", (), {"separators": (3,)}),
+        ("one row", (), {"separators": (3, 4), "by_row": True}),
+        pytest.param("one row", ((2, 3, 4),), {}, marks=slow),
+        pytest.param("delay 2, literal", (), {}, marks=slow),
+        pytest.param("delay 2, literal", NAMES, {"by_row": True}, marks=slow),
+        pytest.param("delay 1", NAMES, {"separators": (6,)}, marks=slow),
+    ],
+)
+def test_decode_without_repetition_equals_plain_python(grid: str, prefixes: Any, more: dict[str, Any]) -> None:
+    changed, _ = check(GRIDS[grid], [repetition(grid, prefixes, **more)], range(12), prefixes=prefixes)
+    assert changed > 5
+
+
+@pytest.mark.parametrize(
+    "grid, prefixes, more, drafter",
+    [
+        ("delay 1", NAMES, {}, FromModel(least=0.0)),
+        ("one row", (), {"separators": (3,), "by_row": True}, FromModel(least=0.0)),
+        *(
+            pytest.param(grid, prefixes, {}, drafter, marks=slow)
+            for grid, prefixes in (("delay 1", ()), ("delay 0", NAMES), ("delay 2, literal", ()), ("one row", ()))
+            for drafter in (FromModel(least=0.0), Jacobi(), FromSource())
+        ),
+    ],
+)
+def test_decode_without_repetition_and_with_drafts_equals_plain_python(
+    grid: str, prefixes: Any, more: dict[str, Any], drafter: Any
+) -> None:
+    rule = repetition(grid, prefixes, **more)
+    changed, _ = check(GRIDS[grid], [rule], range(12), Drafts(drafter, 3), prefixes=prefixes)
+    assert changed > 5
+
+
+def test_rule_that_would_leave_no_token_does_not_change_the_query() -> None:
+    """Of two rules that forbid complementary tokens the first one is followed."""
+    even = np.arange(WORDS) % 2 == 0
+    source, strategy = sources(0), Sequential(6)
+    alone = decode(strategy, np.int32(0), source, DecodingOptions(rules=(Allowed(np.tile(even, (BATCH, 1))),)))
+    rules = tuple(Allowed(np.tile(x, (BATCH, 1))) for x in (even, ~even))
+    both = decode(strategy, np.int32(0), source, DecodingOptions(rules=rules))
+    np.testing.assert_array_equal(both.tokens, alone.tokens)
+    assert (np.asarray(both.tokens)[:, 0] % 2 == 0).all() and (np.asarray(both.lengths) == 6).all()
 
 
 def test_rows_are_computed_only_for_rules_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:

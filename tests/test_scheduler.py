@@ -15,8 +15,9 @@ from pipejax.apps.serving.scheduler import WEIGHTS, Scheduler
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Decoded, Sampling
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Needs
+from pipejax.inference.decoding_options import Constraints
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import RunningBatch, Steps
+from pipejax.inference.running_batch import RunningBatch, StepKind, Steps
 from pipejax.inference.sources import Source
 from pipejax.system.compiled import CompiledPrograms
 from support import oracle
@@ -32,21 +33,22 @@ class FakeBatch:
         self, programs: Any, strategy: Any, places: int, switch: Any, encodings: Any, compiled: Mapping[Any, Any]
     ) -> None:
         self.strategy, self.places, self.compiled = strategy, places, compiled
-        self.starts, self.slots, self.answer_format = np.zeros(1, np.int64), 8, None
+        self.starts, self.slots = np.zeros(1, np.int64), 8
+        self.answer_format: Any = None
         self.lacks: Needs = {}
         # By place the number of wanted tokens, of written tokens, and whether they are scored.
         self.places_of = dict[int, list[Any]]()
 
-    def give(self, forced: Any, answer_format: Any) -> None:
-        self.answer_format = answer_format
+    def give(self, constraints: Constraints) -> None:
+        self.answer_format = constraints.answer_format
 
-    def needs(self, length: int, *, logits: bool, adapter: Any) -> Needs:
-        kinds = {logits, *(one[2] for one in self.places_of.values())}
+    def needs(self, length: int, *, kind: StepKind, adapter: Any) -> Needs:
+        kinds = {kind, *(one[2] for one in self.places_of.values())}
         return self.needs_of(length, length, self.slots if self.places_of else 8, kinds)
 
-    def needs_of(self, source: int | None, length: int, slots: int, logits: set[bool], adapter: Any = None) -> Needs:
+    def needs_of(self, source: int | None, length: int, slots: int, kinds: set[StepKind], adapter: Any = None) -> Needs:
         label = self.answer_format.program_label if self.answer_format else ""
-        steps = [Steps(self.strategy, self.places, length, slots, one, label) for one in logits]
+        steps = [Steps(self.strategy, self.places, length, slots, one, label) for one in kinds]
         keys = [("encode", source), *steps]
         return {key: self.make for key in keys if key not in self.compiled and key[1] is not None}
 
@@ -59,7 +61,7 @@ class FakeBatch:
             self.slots = 8
         place = min({*range(self.places)} - self.places_of.keys())
         self.length = len(ids)
-        self.places_of[place] = [3 * len(ids), 0, log_probs or sampling.temperature > 0]
+        self.places_of[place] = [3 * len(ids), 0, StepKind.of(sampling, log_probs)]
         return place
 
     def drop(self, place: int) -> None:
@@ -161,8 +163,8 @@ class Served(Scheduler):
     def batch(self, places: int) -> FakeBatch:
         return FakeBatch(None, self.kind.strategy, places, None, None, {})
 
-    def steps_key(self, length: int, logits: bool, places: int = 1) -> Steps:
-        return Steps(self.kind.strategy, places, length, 8, logits, "")
+    def steps_key(self, length: int, kind: StepKind, places: int = 1) -> Steps:
+        return Steps(self.kind.strategy, places, length, 8, kind, "")
 
 
 @pytest.fixture(scope="module")
@@ -319,9 +321,9 @@ def test_log_has_a_line_for_each_cause_of_compilation(
 
 
 def test_new_combination_is_named_by_its_parts(scheduler: Served) -> None:
-    known = [scheduler.steps_key(2, True), scheduler.steps_key(1, False)]
+    known = [scheduler.steps_key(2, StepKind.LOGITS), scheduler.steps_key(1, StepKind.TOKENS)]
     answer = scheduler.answer(plain(1, temperature=1.0))
-    both = causes_of(answer, {scheduler.steps_key(1, True): print}, known)
+    both = causes_of(answer, {scheduler.steps_key(1, StepKind.LOGITS): print}, known)
     assert both == ["a prompt of 1 tokens", "sampling or scores"]
     assert causes_of(answer, {("encode", 1): print}, known) == ["a prompt of 1 tokens"]
 
@@ -331,7 +333,7 @@ def test_cache_grows_while_others_continue(scheduler: Served) -> None:
     scheduler.records(plain(2))
     scheduler.records(*[plain(2)] * 3)
     for places in (1, 2):  # all programs for the prompt of 9 tokens, but not its larger cache
-        scheduler.compiler.compiled |= dict.fromkeys(scheduler.batch(places).needs_of(9, 9, 8, {False}), True)
+        scheduler.compiler.compiled |= dict.fromkeys(scheduler.batch(places).needs_of(9, 9, 8, {StepKind.TOKENS}), True)
     long, cut = scheduler.submit(plain(9), plain(9, max_tokens=20))
     for _ in range(12):
         scheduler.step()
@@ -346,7 +348,7 @@ def test_cache_grows_while_others_continue(scheduler: Served) -> None:
 
 @pytest.mark.parametrize(("places", "length"), [(2, 1), (1, 1)])
 def test_lone_request_takes_the_batch_that_is_compiled(scheduler: Served, places: int, length: int) -> None:
-    compiled = scheduler.batch(places).needs_of(length, length, 8, {False})
+    compiled = scheduler.batch(places).needs_of(length, length, 8, {StepKind.TOKENS})
     scheduler.compiler.compiled |= dict.fromkeys([WEIGHTS, *compiled], True)
     assert scheduler.records(plain(length), compiles=False)[0]["row_ids"] and not scheduler.compiler.asked
 
@@ -365,10 +367,10 @@ def test_lone_request_takes_the_batch_that_is_compiled(scheduler: Served, places
 def test_request_waits_for_the_batch_that_lacks_fewer_programs(
     scheduler: Served, compiled: list[Any], places: int
 ) -> None:
-    keys = [scheduler.steps_key(3, False, places=one) if isinstance(one, int) else one for one in compiled]
+    keys = [scheduler.steps_key(3, StepKind.TOKENS, places=one) if isinstance(one, int) else one for one in compiled]
     scheduler.compiler.compiled |= dict.fromkeys([WEIGHTS, *keys], True)
     lane, needs = scheduler.choose(scheduler.answer(plain(3)))
-    wanted = {("encode", 3), scheduler.steps_key(3, False, places=places)} - {*keys}
+    wanted = {("encode", 3), scheduler.steps_key(3, StepKind.TOKENS, places=places)} - {*keys}
     assert lane.places == places and needs.keys() == wanted
 
 
@@ -408,7 +410,7 @@ def test_warm_up_plans_all_lengths_and_caches_of_both_batches(scheduler: Served)
     lengths = {64: {16, 24, 32, 48, 64}, 128: {96}}
     orders = {order: {key for o, key in asked if o == order} for order, _ in asked}
     steps = {order: {key[1:5] for key in keys if isinstance(key, Steps)} for order, keys in orders.items()}
-    kinds = [(m, kind) for m in lengths for kind in (False, True)]
+    kinds = [(m, kind) for m in lengths for kind in (StepKind.TOKENS, StepKind.LOGITS)]
     assert steps[PLANNED] == {(2, m, 8, kind) for m, kind in kinds}
     assert steps[LATER] == {(1, m, 8, kind) for m, kind in kinds}
     assert steps[LAST] == {(places, m, 64, kind) for places in (1, 2) for m, kind in kinds}
@@ -418,5 +420,5 @@ def test_warm_up_plans_all_lengths_and_caches_of_both_batches(scheduler: Served)
 
 def test_plain_answers_of_all_lengths_are_planned_before_scores(scheduler: Served) -> None:
     scheduler.plan(70)
-    kinds = [key.logits for order, key, _ in scheduler.compiler.asked if isinstance(key, Steps) and order == PLANNED]
-    assert kinds == sorted(kinds) and {*kinds} == {False, True}
+    kinds = [key.kind for order, key, _ in scheduler.compiler.asked if isinstance(key, Steps) and order == PLANNED]
+    assert kinds == sorted(kinds) and {*kinds} == {StepKind.TOKENS, StepKind.LOGITS}

@@ -32,7 +32,7 @@ from pipejax.inference.answer_format import Effort, Uncompiled
 from pipejax.inference.backends import XLA
 from pipejax.inference.compiler import LAST
 from pipejax.inference.loading import load
-from pipejax.inference.running_batch import Steps
+from pipejax.inference.running_batch import StepKind, Steps
 from pipejax.inference.streaming import RowEvent
 from pipejax.kernels.backends import OwnKernel
 from pipejax.offline.decode_command import main
@@ -1054,8 +1054,10 @@ def test_warm_up_plans_schemas_last(settings: Any, schemas_on: bool, expected: A
         keys = [key for key, _ in asked if isinstance(key, Steps)]
         assert {key.answer_format for key in keys if key.answer_format} == expected
         formed = [(key, order) for key, order in asked if isinstance(key, Steps) and key.answer_format]
-        later = [(key.places, key.logits, order) for key, order in formed]
-        assert {*later} == ({(n, kind, LAST) for n in (1, 2) for kind in (False, True)} if expected else set())
+        later = [(key.places, key.kind, order) for key, order in formed]
+        assert {*later} == (
+            {(n, kind, LAST) for n in (1, 2) for kind in (StepKind.TOKENS, StepKind.LOGITS)} if expected else set()
+        )
         assert all(key.answer_format for key in keys[len(keys) - len(later) :])
     finally:
         engine.close(drain=False, seconds=10)

@@ -92,6 +92,7 @@ def test_a_completion(client: TestClient, generator: Generator) -> None:
 
 def test_engine_receives_settings_of_the_request(client: TestClient, engine: ScriptedEngine) -> None:
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.25, "max_tokens": 7}
+    settings |= {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3}
     prompts = [[5, 6, 1], [7, 1]]
     body = {"prompt": prompts, "n": 2, "seed": 2**31 - 1, "method": "sequential", **settings}
     reply = client.post(PATH, json=body).json()
@@ -479,6 +480,17 @@ def test_a_beginning_of_a_stop_text_waits() -> None:
         (b'{"prompt": "a", "temperature": 1e999}', "temperature", "temperature: found inf; expected"),
         ({"prompt": "a", "top_p": 0}, "top_p", "top_p: found 0; expected a number above 0"),
         ({"prompt": "a", "min_p": 1.5}, "min_p", "min_p: found 1.5; expected a number from 0 to 1"),
+        (
+            {"prompt": "a", "repetition_penalty": 0},
+            "repetition_penalty",
+            "repetition_penalty: found 0; expected a number",
+        ),
+        (
+            {"prompt": "a", "no_repeat_ngram_size": -1},
+            "no_repeat_ngram_size",
+            "no_repeat_ngram_size: found -1; expected",
+        ),
+        ({"prompt": "a", "rules": "os:path"}, "rules", "rules: found an unknown field; expected one of prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found 0; expected a whole number from 1 to"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens: found -1; expected a whole number from 1 to"),
         ({"prompt": "a", "max_tokens": 5.0}, "max_tokens", "max_tokens: found 5.0; expected"),

@@ -45,6 +45,10 @@ DECODE = {
         "seed",
         "samples",
         "unique_rows",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "repetition_scope",
+        "rules",
     ),
     *("scores", "limit", "draft", "draft_checkpoint", "draft_tokens", "trace", "batch_size", "dtype", "weights"),
 }
@@ -96,6 +100,7 @@ VALUES = {  # where the rule of `other` gives none that is legal
     "data.csv_delimiter": ";",
     "data.special_tokens": "eos",
     "decode.draft": "source",
+    "decode.rules": "pipejax.decoding:Allowed",
     "mesh.data": "3",
 }
 
@@ -179,7 +184,9 @@ def test_call_takes_what_needs_no_new_weights() -> None:
 
 def test_request_may_send_these_settings() -> None:
     for form in (requests.COMPLETIONS, requests.CHAT, requests.RESPONSES):
-        assert DECODE & {*form.fields} == {"temperature", "top_k", "top_p", "min_p", "seed"}
+        assert DECODE & {*form.fields} == {
+            *("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size")
+        }
 
 
 def test_exported_programs_follow_these_settings() -> None:
@@ -227,6 +234,9 @@ class Unable(methods.Method):
         ("scores", True, "decode.scores: found True with unable decoding, which does not "),
         ("limit", "source", "decode.limit: found source with unable decoding, which does not "),
         ("unique_rows", True, "decode.unique_rows: found True with unable decoding, which does not "),
+        ("repetition_penalty", 1.5, "decode.repetition_penalty: found 1.5 with unable decoding, which does not "),
+        ("no_repeat_ngram_size", 2, "decode.no_repeat_ngram_size: found 2 with unable decoding, which does not "),
+        ("rules", "a:B", "decode.rules: found a:B with unable decoding, which does not "),
         ("draft", "source", "decode.draft: found source with unable decoding, which does not "),
     ],
 )
@@ -237,14 +247,24 @@ def test_method_without_the_ability_is_refused(key: str, value: Any, message: st
 
 def test_settings_that_ask_for_no_ability() -> None:
     """All other keys of `decode` may have any value with a method that has no ability."""
-    asking = {"temperature", "scores", "limit", "unique_rows", "draft"}
+    asking = {
+        "temperature",
+        "scores",
+        "limit",
+        "unique_rows",
+        "draft",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "rules",
+    }
     for name in DECODE - asking - {"samples", "trace"}:
         assert not refused(lambda: methods.check(Unable(), changed(f"decode.{name}").decode)), name  # noqa: B023
 
 
 def test_settings_that_a_method_does_not_read_are_named() -> None:
     unread = keys(
-        "grid", "decode.max_length", *(f"decode.{x}" for x in ("top_k", "top_p", "min_p", "seed", "draft_tokens"))
+        *("grid", "decode.max_length"),
+        *(f"decode.{x}" for x in ("top_k", "top_p", "min_p", "seed", "draft_tokens", "repetition_scope")),
     )
 
     def named(method: methods.Method) -> set[str]:

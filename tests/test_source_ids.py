@@ -24,6 +24,7 @@ from pipejax.data.encoding import encode_example, encode_source
 from pipejax.data.examples import Example
 from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
+from pipejax.decoding import Allowed
 from pipejax.inference import decoding_options
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
@@ -207,9 +208,9 @@ def test_limit_to_source_excludes_special_ids(made: dict[str, Path]) -> None:
     ids = ours.ids_of(source)
     method, strategy = ours.method(), ours.make_strategy()
     options = decoding_options.of_batch([source], [ids], method, strategy, config=config, tokenizer=ours.tokenizer)
-    allowed = options.allowed
-    assert allowed is not None and ids[0] == 1
-    assert [*np.flatnonzero(allowed[0])] == sorted(ids[1:])
+    (rule,) = options.rules
+    assert isinstance(rule, Allowed) and ids[0] == 1
+    assert [*np.flatnonzero(rule.tokens[0])] == sorted(ids[1:])
 
 
 @pytest.mark.parametrize("by_transformers", [False, True])

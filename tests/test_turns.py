@@ -14,6 +14,7 @@ from pipejax import decoding
 from pipejax.apps.schemas.grammar import Grammar, Table
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import (
+    Allowed,
     Beam,
     Carry,
     DecodingOptions,
@@ -76,7 +77,8 @@ def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
         forced = np.where(rng.random((batch, rows, width)) < 0.1, rng.integers(1, WORDS, (batch, rows, width)), -1)
         found = dataclasses.replace(found, forced=forced.astype(np.int32))
     if "allowed" in wished:
-        found = dataclasses.replace(found, allowed=(rng.random((batch, WORDS)) < 0.8) | (np.arange(WORDS) == 1))
+        allowed = Allowed((rng.random((batch, WORDS)) < 0.8) | (np.arange(WORDS) == 1))
+        found = dataclasses.replace(found, rules=(*found.rules, allowed))
     if "grammar" in wished:
         # Letters lead from state to state; the dead one is 0, and a row may end in 2 and 3.
         moves = np.asarray([[0, 2, 3, 1], [0, 3, 1, 2], [0, 0, 2, 0]], np.int32)
@@ -85,7 +87,7 @@ def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
         ones, first = np.ones((batch, rows), np.int32), setting.strategy.start(np.arange(rows))
         last = np.full((batch, rows), width - 1, np.int32)
         grammar = Grammar(table, ones, np.broadcast_to(np.asarray(first, np.int32), ones.shape), last)
-        found = dataclasses.replace(found, rules=(grammar,))
+        found = dataclasses.replace(found, rules=(grammar, *found.rules))
     return found
 
 

@@ -46,6 +46,7 @@ if typing.TYPE_CHECKING:
 _Section = typing.TypeVar("_Section", bound="DataclassInstance")
 # Sections that may be of any class with this attribute: (attribute, name of the base class).
 OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}
+RULES = "decode.rules"
 COMMANDS: dict[Command, str] = {  # the words with which a message describes a command
     "decode": "when a checkpoint is decoded",
     "export": "in an export",
@@ -105,6 +106,8 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         config = dataclasses.replace(config, method=_of_class(name, made_of) if name else None)
     config = with_tuples(config)
     check(config, where=str(path))
+    if imports:
+        _import_rules(config)
     return override(config, overrides, where=where)
 
 
@@ -127,7 +130,15 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
             config, grid=dataclasses.replace(config.grid, row_names=names_of(config.data.columns))
         )
     check(config, where=where)
+    if any(key == RULES for key, *_ in assignments(overrides, where)):
+        _import_rules(config)
     return config
+
+
+def _import_rules(config: Config) -> None:
+    """Imports the classes that `decode.rules` names."""
+    for name in config.decode.rule_names:
+        find_class(name, RULES)
 
 
 def assignments(overrides: Overrides, where: str) -> list[Assignment]:
@@ -233,14 +244,27 @@ def made(section: JsonObject, key: str = "method") -> Any:
       UserError: the module is not imported, or the settings do not fit the class.
     """
     section = {**section, "class": moved.present_class(section["class"])}
-    if (name := section["class"]) not in BACKBONES.values() and name.partition(":")[0] not in sys.modules:
-        python = "pipejax.load(path, method=...)" if key == "method" else f"import {name.partition(':')[0]}"
+    if (name := section["class"]) not in BACKBONES.values():
+        _check_imported(name, key)
+    return _of_class(name, section, key)
+
+
+def imported_rule(name: str) -> Any:
+    """Returns the class MODULE:CLASS of `decode.rules`. Raises a UserError if its module is not imported yet."""
+    _check_imported(name, RULES)
+    return find_class(name, RULES)
+
+
+def _check_imported(name: str, key: str) -> None:
+    """Raises a UserError if the module of MODULE:CLASS is not imported yet."""
+    if (module := name.partition(":")[0]) not in sys.modules:
+        python = "pipejax.load(path, method=...)" if key == "method" else f"import {module}"
+        origin = "which the config of this checkpoint names" if key == RULES else "with which this model was trained"
         raise UserError(
             key,
-            found=f"{name}, with which this model was trained",
+            found=f"{name}, {origin}",
             expected=f"its module to be imported, by --set {key}={name}, or in Python by {python}",
         )
-    return _of_class(name, section, key)
 
 
 def _of_class(name: str, section: JsonObject, key: str = "method") -> Any:
@@ -259,7 +283,7 @@ def find_class(name: str, key: str = "method") -> Any:
     The current directory is added to the import path if the module is not imported yet.
 
     Raises:
-      UserError: the module cannot be imported, or the class is not a method or backbone.
+      UserError: the module cannot be imported, or the class is not a method, backbone or rule.
     """
     name = moved.present_class(name)
     module, _, attribute = name.partition(":")
@@ -274,8 +298,9 @@ def find_class(name: str, key: str = "method") -> Any:
             found=f"{name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)})",
             expected="MODULE:CLASS",
         ) from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, OWN[key][0])):
-        raise UserError(key, found=f"{name!r}, which is not a subclass of {OWN[key][1]}", expected="MODULE:CLASS")
+    attribute, base = {**OWN, RULES: ("apply", "Rule that is a flax.struct.dataclass")}[key]
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, attribute)):
+        raise UserError(key, found=f"{name!r}, which is not a subclass of {base}", expected="MODULE:CLASS")
     return found
 
 

@@ -24,6 +24,7 @@ FREEZES = ("none", "encoder")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 LIMITS = ("none", "source")  # restrictions on the tokens of an answer
+SCOPES = ("answer", "row")  # the tokens among which a token is a repetition
 ROWS = ("list", "delimiter", "sentences")
 QUOTES = ("auto", "quote", "letters")
 EMPTY_TARGETS = ("keep", "skip", "refuse")
@@ -231,6 +232,18 @@ class DecodeConfig:
         0.0, least=0.0, most=1.0, ability="sample", request=True
     )
     seed: int = setting(0, least=0, most=2**31 - 1, ability="sample", request=(-(2**63), 2**63 - 1))  # for sampling
+    repetition_penalty: float = setting(  # divides the logits of tokens that the answer has; 1: none
+        1.0, above=0.0, most=100.0, ability="rules", asks=True, request=True
+    )
+    no_repeat_ngram_size: int = setting(  # the length of token sequences that an answer has only once; 0: none
+        0, least=0, most=2**10, ability="rules", asks=True, request=True
+    )
+    repetition_scope: str = setting(  # "row": the tokens of other rows are not repetitions
+        "answer", choices=SCOPES, ability="rules"
+    )
+    rules: str | tuple[str, ...] = setting(  # changes of logits, as MODULE:CLASS,MODULE:CLASS: docs/methods.md
+        "", ability="rules", asks=True
+    )
     samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
     unique_rows: bool = setting(  # Drop a row that repeats an earlier one;
         # two repeated rows in succession end the answer
@@ -261,6 +274,12 @@ class DecodeConfig:
     weights: str = setting(  # dtype of stored weights; "auto": as decode.dtype
         "auto", choices=WEIGHTS, with_weights=True, exported=True
     )
+
+    @property
+    def rule_names(self) -> tuple[str, ...]:
+        """The names in `rules`."""
+        listed = self.rules.split(",") if isinstance(self.rules, str) else self.rules
+        return tuple(filter(None, map(str.strip, listed)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.config import Config, DataConfig, T5Config, TrainConfig
+from pipejax.config import Config, DataConfig, DecodeConfig, T5Config, TrainConfig
 from pipejax.convert import generation, peft_adapters
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
@@ -155,6 +155,13 @@ def write_files(
     elif "generate" not in (method := methods.trained(config)).can:
         said = method.generated.replace("`generate`", "transformers' generate").rstrip(".")
         lines.append(f"{said}; {CARD} describes how to decode with pipejax")
+    if config.decode.rules:
+        lines.append(f"decode.rules: {FILE} has none, because the classes are not in the directory")
+    elsewhere = program is not None or "generate" not in methods.trained(config).can
+    of_rules = [key for key in generation.OF_RULES if getattr(config.decode, key) != getattr(DecodeConfig, key)]
+    if of_rules and elsewhere:
+        keys = " and ".join(f"decode.{key}" for key in of_rules)
+        lines.append(f"{keys}: only pipejax decodes the rows of this directory with it; transformers ignores it")
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} has none instead of model, because the draft model is not in the directory")
     if origin.scores is not None and not _scores_in(origin.scores):
@@ -194,6 +201,7 @@ def kept(config: Config) -> Config:
     decode = dataclasses.replace(config.decode, draft_checkpoint="")
     if decode.draft == "model":
         decode = dataclasses.replace(decode, draft="none", trace=False)
+    decode = dataclasses.replace(decode, rules="")  # the classes are not in the directory
     return Config(
         model=config.model,
         method=config.method,

@@ -22,14 +22,15 @@ IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 TOP_K = 50  # the default of `generate` for sampling
 # Settings that change an answer and have no equivalent here: always, when sampling, and with beams.
 ALWAYS = (
-    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_penalty"),
-    *("encoder_repetition_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "suppress_tokens"),
+    *("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "suppress_tokens"),
     *("begin_suppress_tokens", "sequence_bias", "exponential_decay_length_penalty", "guidance_scale", "stop_strings"),
     *("max_time", "num_return_sequences", "watermarking_config", "penalty_alpha", "dola_layers", "constraints"),
     "force_words_ids",
 )
 OF_DRAWS = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-OF_BEAMS = ("early_stopping", "num_beam_groups", "diversity_penalty")
+OF_RULES = ("repetition_penalty", "no_repeat_ngram_size")
+OF_BEAMS = ("early_stopping", "num_beam_groups", "diversity_penalty", *OF_RULES)
 FACTORS = (  # settings for which 1 changes nothing
     *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"),
     *("min_length", "num_return_sequences", "num_beam_groups"),
@@ -61,6 +62,8 @@ class Generation:
         elif "max_length" in values:  # it includes the start token
             most = values["max_length"]
             found["max_length"] = "max_length", most - 1 if type(most) is int else most
+        if self.beams == 1:
+            found |= {key: (key, values[key]) for key in OF_RULES if key in values}
         if self.drawn and self.beams == 1:
             found["do_sample"] = "temperature", values.get("temperature", 1.0)
             found |= {"top_k": ("top_k", values.get("top_k", TOP_K)), "top_p": ("top_p", values.get("top_p", 1.0))}
@@ -176,7 +179,9 @@ def of_run(config: Config) -> dict[str, object]:
     elif decode.temperature > 0:
         values |= {"do_sample": True, "temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
         values |= {"min_p": decode.min_p} if decode.min_p else {}
-    return values
+    return values | {
+        key: getattr(decode, key) for key in OF_RULES if getattr(decode, key) != getattr(DecodeConfig, key)
+    }
 
 
 def only(value: object, where: str) -> object:

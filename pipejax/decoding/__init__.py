@@ -13,8 +13,9 @@ from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.grid_strategy import GridStrategy, Pipelined, Sequential
+from pipejax.decoding.repetition import Repetition
 from pipejax.decoding.rows import OnGrid, Rows, RowState
-from pipejax.decoding.rules import FORBIDDEN, Queries, Rule
+from pipejax.decoding.rules import FORBIDDEN, Allowed, Queries, Rule, create_rule
 from pipejax.decoding.strategy import (
     TRUNCATIONS,
     Decoded,
@@ -41,6 +42,7 @@ __all__ = [
     "MOST_LIKELY",
     "QUERIES",
     "TRUNCATIONS",
+    "Allowed",
     "Asked",
     "Beam",
     "Carry",
@@ -55,6 +57,7 @@ __all__ = [
     "Queries",
     "Query",
     "Refillable",
+    "Repetition",
     "RowState",
     "Rows",
     "Rule",
@@ -68,6 +71,7 @@ __all__ = [
     "Strategy",
     "Trace",
     "begin",
+    "create_rule",
     "decode",
     "drafted",
     "ends_of",

@@ -9,6 +9,7 @@ Shapes as in `core`: B batch, R rows of the grid, W times, N queries of a step, 
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -27,13 +28,15 @@ BLOCK = 256  # tokens whose weights `_find` sums together
 
 @flax.struct.dataclass
 class Sampling:
-    """The distribution from which tokens are drawn: scalars for one answer, or arrays [B] for a batch."""
+    """The settings by which tokens are chosen: scalars for one answer, or arrays [B] for a batch."""
 
     temperature: Numbers = 0.0  # f32 [B], the divisor of logits; 0: the most likely token is taken
     top_k: Numbers = 0  # i32 [B], draw among this number of most likely tokens; 0: among all
     top_p: Numbers = 1.0  # f32 [B], draw among the fewest most likely tokens of this total probability; 1: among all
     seed: Numbers = 0  # u32 [B]
     min_p: Numbers = 0.0  # f32 [B], draw among the tokens of at least this share of the highest probability; 0: all
+    repetition_penalty: Numbers = 1.0  # f32 [B], see `Repetition`
+    no_repeat_ngram_size: Numbers = 0  # i32 [B], see `Repetition`
 
     @classmethod
     def of(cls, settings: object, seed: int) -> "Sampling":
@@ -57,6 +60,11 @@ class Sampling:
         found: Array = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
         return found
 
+    @property
+    def limits_repetition(self) -> Any:
+        """bool [B], whether the logit of a token may change because the answer has this token."""
+        return (self.repetition_penalty != 1) | (self.no_repeat_ngram_size > 0)
+
 
 MOST_LIKELY = Sampling()
 
@@ -67,7 +75,6 @@ class DecodingOptions:
 
     sampling: Sampling | None = None  # None: greedy decoding
     forced: Array | np.ndarray | None = None  # i32 [B, R, W], the token to generate at each row and time; -1: any
-    allowed: Array | np.ndarray | None = None  # bool [B, V], the tokens that may be chosen; None: all
     rules: tuple[Rule, ...] = ()  # changes of logits, applied in this order; their number is static
     scores: bool = flax.struct.field(pytree_node=False, default=False)  # whether `Carry` has log-probabilities
     scored: Array | np.bool | None = None  # bool scalar, whether the step computes log-probabilities; None: it does
@@ -75,7 +82,7 @@ class DecodingOptions:
     @property
     def need_logits(self) -> bool:
         """Whether choosing requires the logits, and not only the argmax token of each query."""
-        return self.scores or bool(self.rules) or self.sampling is not None or self.allowed is not None
+        return self.scores or bool(self.rules) or self.sampling is not None
 
     def take(self, numbers: np.ndarray) -> "DecodingOptions":
         """Selects the examples `numbers`, i32 [E, B]: each array gets these two leading axes. In NumPy."""
@@ -111,13 +118,10 @@ def choose_tokens(
       options: the options.
       states: the state of each rule.
     """
-    if not (options.sampling or options.rules) and options.allowed is None:
-        return greedy(logits)
-    if options.allowed is not None:
-        logits = jnp.where(options.allowed[queries.example].T, logits, FORBIDDEN)
     for rule, state in zip(options.rules, states, strict=True):
-        shape, logits = logits.shape, rule.apply(logits, queries, state)
-        strategy_checks.expect(rule, "apply", logits, "float32", shape, of=", the logits that it was given")
+        changed = rule.apply(logits, queries, state)
+        strategy_checks.expect(rule, "apply", changed, "float32", logits.shape, of=", the logits that it was given")
+        logits = jnp.where((changed > FORBIDDEN).any(axis=0), changed, logits)
     tokens = greedy(logits)
     if options.sampling is not None:
         sampling = jax.tree.map(lambda x: x[queries.example], options.sampling)

@@ -5,7 +5,10 @@ its row (`Queries.prefix`), the rows above that it sees (`Queries.above`), and a
 `DecodingOptions.rules` are applied one after the other, before a token is taken or drawn. Forced tokens and
 log-probabilities do not depend on rules: log-probabilities are computed from the logits of the model.
 
-A rule that forbids tokens gives them the logit `FORBIDDEN`. It must leave at least one token to each query.
+A rule that forbids tokens gives them the logit `FORBIDDEN`. It must leave at least one token to each query of its own;
+a query to which several rules together leave no token keeps the logits before the last of them.
+
+`pipejax.testing.check_rule` checks a rule of a user (docs/methods.md).
 
 Shapes: B batch, R rows of the grid, W times, T the most tokens of a row, N queries of a step, V vocabulary.
 """
@@ -14,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +27,7 @@ from pipejax.decoding.gathering import Query, Step, query_coordinates
 from pipejax.decoding.strategy import Stepper, Strategy, ends_of, is_end
 from pipejax.decoding.times import count_before
 from pipejax.system import Tree
+from pipejax.system.errors import UserError, first_line
 
 Array = jax.Array
 
@@ -86,20 +91,22 @@ class Queries:
 
     @property
     def prefix(self) -> Array:
-        """i32 [N, T], the tokens of each query's row before the one to choose, without bos; see `length`."""
-        return self.pick(self._find_rows().tokens)
+        """i32 [N, T], the tokens of each query's row before the one to choose, without bos; 0 from `length` on."""
+        tokens = self.pick(self._find_rows().tokens)
+        return jnp.where(jnp.arange(tokens.shape[1]) < self.length[:, None], tokens, 0)
 
     @property
     def length(self) -> Array:
-        """i32 [N], the number of tokens in `prefix`; the entries after them are undefined."""
+        """i32 [N], the number of tokens in `prefix`."""
         known = self._find_rows()
         start = known.start[jnp.minimum(self.row, len(known.start) - 1)]
         return jnp.clip(self.time - start, 0, self.pick(known.length))
 
     @property
     def above(self) -> Array:
-        """i32 [N, R, T], the tokens of the rows above each query, without bos and end token; see `above_length`."""
-        return self._find_rows().tokens[self.example]
+        """i32 [N, R, T], the tokens of the rows above each query, without bos and end token; 0 where it sees none."""
+        tokens = self._find_rows().tokens[self.example]
+        return jnp.where(jnp.arange(tokens.shape[2]) < self.above_length[:, :, None], tokens, 0)
 
     @property
     def above_length(self) -> Array:
@@ -117,11 +124,21 @@ class Queries:
 class Rule:
     """A change of logits. Subclasses are pytrees of arrays, such as a `flax.struct.dataclass`.
 
-    The fields are arrays with a first axis of B, one entry for each example, except the fields named in `shared`.
-    `apply` is a pure function. With drafts, a rule must not have a state.
+    The fields are arrays with a first axis of B, one entry for each example, except numbers and the fields named in
+    `shared`, which all examples share. `apply` is a pure function. With drafts, a rule must not have a state.
     """
 
-    shared: ClassVar[tuple[str, ...]] = ()  # the names of fields that all examples share
+    shared: ClassVar[tuple[str, ...]] = ()  # the names of arrays that all examples share
+
+    @classmethod
+    def create(cls, strategy: Strategy, tokenizer: Any) -> Self:
+        """The rule of the setting `decode.rules`. By default all fields have their default values.
+
+        Args:
+          strategy: the strategy; `ends_of(strategy)` are the tokens that end a row.
+          tokenizer: the tokenizer, a `pipejax.data.tokenizer.Tokenizer`; None: the checkpoint has none.
+        """
+        return cls()
 
     def init(self, batch: int, rows: int) -> Tree:
         """The state of each row before its first token, arrays [B, R, ...]; None: the rule has no state.
@@ -162,7 +179,8 @@ class Rule:
         """
 
         def select(name: str, x: Any) -> Any:
-            return np.broadcast_to(x, (len(numbers), *x.shape)) if name in self.shared else np.asarray(x)[numbers]
+            shared = self._is_shared(name, x)
+            return np.broadcast_to(x, (len(numbers), *np.shape(x))) if shared else np.asarray(x)[numbers]
 
         return self._map(select)
 
@@ -172,7 +190,7 @@ class Rule:
 
         def replace(name: str, x: Any) -> Any:
             own = others[name].pop(0)
-            if name in self.shared:
+            if self._is_shared(name, x):
                 return x
             found = np.array(x)
             found[place] = own[0]
@@ -182,7 +200,11 @@ class Rule:
 
     def on_device(self) -> Self:
         """The rule with the arrays that all examples share on the default device."""
-        return self._map(lambda name, x: jax.device_put(x) if name in self.shared else x)
+        return self._map(lambda name, x: jax.device_put(x) if self._is_shared(name, x) else x)
+
+    def _is_shared(self, name: str, x: Any) -> bool:
+        """Whether all examples share an array of the field `name`."""
+        return name in self.shared or np.ndim(x) == 0
 
     @property
     def _fields(self) -> list["dataclasses.Field[Any]"]:
@@ -197,6 +219,51 @@ class Rule:
             for field in self._fields
         }
         return cast(Self, dataclasses.replace(cast(Any, self), **changed))
+
+
+@flax.struct.dataclass
+class Allowed(Rule):
+    """Allows only some tokens of the vocabulary, in each example its own."""
+
+    tokens: Array | np.ndarray  # bool [B, V]
+
+    def apply(self, logits: Array, queries: Queries, state: Tree) -> Array:
+        """See `Rule`."""
+        return jnp.where(jnp.asarray(self.tokens)[queries.example].T, logits, FORBIDDEN)
+
+
+def create_rule(kind: type[Rule], strategy: Strategy, tokenizer: Any, where: str) -> Rule:
+    """The rule that `Rule.create` of a user's class returns, with NumPy arrays.
+
+    Args:
+      kind: the class.
+      strategy: see `Rule.create`.
+      tokenizer: see `Rule.create`.
+      where: the setting that names the class, for messages.
+
+    Raises:
+      UserError: the class is not a rule, or has a field that is neither a number nor in `shared`.
+    """
+    expected = "a subclass of pipejax.decoding.Rule that is a flax.struct.dataclass"
+    if not (isinstance(kind, type) and issubclass(kind, Rule)):
+        raise UserError(where, found=f"{kind!r}", expected=expected)
+    try:
+        made: Any = kind.create(strategy, tokenizer)
+    except UserError:
+        raise
+    except Exception as error:
+        found = f"{kind.__name__}, which cannot be created ({type(error).__name__}: {first_line(error)})"
+        raise UserError(where, found=found, expected="a class method `create` that sets all fields") from error
+    if not isinstance(made, Rule) or any(leaf is made for leaf in jax.tree.leaves(made)):
+        raise UserError(where, found=f"{kind.__name__}, which is no tree of arrays", expected=expected)
+    for field in made._fields:
+        if field.name not in made.shared and any(np.ndim(x) for x in jax.tree.leaves(getattr(made, field.name))):
+            raise UserError(
+                f"{kind.__name__}.{field.name}",
+                found="an array, which would have to have an entry for each example",
+                expected="a number, or the name of the field in `shared`",
+            )
+    return made._map(lambda _, x: np.asarray(jnp.asarray(x)))
 
 
 def check_rules(strategy: Stepper, state: Tree, rules: Sequence[Rule], states: Sequence[Tree]) -> None:

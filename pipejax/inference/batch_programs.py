@@ -182,6 +182,7 @@ class BatchPrograms:
         self.strategy = cast(Refillable, programs.tuned_for(strategy))
         self.places, self.sizes = places, schedule(self.strategy, places)
         self.compiled = compiled if compiled is not None else CompiledPrograms()
+        self.bos = programs.config.decoder_start_token_id  # the token with which every row begins
         self._encoder, self._weights = programs.on(1).encoding, programs.on(1).decoding
         drafting: Drafting | None = None
         if small := programs.small_of(strategy):
@@ -261,7 +262,7 @@ class BatchPrograms:
 
     def with_states(self, carry: Carry, rules: tuple[Rule, ...]) -> Carry:
         """Returns the carry with states for the rules; `refill` initialises them for new examples."""
-        shapes = [jax.eval_shape(rule.init, self.places, self.strategy.places[0]) for rule in rules]
+        shapes = [jax.eval_shape(partial(rule.init, self.places, self.strategy.places[0])) for rule in rules]
         return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
 
     def trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:

@@ -1,13 +1,17 @@
 """Makes the `DecodingOptions` of a batch, which determine how tokens are chosen, from the config and the sources."""
 
+import functools
 import hashlib
 from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import DecodingOptions, Sampling, Strategy, ends_of
+from pipejax.decoding import Allowed, DecodingOptions, Repetition, Rule, Sampling, Strategy, create_rule, ends_of
+from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.sources import Source
 from pipejax.methods import Method, RowPrefixes, prefix_ids
 from pipejax.system.errors import UserError
@@ -64,6 +68,73 @@ def forced_of(given: RowPrefixes, strategy: Strategy) -> np.ndarray | None:
     return forced
 
 
+class RuleSettings(NamedTuple):
+    """The settings of rules that a request to a server cannot change."""
+
+    kinds: tuple[type[Rule], ...] = ()  # the classes that `decode.rules` names
+    separators: tuple[int, ...] = ()  # the tokens that may always be repeated
+    by_row: bool = False  # whether only tokens of the same row are repetitions
+
+    def create(self, strategy: Strategy, tokenizer: Tokenizer | None) -> tuple[Rule, ...]:
+        """Returns the rules of `decode.rules` for a strategy."""
+        return tuple(_created(cast(Any, kind), cast(Any, strategy), tokenizer) for kind in self.kinds)
+
+
+class Constraints(NamedTuple):
+    """The part of the options that all answers of a running batch share."""
+
+    forced: np.ndarray | None = None  # i32 [R, W], as from `forced_of`
+    answer_format: AnswerFormat | None = None
+    rules: tuple[Rule, ...] = ()  # the rules of `decode.rules`, whose fields all examples share
+    settings: RuleSettings = RuleSettings()
+
+
+def rule_settings(config: Config, method: Method, tokenizer: Tokenizer | None) -> RuleSettings:
+    """Returns the settings of rules.
+
+    The tokens of a separator may be repeated if pipejax trained the weights. In the answers of other weights they
+    separate nothing.
+    """
+    separated = tokenizer if config.train.method != "none" else None
+    return RuleSettings(
+        tuple(map(config_lib.imported_rule, config.decode.rule_names)),
+        () if separated is None else tuple(method.extra_allowed_ids(separated)),
+        config.decode.repetition_scope == "row",
+    )
+
+
+def constraints_of(
+    source: Source, method: Method, strategy: Strategy, *, settings: RuleSettings, tokenizer: Tokenizer | None
+) -> Constraints:
+    """Returns the constraints of a running batch; `source` is any of its sources."""
+    forced = forced_of(row_prefix_ids(source, method, tokenizer, ends_of(strategy)), strategy)
+    return Constraints(forced, source.answer_format, settings.create(strategy, tokenizer), settings)
+
+
+@functools.lru_cache(maxsize=16)
+def _created(kind: Any, strategy: Any, tokenizer: Tokenizer | None) -> Rule:
+    return create_rule(kind, strategy, tokenizer, "decode.rules")
+
+
+def repetition_of(
+    sampling: Sampling, forced: np.ndarray | None, strategy: Strategy, bos: int, settings: RuleSettings
+) -> Repetition:
+    """Returns the rule against repetition of a batch.
+
+    Args:
+      sampling: the settings of each example, NumPy arrays [B].
+      forced: i32 [B, R, W], as in `DecodingOptions`. Forced tokens, except end tokens, are the beginnings of rows.
+      strategy: the strategy.
+      bos: the token with which every row begins.
+      settings: the other settings.
+    """
+    given = np.zeros((len(np.atleast_1d(sampling.seed)), strategy.places[0]), np.int32)
+    if forced is not None:
+        given += ((forced >= 0) & ~np.isin(forced, ends_of(strategy))).sum(axis=2, dtype=np.int32)
+    changes = np.asarray(sampling.repetition_penalty), np.asarray(sampling.no_repeat_ngram_size)
+    return Repetition(*changes, given, bos, settings.separators, settings.by_row)
+
+
 def of_batch(
     sources: Sequence[Source],
     ids: Sequence[Sequence[int]],
@@ -85,14 +156,16 @@ def of_batch(
     """
     assert config.model is not None  # `load` checks it
     sampling, decode, answer_format = None, config.decode, sources[0].answer_format  # the same for all
+    each = Sampling.together([sampling_of(source, decode) for source in sources])
     if decode.temperature > 0:
-        sampling = Sampling.together([sampling_of(source, decode) for source in sources])
-    forced = allowed = None
+        sampling = each
+    forced, settings = None, rule_settings(config, method, tokenizer)
     ends = config.model.end_token_ids
     tables = [forced_of(row_prefix_ids(source, method, tokenizer, ends), strategy) for source in sources]
     if any(table is not None for table in tables):
         free = np.full(strategy.places, -1, np.int32)
         forced = np.stack([free if table is None else table for table in tables])
+    rules: list[Rule] = [] if answer_format is None else [answer_format.rule(strategy, [None] * len(sources))]
     if decode.limit == "source":
         allowed = np.zeros((len(ids), config.model.vocab_size), bool)
         affixes = source_affixes(tokenizer, config.model, config.data.special_tokens)
@@ -100,8 +173,11 @@ def of_batch(
             allowed[b, np.asarray(of_source)] = True
         allowed[:, [*affixes.prefix, *affixes.suffix]] = False  # special tokens do not belong to the text
         allowed[:, [*ends_of(strategy), *(method.extra_allowed_ids(tokenizer) if tokenizer else [])]] = True
-    rules = () if answer_format is None else (answer_format.rule(strategy, [None] * len(sources)),)
-    return DecodingOptions(sampling=sampling, forced=forced, allowed=allowed, rules=rules, scores=decode.scores)
+        rules.append(Allowed(allowed))
+    rules += settings.create(strategy, tokenizer)
+    if each.limits_repetition.any():
+        rules.append(repetition_of(each, forced, strategy, config.model.decoder_start_token_id, settings))
+    return DecodingOptions(sampling=sampling, forced=forced, rules=tuple(rules), scores=decode.scores)
 
 
 def sampling_of(source: Source, decode: DecodeConfig) -> Sampling:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 
 from pipejax import methods, moved, registry
-from pipejax.config import Config
+from pipejax.config import Config, DecodeConfig
 from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ from pipejax.system.strict_json import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
+OF_RULES = ("rules", "repetition_penalty", "no_repeat_ngram_size")  # the settings of `decode` that change logits
 WINDOW = 16  # number of batches that are read ahead and sorted by length
 
 
@@ -213,8 +214,8 @@ class Generator:
         if batch is None:
             batch = batches[0].empty_copy() if batches else RunningBatch(self.programs, made, 1)
             batches.append(batch)
-        given = decoding_options.row_prefix_ids(source, method, self.tokenizer, self.ids.ends)
-        batch.give(decoding_options.forced_of(given, made), source.answer_format)
+        settings = decoding_options.rule_settings(self.config, method, self.tokenizer)
+        batch.give(decoding_options.constraints_of(source, method, made, settings=settings, tokenizer=self.tokenizer))
         ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         try:
@@ -413,15 +414,23 @@ class Generator:
           drafts: whether the drafts of the config are used.
         """
         method = self.method(name)
+        decode = self.config.decode
         lines = methods.training_mismatches(method.name, self.config, self.trained) if self.trained else []
         lines += methods.ignored_settings(method, self.config, self._asked)
         if self.answer_format is not None:
             self.answer_format.check(method, self.config)
-            if drafts and (drafter or self.config.decode.draft != "none"):
+            if drafts and (drafter or decode.draft != "none"):
                 given = f"{self.answer_format.label} is given"
                 lines = [*lines, f"{given}, so no drafts are verified, and records have no trace"]
             drafts, drafter = False, None
-        made = methods.make_strategy(method, self.config.decode, self.ids, drafter, drafts=drafts)
+        made = methods.make_strategy(method, decode, self.ids, drafter, drafts=drafts)
+        decoding_options.rule_settings(self.config, method, self.tokenizer).create(made, self.tokenizer)
+        changes = [f"decode.{key}" for key in OF_RULES if getattr(decode, key) != getattr(DecodeConfig, key)]
+        if changes and decode.temperature == 0 and not decode.scores:
+            named = ", ".join(changes)
+            lines.append(
+                f"{named}: each step returns all logits; kernels that return only the best tokens are not used"
+            )
         if lost := [end for end in self.ids.other_ends if end not in ends_of(made)]:
             names = " and ".join(map(str, lost))
             lines.append(

@@ -313,7 +313,7 @@ class Programs:
         strategy = self.tuned_for(strategy)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
-        options, carry, shape = jax.tree.map(lambda x: x[None], options), None, memory.mask.shape
+        options, carry, shape = options.take(np.arange(batch_size)[None]), None, memory.mask.shape
         has_ways = self._has_ways(options)
         way = self.ways.find(self._size(strategy, options, shape)) if has_ways else self.ways.fixed or USUAL
         for slots in schedule(strategy, batch_size, self.devices[0].platform, way).slots:

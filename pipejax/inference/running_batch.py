@@ -12,6 +12,7 @@ Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of
 
 import copy
 import dataclasses
+import enum
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from pipejax.decoding import (
 from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.batch_programs import BatchPrograms, Changes
 from pipejax.inference.compiler import Needs
+from pipejax.inference.decoding_options import Constraints, RuleSettings, repetition_of
 from pipejax.inference.encodings import Encoded, Encodings
 from pipejax.inference.programs import Programs, shapes_of
 from pipejax.model.precision import precision
@@ -45,6 +47,19 @@ MOST_STEPS = 256  # the most steps of one `advance`
 NO_END = 1 << 30  # a number of steps that no decode reaches
 
 
+class StepKind(enum.IntEnum):
+    """The kinds of steps, by the tokens that they return; each kind includes the kinds before it."""
+
+    TOKENS = 0  # the most likely tokens
+    LOGITS = 1  # sampled tokens, or log-probabilities
+    REPETITION = 2  # tokens after the rule against repetition
+
+    @classmethod
+    def of(cls, sampling: Sampling, log_probs: bool) -> "StepKind":
+        """Returns the kind of steps that an answer needs."""
+        return cls(2 if sampling.limits_repetition else log_probs or sampling.temperature > 0)
+
+
 class Steps(NamedTuple):
     """The key of programs that take steps."""
 
@@ -52,7 +67,7 @@ class Steps(NamedTuple):
     places: int
     length: int  # L, of the memory
     slots: int  # C, of the cache
-    logits: bool  # whether tokens are sampled or scored
+    kind: StepKind
     answer_format: str  # `AnswerFormat.program_label`; "": free rows
     shapes: tuple[Hashable, ...] = ()  # of the options
 
@@ -114,7 +129,8 @@ class RunningBatch:
         self._sizes = self._programs.sizes
         self.cache_sizes = self._sizes.slots  # the sizes through which the cache grows
         self._forced: np.ndarray | None = None
-        self._rules: tuple[Rule, ...] = ()
+        self._rules: tuple[Rule, ...] = ()  # the rules that all steps follow
+        self._rule_settings = RuleSettings()
         self.answer_format: AnswerFormat | None = None
         self._switch = switch or Switch()
         self._encodings = encodings or Encodings(0)
@@ -133,18 +149,14 @@ class RunningBatch:
         self._carry: Carry | None = None
         self._slots, self._steps = self._sizes.slots[0], 1
 
-    def give(self, forced: np.ndarray | None, answer_format: AnswerFormat | None = None) -> None:
-        """Sets the forced tokens and the answer format shared by all examples. The batch must be empty.
-
-        Args:
-          forced: i32 [R, W], as in `DecodingOptions` for one example; None: no tokens are forced.
-          answer_format: the format of all answers.
-        """
+    def give(self, constraints: Constraints) -> None:
+        """Sets the constraints of all answers. The batch must be empty."""
         assert not self._in_use.any(), "the batch must be empty"
+        forced, self.answer_format, rules, self._rule_settings = constraints
         self._forced = None if forced is None else np.repeat(forced[None], self.places, axis=0)
-        self.answer_format = answer_format
+        if self.answer_format is not None:
+            rules = self.answer_format.rule(self.strategy, [None] * self.places), *rules
         # Arrays that all examples share are transferred to the device once, not with each call.
-        rules = () if answer_format is None else (answer_format.rule(self.strategy, [None] * self.places),)
         self._rules = tuple(rule.on_device() for rule in rules)
         if self._carry is not None:
             self._carry = self._programs.with_states(self._carry, self._rules)
@@ -203,7 +215,8 @@ class RunningBatch:
             self._encoded = programs.place(run, self._encoded, one, place)
         self._scored[place] = log_probs
         if self.answer_format is not None:
-            self._rules = (self._rules[0].put(place, self.answer_format.rule(self.strategy, [row_tokens])),)
+            of_format = self._rules[0].put(place, self.answer_format.rule(self.strategy, [row_tokens]))
+            self._rules = of_format, *self._rules[1:]
         for field in dataclasses.fields(self._sampling):
             getattr(self._sampling, field.name)[place] = getattr(sampling, field.name)
         self._in_use[place] = self._begins[place] = True
@@ -213,25 +226,26 @@ class RunningBatch:
     def _length(self) -> int:
         return 0 if self._encoded is None else self._encoded.length
 
-    def needs(self, length: int, *, logits: bool, adapter: int | None) -> Needs:
+    def needs(self, length: int, *, kind: StepKind, adapter: int | None) -> Needs:
         """Returns the programs to compile before a source can be added.
 
         Args:
           length: number of tokens of the source.
-          logits: whether its answer is sampled or scored.
+          kind: the kind of steps that its answer needs.
           adapter: as for `add`.
         """
         own, taken = memory_length(bucket(length)), self._in_use.any()
         slots = self._slots if taken or own == self._length else self._sizes.slots[0]
         most = max(own, self._length) if taken else own
-        return self.needs_of(bucket(length), most, slots, {logits, *self._kinds()}, adapter)
+        return self.needs_of(bucket(length), most, slots, {kind, *self._kinds()}, adapter)
 
-    def _kinds(self) -> list[bool]:
-        """Returns, for each place in use, whether its example is sampled or scored."""
-        return [*map(bool, (self._scored | (self._sampling.temperature > 0))[self._in_use])]
+    def _kinds(self) -> list[StepKind]:
+        """Returns the kind of steps that each place in use needs."""
+        logits, repetition = self._scored | (self._sampling.temperature > 0), self._sampling.limits_repetition
+        return [*map(StepKind, np.where(repetition, 2, logits)[self._in_use].tolist())]
 
     def needs_of(
-        self, source: int | None, length: int, slots: int, logits: Iterable[bool], adapter: int | None = None
+        self, source: int | None, length: int, slots: int, kinds: Iterable[StepKind], adapter: int | None = None
     ) -> Needs:
         """Returns the programs to compile for adding a source and for steps, without the compiled ones.
 
@@ -239,7 +253,7 @@ class RunningBatch:
           source: the padded length of the source; None: no source is added.
           length: L, the memory length of the batch.
           slots: C, the cache size.
-          logits: the kinds of steps: with logits (True), for sampling and scores, or without.
+          kinds: the kinds of steps.
           adapter: as for `add`.
         """
         found: dict[Hashable, Callable[[], object]] = {}
@@ -248,7 +262,7 @@ class RunningBatch:
             reads = ("small",) if programs.functions.drafting else ()
             found["encode", source, *reads] = partial(programs.trace_source, programs.find, source, adapter)
             found["room", *own] = partial(programs.compile_room, length, adapter)
-        for kind in sorted({*logits}):
+        for kind in sorted({*kinds}):
             options = self._options(kind)
             label = "" if self.answer_format is None else self.answer_format.program_label
             key = Steps(*own, slots, kind, label, shapes_of(options))
@@ -258,7 +272,9 @@ class RunningBatch:
     def drop(self, place: int) -> None:
         """Frees a place; its example need not be done."""
         self._in_use[place] = self._begins[place] = False
-        self._sampling.temperature[place], self._scored[place] = 0, False
+        for field in dataclasses.fields(MOST_LIKELY):
+            getattr(self._sampling, field.name)[place] = getattr(MOST_LIKELY, field.name)
+        self._scored[place] = False
         self._ends[place] = True
 
     def advance(self, most: int = NO_END, *, often: bool = True) -> tuple[Decoded, np.ndarray]:
@@ -307,8 +323,11 @@ class RunningBatch:
     def _run_steps(self, steps: int) -> tuple[Decoded, np.ndarray, int]:
         """Runs the loop; returns the rows so far, bool [B] of done examples, and the number of steps taken."""
         assert self._encoded is not None and self._carry is not None, "no source was added"
-        self.lacks, options = {}, self._options(any(self._kinds()))
+        self.lacks, options = {}, self._options(max(self._kinds(), default=StepKind.TOKENS))
         programs = self._programs
+        # The rule against repetition, the last one, has no state.
+        states = *self._carry.states[: len(self._rules)], *[None] * (len(options.rules) - len(self._rules))
+        self._carry = dataclasses.replace(self._carry, states=states)
         with precision(programs.functions.model.dtype):
             while True:
                 changes = Changes(self._begins, self._ends, np.int32(steps), self._switch.address, self._in_use)
@@ -330,8 +349,12 @@ class RunningBatch:
                 self._slots = slots
                 self._carry = programs.grow(programs.run, self._encoded, self._carry, slots)
 
-    def _options(self, logits: bool) -> DecodingOptions:
-        """Returns the options of all places, for steps with or without logits."""
-        options = DecodingOptions(forced=self._forced, rules=self._rules)
-        scored = self._scored.any()
-        return dataclasses.replace(options, sampling=self._sampling, scores=True, scored=scored) if logits else options
+    def _options(self, kind: StepKind) -> DecodingOptions:
+        """Returns the options of all places for steps of a kind."""
+        if kind == StepKind.TOKENS:
+            return DecodingOptions(forced=self._forced, rules=self._rules)
+        rules, sampling, scored = self._rules, self._sampling, self._scored.any()
+        if kind == StepKind.REPETITION:
+            bos = self._programs.bos
+            rules = *rules, repetition_of(sampling, self._forced, self.strategy, bos, self._rule_settings)
+        return DecodingOptions(sampling=sampling, forced=self._forced, rules=rules, scores=True, scored=scored)

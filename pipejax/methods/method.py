@@ -41,6 +41,7 @@ ABILITIES = {
     "sample": Ability("sample tokens"),
     "score": Ability("return log-probabilities", by_place=True),
     "limit": Ability("restrict answers to tokens of the source"),
+    "rules": Ability("change logits by the tokens of an answer", by_place=True),
     "unique": Ability("leave out repeated rows"),
     "draft": Ability("verify drafts", needs=("on_grid", "cut")),
     "prefix": Ability("support row prefixes", by_place=True),

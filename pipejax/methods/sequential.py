@@ -34,7 +34,10 @@ class SequentialMethod(Method):
 
     name: ClassVar[str] = "sequential"
     can: ClassVar[frozenset[str]] = frozenset(
-        ("sample", "score", "limit", "unique", "draft", "stream", "serve", "prefix", "export", "generate", "probe")
+        (
+            *("sample", "score", "limit", "rules", "unique", "draft", "stream", "serve", "prefix", "export"),
+            *("generate", "probe"),
+        )
     )
     baseline: ClassVar[str] = "pipelined"
     parts_text: ClassVar[bool] = True

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from pipejax.data import demo
-from pipejax.decoding import TRUNCATIONS, Refillable, strategy_checks
+from pipejax.decoding import TRUNCATIONS, Refillable, Rule, strategy_checks
 from pipejax.inference import decoding_options
+from pipejax.inference.decoding_options import Constraints
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.sources import Source
@@ -21,7 +22,13 @@ Records = dict[str, list[Any]]  # the records of each way of decoding, by its na
 
 
 def compare_records(
-    model: Backbone, params: Tree, method: Method, given: Sequence[Source], runs: Records, owner: object
+    model: Backbone,
+    params: Tree,
+    method: Method,
+    given: Sequence[Source],
+    runs: Records,
+    owner: object,
+    rules: Sequence[Rule] = (),
 ) -> int:
     """Compares records with `recompute`, except for answers that rounding may change.
 
@@ -32,13 +39,14 @@ def compare_records(
       given: the sources.
       runs: the records.
       owner: the object that is checked, for messages.
+      rules: changes of logits.
 
     Returns:
       The number of compared answers. A UserError is raised if it is less than half of the sources.
     """
     compared = 0
     for i, source in enumerate(given):
-        expected, is_sure = expected_record(model, params, method, source)
+        expected, is_sure = expected_record(model, params, method, source, rules)
         if not is_sure:
             continue
         compared += 1
@@ -59,12 +67,14 @@ def compare_records(
     return compared
 
 
-def expected_record(model: Backbone, params: Tree, method: Method, source: Source) -> tuple[dict[str, Any], bool]:
+def expected_record(
+    model: Backbone, params: Tree, method: Method, source: Source, rules: Sequence[Rule] = ()
+) -> tuple[dict[str, Any], bool]:
     """The fields of a source's record by full recomputation, and whether rounding cannot change them."""
     strategy, words = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer()
     known = decoding_options.row_prefix_ids(source, method, words, model.end_token_ids)
     forced, content = decoding_options.forced_of(known, strategy), [int(x) for x in source.content]
-    found, log_probs, margin = recompute(model, params, strategy, content, forced)
+    found, log_probs, margin = recompute(model, params, strategy, content, forced, rules)
     tokens, lengths = found.tokens[0], found.lengths[0].tolist()
     order = method.order(lengths)
     assert found.calls is not None, "`recompute` counts them"
@@ -91,13 +101,13 @@ def _is_near(found: Any, expected: Any) -> bool:
     )
 
 
-def stream(generator: Generator, method: Method, given: Sequence[Source]) -> list[Any]:
+def stream(generator: Generator, method: Method, given: Sequence[Source], rules: tuple[Rule, ...] = ()) -> list[Any]:
     """The records of sources that are decoded in a running batch of two places, read token by token."""
     batch = RunningBatch(generator.programs, cast(Refillable, method.strategy(generator.ids)), 2)
     at, records, waiting = dict[int, int](), [dict[str, Any]() for _ in given], [*range(len(given))]
     rows: list[list[list[int]]] = [[[] for _ in batch.starts] for _ in given]
     known = decoding_options.row_prefix_ids(given[0], method, generator.tokenizer, generator.ids.ends)
-    batch.give(decoding_options.forced_of(known, batch.strategy))
+    batch.give(Constraints(decoding_options.forced_of(known, batch.strategy), rules=rules))
     while waiting or at:
         while waiting and batch.free:
             source = waiting.pop(0)

@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import ArrayLike
 
 from pipejax import grid
 from pipejax.config import T5Config
-from pipejax.decoding import Decoded, Query, Strategy, strategy_checks
+from pipejax.decoding import Decoded, Queries, Query, Rule, Strategy, ends_of, strategy_checks
 from pipejax.model.backbone import Backbone
 from pipejax.system import Tree
 
@@ -25,6 +27,48 @@ SHORT, LONGEST = 12, 40  # the most tokens of short sources, and of all
 NEAR = 1e-4  # relative differences below this are explained by rounding
 TOY = T5Config(64, 16, 8, 24, 2, 1, 1, relative_attention_num_buckets=8, relative_attention_max_distance=20)
 Cell = tuple[int, int, int]  # row, time, token
+
+
+class GivenQueries(Queries):
+    """Queries with given prefixes and rows above, for which nothing has to be computed."""
+
+    def __init__(self, example: ArrayLike, row: ArrayLike, time: ArrayLike, known: Sequence[ArrayLike]) -> None:
+        """Describes the queries; `known` are `prefix`, `length`, `above` and `above_length`."""
+        self.example, self.row, self.time = (jnp.asarray(x, jnp.int32) for x in (example, row, time))
+        self._known = tuple(jnp.asarray(x, jnp.int32) for x in known)
+
+    @classmethod
+    def of_slot(cls, strategy: Strategy, row: int, time: int, fed: Sequence[Cell]) -> "GivenQueries":
+        """The query at a row and time, from the row, time and token of all fed slots."""
+        rows, width = strategy.places
+        known, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+        for r, t, token in sorted(fed):
+            count = t - int(strategy.start(r))
+            if t <= time and r <= row and count > 0 and token not in ends_of(strategy):
+                known[r, count - 1], lengths[r] = token, count
+        above = np.where(np.arange(rows) < row, lengths, 0)
+        shown = known[None, row], lengths[None, row], known[None], above[None]
+        return cls(np.asarray([0]), np.asarray([row]), np.asarray([time]), shown)
+
+    @property
+    def prefix(self) -> jax.Array:
+        """See `Queries`."""
+        return self._known[0]
+
+    @property
+    def length(self) -> jax.Array:
+        """See `Queries`."""
+        return self._known[1]
+
+    @property
+    def above(self) -> jax.Array:
+        """See `Queries`."""
+        return self._known[2]
+
+    @property
+    def above_length(self) -> jax.Array:
+        """See `Queries`."""
+        return self._known[3]
 
 
 @dataclasses.dataclass
@@ -67,6 +111,11 @@ class History:
         row, time, _ = self.cells[slot]
         return time if self.lineages[slot] is not None else int(self.strategy.position(row, time))
 
+    def query(self, slot: int) -> GivenQueries:
+        """The query of a slot, as rules see it."""
+        fed = [cell for cell, kept in zip(self.cells, self.is_kept, strict=True) if kept]
+        return GivenQueries.of_slot(self.strategy, *self.cells[slot][:2], fed)
+
     def context(self, query: int) -> tuple[tuple[int, int], ...]:
         """The distance and the token of each slot that a slot sees, which is all that a relative model knows of it."""
         here = self.position(query)
@@ -107,7 +156,12 @@ def follow(strategy: Strategy, answer: Answer) -> tuple[History, Decoded, int]:
 
 
 def recompute(
-    model: Backbone, params: Tree, strategy: Strategy, source: Sequence[int], forced: np.ndarray | None = None
+    model: Backbone,
+    params: Tree,
+    strategy: Strategy,
+    source: Sequence[int],
+    forced: np.ndarray | None = None,
+    rules: Sequence[Rule] = (),
 ) -> tuple[Decoded, dict[tuple[int, int], float], float]:
     """Decodes a source by full recomputation.
 
@@ -117,6 +171,7 @@ def recompute(
       strategy: the strategy.
       source: the ids of the source.
       forced: i32 [R, W], the token to generate at each row and time, -1: any; None: none.
+      rules: changes of logits, each of which leaves a token to every query.
 
     Returns:
       The result, as a batch of one, with the number of decoder calls; the log-probability of the token generated at
@@ -129,6 +184,7 @@ def recompute(
     longest = SHORT if len(source) <= SHORT else LONGEST
     ids = np.resize([*source, *[0] * longest], (1, longest)).astype(np.int32)
     real = np.arange(longest)[None] < len(source)
+    states = [rule.init(1, strategy.places[0]) for rule in rules]
 
     def logits_of(history: History, new: Sequence[int]) -> np.ndarray:
         slots, count = [*range(len(history.cells))], len(history.cells)
@@ -144,7 +200,11 @@ def recompute(
         return np.asarray(teacher_forced(model.module(), params, *given))[0][[*new]]
 
     def answer(history: History, new: Sequence[int]) -> Tree:
-        logits = logits_of(history, new)
+        logits = own = logits_of(history, new)
+        queries = [history.query(slot) for slot in new] if rules else []
+        for rule, state in zip(rules, states, strict=True):
+            pairs = zip(jnp.asarray(logits)[:, :, None], queries, strict=True)
+            logits = np.asarray([rule.apply(x, query, state)[:, 0] for x, query in pairs])
         if strategy.choose is not None:
             other = logits * (1 + NEAR * noise.choice([-1, 1], logits.shape))
             chosen, again = choose(strategy, logits), choose(strategy, other)
@@ -157,9 +217,11 @@ def recompute(
         for i, (row, time, _) in enumerate(history.cells[slot] for slot in new):
             wanted = -1 if forced is None else int(forced[row, time])
             chosen[i] = chosen[i] if wanted < 0 else wanted
-            log_probs[row, time] = float(logits[i, chosen[i]] - np.logaddexp.reduce(logits[i]))
+            log_probs[row, time] = float(own[i, chosen[i]] - np.logaddexp.reduce(own[i]))
             if wanted < 0 and strategy.choose is None:
                 margins.append(float(top[i, 1] - top[i, 0]))
+            for number, rule in enumerate(rules):
+                states[number] = rule.follow(states[number], jnp.asarray(chosen[i : i + 1]), queries[i])
         return chosen
 
     _, decoded, calls = follow(strategy, answer)

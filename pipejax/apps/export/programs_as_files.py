@@ -94,7 +94,7 @@ def export(
             raise UserError(
                 f"decode.{field.name}",
                 found=f"{found}",
-                expected=f"{field.default}, the only value that an export supports",
+                expected=f"{'none' if field.default == '' else field.default}, the only value that an export supports",
             )
     batch, length = batch or config.decode.batch_size, length or config.data.max_source
     used = {name: methods.make(name, config) for name in names or (methods.default(config),)}

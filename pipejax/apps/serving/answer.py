@@ -10,6 +10,7 @@ import numpy as np
 
 from pipejax.decoding import MOST_LIKELY, Refillable, Sampling
 from pipejax.inference.answers import Record
+from pipejax.inference.decoding_options import RuleSettings, rule_settings
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
 from pipejax.methods import Method
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
 
     strategy: Refillable
     method: Method  # may have prefixes of rows, so methods must be equal
+    rules: RuleSettings = RuleSettings()
 
 
 def kind_of(generator: Generator, name: str, *, drafts: bool = True) -> Kind:
@@ -62,7 +64,8 @@ def kind_of(generator: Generator, name: str, *, drafts: bool = True) -> Kind:
     method.check()
     if generator.config.decode.limit != "none":
         raise UserError("decode.limit", found=f"{generator.config.decode.limit}", expected="none, to be served")
-    return Kind(cast(Refillable, generator.make_strategy(name, drafts=drafts)), method)
+    rules = rule_settings(generator.config, method, generator.tokenizer)
+    return Kind(cast(Refillable, generator.make_strategy(name, drafts=drafts)), method, rules)
 
 
 class Event(NamedTuple):

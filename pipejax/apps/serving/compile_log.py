@@ -5,9 +5,15 @@ from collections.abc import Hashable, Iterable
 
 from pipejax.apps.serving.answer import Answer
 from pipejax.inference.compiler import Needs
-from pipejax.inference.running_batch import Steps
+from pipejax.inference.running_batch import StepKind, Steps
 
 logger = logging.getLogger(__name__)
+
+KINDS = {
+    StepKind.TOKENS: "answers without sampling and scores",
+    StepKind.LOGITS: "sampling or scores",
+    StepKind.REPETITION: "repetition_penalty or no_repeat_ngram_size",
+}
 
 
 class CompileLog:
@@ -51,11 +57,11 @@ def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[s
         features = _features(key, prompt)
         if not before:
             causes |= dict.fromkeys([f"the first request for {answer.kind.method.label}", prompt])
-            shown = [name for name in ("logits", "answer_format") if getattr(key, name)]
+            shown = [name for name in ("kind", "answer_format") if getattr(key, name)]
         else:
             shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]
             # Each part is known, but not this combination.
-            shown = shown or ["length", *(name for name in ("logits", "answer_format") if getattr(key, name))]
+            shown = shown or ["length", *(name for name in ("kind", "answer_format") if getattr(key, name))]
         causes |= dict.fromkeys(features[name] for name in shown)
     return [*causes] or [prompt]
 
@@ -65,7 +71,7 @@ def _features(key: Steps, prompt: str) -> dict[str, str]:
     return {
         "length": prompt,
         "slots": f"an answer that needs a larger cache ({key.slots} tokens)",
-        "logits": "sampling or scores" if key.logits else "answers without sampling and scores",
+        "kind": KINDS[key.kind],
         "answer_format": key.answer_format or "answers without a schema",
         "places": "a request without others" if key.places == 1 else "requests side by side",
     }

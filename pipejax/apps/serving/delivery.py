@@ -49,7 +49,7 @@ def record_after(
       done: whether decoding is over; if not, the answer has `max_tokens` tokens.
       tokenizer: makes the texts; None: the record has none.
     """
-    request, (strategy, method) = one.answer.request, one.answer.kind
+    request, strategy, method = one.answer.request, one.answer.kind.strategy, one.answer.kind.method
     only = jax.tree.map(lambda x: x[place : place + 1], decoded)
     kept = np.minimum(only.lengths, one.lengths)
     steps = int(np.where(one.lengths > 0, batch.starts + one.lengths, 0).max())  # up to its last token

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from pipejax.apps.serving.answer import Kind, Running
-from pipejax.inference import decoding_options
 from pipejax.inference.answer_format import AnswerFormat
+from pipejax.inference.decoding_options import constraints_of
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch, Switch
@@ -85,10 +85,8 @@ class Lanes:
 
     def _constrain(self, batch: RunningBatch, kind: Kind, source: Source) -> RunningBatch:
         """Gives a batch the forced tokens and the answer format of its requests."""
-        given = decoding_options.row_prefix_ids(
-            source, kind.method, self._generator.tokenizer, self._generator.ids.ends
-        )
-        batch.give(decoding_options.forced_of(given, kind.strategy), source.answer_format)
+        tokenizer = self._generator.tokenizer
+        batch.give(constraints_of(source, kind.method, kind.strategy, settings=kind.rules, tokenizer=tokenizer))
         return batch
 
     def remove(self, lane: Lane, place: int) -> Running:

@@ -24,7 +24,7 @@ from pipejax.inference import decoding_options
 from pipejax.inference.compiler import PLANNED, WANTED, Needs
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
-from pipejax.inference.running_batch import NO_END, Switch
+from pipejax.inference.running_batch import NO_END, StepKind, Switch
 from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError, out_of_memory
 
@@ -101,6 +101,9 @@ class Scheduler:
         kind = kind_of(generator, request.method, drafts=request.source.answer_format is None)
         if temperature := request.sampling.temperature:
             kind.method.require("sample", "temperature", f"{temperature}", 0)
+        if request.sampling.limits_repetition:
+            given = request.sampling.repetition_penalty, request.sampling.no_repeat_ngram_size
+            kind.method.require("rules", "repetition_penalty, no_repeat_ngram_size", f"{given[0]}, {given[1]}", "1, 0")
         if request.log_probs:
             kind.method.require("score", "logprobs", "some")
         decoding_options.row_prefix_ids(request.source, kind.method, self.generator.tokenizer, self.generator.ids.ends)
@@ -237,9 +240,9 @@ class Scheduler:
     def _needs(self, lane: Lane, answer: Answer) -> Needs:
         """Returns the programs to compile before an answer can be added to a lane."""
         request, length = answer.request, len(answer.generator.ids_of(answer.request.source))
-        logits = request.log_probs or request.sampling.temperature > 0
+        kind = StepKind.of(request.sampling, request.log_probs)
         batch = self.lanes.batch(lane, request.source)
-        return batch.needs(length, logits=logits, adapter=answer.generator.adapter)
+        return batch.needs(length, kind=kind, adapter=answer.generator.adapter)
 
     def _await(self, answer: Answer, needs: Needs) -> None:
         """Requests compilation of the programs that an answer needs; the answer keeps waiting until it is done."""

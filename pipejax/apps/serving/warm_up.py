@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from pipejax.apps.serving.answer import Kind, kind_of
 from pipejax.apps.serving.lanes import Lanes
 from pipejax.data.shapes import bucket, memory_length
+from pipejax.decoding import Sampling
 from pipejax.inference.compiler import LAST, LATER, PLANNED, Needs
 from pipejax.inference.generator import Generator
+from pipejax.inference.running_batch import StepKind
 from pipejax.inference.sources import Source
 from pipejax.system.errors import UserError
 
@@ -39,10 +41,11 @@ def plan(
     sizes = [*dict.fromkeys((places, 1))]
     for (kind, own), size in itertools.product(kinds.items(), sizes):
         batch = lanes.new_batch(kind, size, Source("", [1]))
-        logits = {False, bool(kind.method.can & {"sample", "score"})}
+        step_kinds = {StepKind.TOKENS, StepKind(bool(kind.method.can & {"sample", "score"}))}
+        step_kinds.add(StepKind.of(Sampling.of(own.config.decode, 0), log_probs=False))
         for i, slots in enumerate(batch.cache_sizes):
             order = LAST if i else PLANNED if size == places else LATER  # the first cache size suffices for any prompt
-            for one, n in itertools.product(sorted(logits), lengths):  # answers without logits first, for all lengths
+            for one, n in itertools.product(sorted(step_kinds), lengths):  # without logits first, for all lengths
                 source = None if one else n  # the encoder is requested with the answers without logits
                 ask(batch.needs_of(source, memory_length(n), slots, {one}, own.adapter), order)
     if not (schemas and generator.tokenizer):
@@ -56,5 +59,5 @@ def plan(
             batch = lanes.new_batch(kind, size, source_of_usual)
         except UserError:  # answers of this model cannot follow schemas
             continue
-        for one, n in itertools.product((False, True), lengths):
+        for one, n in itertools.product((StepKind.TOKENS, StepKind.LOGITS), lengths):
             ask(batch.needs_of(n, memory_length(n), batch.cache_sizes[0], {one}, own.adapter), LAST)
