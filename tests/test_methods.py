@@ -146,7 +146,10 @@ def test_drafts_are_refused(generator: Generator) -> None:
     "setting, line",
     [
         ({"beams": 2}, "decode.beams: found 2; expected 1, since beam search is sequential, not staggered"),
-        ({"unique_rows": True}, "decode.unique_rows: found True with staggered decoding, which .*; expected False"),
+        (
+            {"repetition_penalty": 2},
+            "decode.repetition_penalty: found 2 with staggered decoding, which .*; expected 1.0",
+        ),
     ],
 )
 def test_unsupported_settings_are_refused(generator: Generator, setting: dict[str, Any], line: str) -> None:
@@ -154,6 +157,19 @@ def test_unsupported_settings_are_refused(generator: Generator, setting: dict[st
         generator.decode([[5, 1]], **setting)
     with pytest.raises(UserError, match=f"^{line}"):
         methods.check_training(change(CONFIG, decode=setting))
+
+
+def test_repeated_rows_are_left_out_with_any_method(generator: Generator, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says that the answer does not end earlier."""
+    given = [[token, other, 1] for token in range(2, 9) for other in range(2, 7)]
+    plain, unique = generator.decode(given), generator.decode(given, unique_rows=True)
+    for one, other in zip(plain, unique, strict=True):
+        rows = one["row_ids"]
+        assert other["row_ids"] == [row for i, row in enumerate(rows) if row not in rows[:i]]
+        assert other["steps"] == one["steps"]
+    assert any(one["repeated"] for one in unique)
+    line = "decode.unique_rows: repeated rows are left out, but staggered decoding does not end an answer whose rows "
+    assert [record.getMessage() for record in caplog.records if "unique" in record.getMessage()] == [f"{line}repeat"]
 
 
 @dataclasses.dataclass(frozen=True)

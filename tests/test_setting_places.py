@@ -233,7 +233,6 @@ class Unable(methods.Method):
         ("temperature", 0.5, "decode.temperature: found 0.5 with unable decoding, which does not "),
         ("scores", True, "decode.scores: found True with unable decoding, which does not "),
         ("limit", "source", "decode.limit: found source with unable decoding, which does not "),
-        ("unique_rows", True, "decode.unique_rows: found True with unable decoding, which does not "),
         ("repetition_penalty", 1.5, "decode.repetition_penalty: found 1.5 with unable decoding, which does not "),
         ("no_repeat_ngram_size", 2, "decode.no_repeat_ngram_size: found 2 with unable decoding, which does not "),
         ("rules", "a:B", "decode.rules: found a:B with unable decoding, which does not "),
@@ -247,16 +246,7 @@ def test_method_without_the_ability_is_refused(key: str, value: Any, message: st
 
 def test_settings_that_ask_for_no_ability() -> None:
     """All other keys of `decode` may have any value with a method that has no ability."""
-    asking = {
-        "temperature",
-        "scores",
-        "limit",
-        "unique_rows",
-        "draft",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "rules",
-    }
+    asking = {"temperature", "scores", "limit", "draft", "repetition_penalty", "no_repeat_ngram_size", "rules"}
     for name in DECODE - asking - {"samples", "trace"}:
         assert not refused(lambda: methods.check(Unable(), changed(f"decode.{name}").decode)), name  # noqa: B023
 

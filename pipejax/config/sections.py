@@ -245,12 +245,7 @@ class DecodeConfig:
         "", ability="rules", asks=True
     )
     samples: int = setting(1, least=1, most=2**16)  # answers per source; more than 1 need a temperature
-    unique_rows: bool = setting(  # Drop a row that repeats an earlier one;
-        # two repeated rows in succession end the answer
-        False,
-        ability="unique",
-        asks=True,
-    )
+    unique_rows: bool = setting(False)  # drop a row that repeats an earlier one; two in succession end the answer
     scores: bool = setting(False, ability="score", asks=True)  # records contain the log-probability of each token
     limit: str = setting(  # "source": answers contain only tokens of the source
         "none", choices=LIMITS, ability="limit", asks=True

@@ -117,12 +117,12 @@ def _kept_rows(rows: Sequence[list[int]], method: Method, *, unique: bool) -> tu
     Args:
       rows: the token ids of all rows of the grid.
       method: the method.
-      unique: whether rows that repeat an earlier row are left out (`decode.unique_rows`).
+      unique: whether rows that repeat an earlier row of the grid are left out (`decode.unique_rows`).
     """
     order = list(method.order([len(row) for row in rows]))
     if not unique:
         return order, []
-    repeated = [i for k, i in enumerate(order) if any(rows[i] == rows[above] for above in order[:k])]
+    repeated = [i for i in order if any(rows[i] == rows[above] for above in order if above < i)]
     return [i for i in order if i not in repeated], repeated
 
 

@@ -431,6 +431,9 @@ class Generator:
             lines.append(
                 f"{named}: each step returns all logits; kernels that return only the best tokens are not used"
             )
+        if decode.unique_rows and "unique" not in method.can:
+            does = methods.ABILITIES["unique"].does
+            lines.append(f"decode.unique_rows: repeated rows are left out, but {method.label} does not {does}")
         if lost := [end for end in self.ids.other_ends if end not in ends_of(made)]:
             names = " and ".join(map(str, lost))
             lines.append(

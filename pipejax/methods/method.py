@@ -42,7 +42,7 @@ ABILITIES = {
     "score": Ability("return log-probabilities", by_place=True),
     "limit": Ability("restrict answers to tokens of the source"),
     "rules": Ability("change logits by the tokens of an answer", by_place=True),
-    "unique": Ability("leave out repeated rows"),
+    "unique": Ability("end an answer whose rows repeat"),
     "draft": Ability("verify drafts", needs=("on_grid", "cut")),
     "prefix": Ability("support row prefixes", by_place=True),
     "rows": Ability("support several row prefixes or a given number of rows", by_place=True),
