@@ -23,7 +23,7 @@ from pipejax.model.layers import buckets
 from pipejax.model.sharding import batch_sharding, make_mesh
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
 from pipejax.model.t5_config import ARCHITECTURES, T5Config
-from pipejax.system import trials
+from pipejax.system import distributed, trials
 from pipejax.training import step
 from pipejax.training.step import batch_loss
 
@@ -343,6 +343,19 @@ def test_reason_for_attention_by_arrays_is_logged_once(
     for _ in range(2):
         assert choose_blocks(config, GPU, batch_sharding(make_mesh(*mesh))) is None
     assert caplog.text.count(f"attention keeps arrays of queries by keys, which is slow: {line}") == 1
+
+
+def test_processes_of_a_run_compile_the_same_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the trial of one of them fails, none attends in blocks."""
+    backbone._warn.cache_clear()
+    sharding = batch_sharding(make_mesh(1, 1, 1))
+    assert choose_blocks(ARCHITECTURES["base"], GPU, sharding) is not None
+    monkeypatch.setattr(distributed, "gather_texts", lambda why: [why, "its trial failed", "another"])
+    assert choose_blocks(ARCHITECTURES["base"], GPU, sharding) is None
+    assert choose_blocks(ARCHITECTURES["base"], GPU) is not None  # decoding
+    assert "which is slow: its trial failed" in caplog.text
 
 
 def test_a_changed_t5_keeps_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
+from pipejax.decoding import Drafts, Pipelined, with_drafts
+from pipejax.decoding.drafters import FromSource
+from pipejax.inference import ways
+from pipejax.inference.programs import Programs
+from pipejax.inference.report import Report
+from pipejax.inference.ways import USUAL, Way
 from pipejax.kernels import block_attention, gpu
+from pipejax.kernels.backends import Gpu
 from pipejax.system import targets
 from pipejax.training import memory
 from pipejax.training.step import Trainer
@@ -69,3 +78,50 @@ def test_a_kernel_is_compiled(name: str) -> None:
     with targets.named(device):
         lowered = jax.jit(lambda: gpu.trial(2), out_shardings=place).lower()
     assert KERNEL in (lowered.compile().as_text() or "")
+
+
+def absent(device: jax.Device, way: Way) -> Programs:
+    """The programs of a T5 for a device that is not here, with shapes in the place of weights."""
+    made = Programs(TINY, jnp.dtype(jnp.bfloat16), devices=[device], backend=Gpu())
+    made.ways.fixed, made._call_costs = way, 1.0
+    params = jax.eval_shape(TINY.init_params, jax.random.key(0))
+    place = NamedSharding(made._mesh(1), PartitionSpec())
+    made._placed[1] = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        jax.eval_shape(lambda params: made.backend.prepare(made.model, params), params),
+    )
+    return made
+
+
+GRID = Pipelined(1, 20, 5)
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "strategy, way",
+    [(GRID, Way(graph=True)), (GRID, USUAL), (with_drafts(GRID, Drafts(FromSource(), 3)), Way(graph=True, turn=1))],
+    ids=["graph", "host", "drafts"],
+)
+def test_a_decode_is_one_graph_and_returns_nothing_new(
+    name: str, strategy: Any, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the option; without it the host controls the loop. Results replace the argument for them in both cases."""
+    device = targets.find_target(name, "--target").devices(1)[0]
+    monkeypatch.setattr(ways, "GRAPH", ways.GRAPH | {"xla_dump_to": str(tmp_path)})
+    if way == USUAL:
+        options = property(lambda way: {"xla_dump_to": str(tmp_path)})
+        monkeypatch.setattr(Way, "compiler_options", options)
+    made = absent(device, way)
+    with targets.named(device):
+        made.warm_up(strategy, batch_size=1, length=16, report=Report())
+    table: dict[Any, Any] = made._compiled
+    [decoder] = [program for (part, *_), program in table.items() if part != "encoder"]
+    memory = decoder.memory_analysis()
+    assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes
+    thunks = max(tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")).read_text()
+    started = [line for line in thunks.splitlines() if line[:1].isdigit()]
+    assert thunks.count("kWhile") >= 1 + (way.turn != 1)
+    assert (len(started) == 1 and "kCommandBuffer" in started[0]) == way.graph
+    assert any("kWhile" in line for line in started) != way.graph

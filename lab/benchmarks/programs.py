@@ -283,7 +283,9 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
     source = np.zeros((1, batch, length), np.int32), np.ones((1, batch), np.int32)
     encoder: Any = "encoder", 0, (ready.encoding, *source, None), (1, batch, length), told, USUAL
     yield Case(f"encode, batch {batch}", partial(made._program, *encoder))
-    memory = made._find(*encoder)
+    encode = partial(programs.encode_batch, made.model, backend=made.backend)
+    of_one = jax.eval_shape(encode, ready.encoding, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in source))
+    memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), of_one)
     for strategy in map(made.tuned_for, strategies):
         carry, read = None, SourceIds(*source) if strategy.reads_source else None
         options = GREEDILY.take(np.zeros((1, batch), np.int32))

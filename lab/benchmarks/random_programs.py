@@ -9,6 +9,7 @@ one CUDA graph: the host controls no loop. The command prints a line for each fa
 """
 
 import dataclasses
+import os
 import sys
 import time
 from collections import Counter
@@ -150,10 +151,17 @@ def main(argv: Sequence[str]) -> int:
             else:
                 passed[f"{kind}, {target}"] += 1
             jax.clear_caches()
-    seconds = time.perf_counter() - begun
-    print(f"{sum(passed.values())} compiled in {seconds:.0f} s ({dict(passed)}), {len(failures)} failed")
+    seconds, busy = time.perf_counter() - begun, sum(os.times()[:4])
+    counts = ", ".join(f"{name}: {count}" for name, count in passed.items())
+    print(f"{counts} compiled, {len(failures)} failed; {seconds:.0f} s, of the processor {busy:.0f} s")
     if flags.json:
-        found = {"passed": dict(passed), "failures": failures, "seconds": seconds, "jax": jax.__version__}
+        found = {
+            "passed": dict(passed),
+            "failures": failures,
+            "seconds": seconds,
+            "processor_seconds": busy,
+            "jax": jax.__version__,
+        }
         save(flags.json, found | {"command": "python -m lab.benchmarks.random_programs " + " ".join(argv)})
     return int(bool(failures))
 
