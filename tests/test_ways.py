@@ -80,8 +80,11 @@ def test_the_fastest_way_is_chosen_once(cache: Path, monkeypatch: pytest.MonkeyP
     device.count.clear()
     other = Ways()
     assert other.find(SHORT) == chosen
-    other.decode(SHORT, ALL, device, Report())
-    assert device.count == {chosen: 1}
+    for _ in range(2):
+        other.decode(SHORT, ALL, device, Report())
+    assert device.count == {chosen: 2}
+    assert said[-1] == f"the way to decode: {chosen} (an earlier trial; pipejax trials lists all)"
+    assert len(said) == 2
 
 
 def test_the_time_of_a_trial_counts_as_compilation(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -488,11 +488,12 @@ class Programs:
         each = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("each"), check_vma=False)
         places = tuple(NamedSharding(mesh, spec) for spec in specs)
         with precision(self.model.dtype):
-            room = jax.eval_shape(each, *arguments) if self._reuses and (slots == 0 or arguments[2] is None) else None
+            whole = jax.jit(each)  # traced once, for the shapes of its results and for the program
+            room = jax.eval_shape(whole, *arguments) if self._reuses and (slots == 0 or arguments[2] is None) else None
             if room and sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(room)) <= REUSED * across:
 
                 def replace(*given: Tree) -> Tree:  # its name is in dumps and profiles
-                    return each(*given[:-1])
+                    return whole(*given[:-1])
 
                 jitted = jax.jit(
                     replace,

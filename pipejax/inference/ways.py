@@ -114,7 +114,12 @@ class Ways:
             logger.info(f"{trial.name}: {verdict.choice} ({verdict.reason})")
             return verdict
 
-        way = self._chosen[key] if key in self._chosen else WAYS[trial.verdict(WAYS, decide).choice]
+        if key in self._chosen:
+            way = self._chosen[key]
+        else:
+            way = WAYS[trial.verdict(WAYS, decide).choice]
+            if not answers and size.kind not in self._of_kind:
+                logger.info(f"{trial.name}: {way} (an earlier trial; pipejax trials lists all)")
         self._chosen[key] = self._of_kind[size.kind] = way
         if answers:
             return answers[0]
