@@ -119,7 +119,8 @@ def test_a_decode_is_one_graph_and_returns_nothing_new(
     table: dict[Any, Any] = made._compiled
     [decoder] = [program for (part, *_), program in table.items() if part != "encoder"]
     memory = decoder.memory_analysis()
-    assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes
+    table_of_pointers = 8 * len(jax.tree.leaves(decoder.out_info))
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= table_of_pointers
     thunks = max(tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")).read_text()
     started = [line for line in thunks.splitlines() if line[:1].isdigit()]
     assert thunks.count("kWhile") >= 1 + (way.turn != 1)
