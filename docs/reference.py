@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import tokenize
+from collections.abc import Sequence
 from typing import Any
 
 import pipejax
@@ -32,8 +33,11 @@ def public_names() -> str:
 
 def demands(piece: str) -> str:
     """A list of the rules by which `pipejax.testing` checks a "method" or a "backbone"."""
-    table = {"method": testing.METHOD_DEMANDS, "backbone": testing.BACKBONE_DEMANDS}[piece]
-    return "\n".join(f"- **{demand.name}**: {demand.text}" for demand in table)
+    tables: dict[str, Sequence[testing.Demand[Any]]] = {
+        "method": testing.METHOD_DEMANDS,
+        "backbone": testing.BACKBONE_DEMANDS,
+    }
+    return "\n".join(f"- **{demand.name}**: {demand.text}" for demand in tables[piece])
 
 
 def _kind(value: object) -> str:

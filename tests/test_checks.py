@@ -217,6 +217,11 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
     "answers of queries that are not live": (uneven(advance=reads_all), "examples apart"),
     "tokens of another example": (uneven(advance=first_tokens), "examples apart"),
     "steps after the end": (uneven(advance=after_end), "examples apart"),
+    "a stop that stops all": (
+        uneven(stop=lambda self, state, which: Lines.stop(self, state, jnp.broadcast_to(which.any(), which.shape))),
+        "stopped examples",
+    ),
+    "a stop that stops none": (uneven(stop=lambda self, state, which: state), "stopped examples"),
     "a mean": (ours(loss=mean_loss), "loss is a sum"),
     "a loss scaled by its weights": (ours(loss=scaled_loss(lambda weights: weights.mean())), "loss is a sum"),
     "a loss of padding": (ours(loss=loss_with_padding), "loss ignores padding"),
@@ -225,6 +230,10 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
     "a loss of the opposite sign": (ours(loss=unlikelihood), "loss teaches the targets"),
     "a divisor of logits": (ours(loss=loss_of_confidence), "loss teaches the targets"),
     "a layout that changes": (ours(target=changing()), "layout is fixed"),
+    "settings that are not learned": (
+        lambda: type("Own", (Staggered,), {"learned": lambda self: {"method.rows": self.rows}})(rows=3, width=3),
+        "learned settings",
+    ),
     "cuts that are not reported": (ours(target=never_cut), "cuts are reported"),
     "times that are decoded otherwise": (
         ours(target=with_flat(lambda flat: flat._replace(time=flat.time + flat.row))),

@@ -3,16 +3,16 @@
 Shapes as in `core`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pipejax.decoding.gathering import Query
-from pipejax.decoding.strategy import Decoded, SourceIds, Stepper, Strategy, ends_of
+from pipejax.decoding.strategy import Decoded, Refillable, SourceIds, Stepper, Strategy, ends_of
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -88,7 +88,9 @@ def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
     expect(strategy, "result: truncated", decoded.truncated, "int32", (batch,))
 
 
-def walk(strategy: Strategy, answer: Callable[[Query], Tree], batch: int = 1) -> Iterator[Walked]:
+def walk(
+    strategy: Strategy, answer: Callable[[Query], Tree], batch: int = 1, stops: Sequence[int] = ()
+) -> Iterator[Walked]:
     """Runs the steps of a batch until all its examples are done, with answers from a function instead of a model.
 
     Args:
@@ -96,6 +98,7 @@ def walk(strategy: Strategy, answer: Callable[[Query], Tree], batch: int = 1) ->
       answer: maps the queries of a step to the tokens i32 [B, S] that are generated from them, or to the arrays
         [B, S, ...] of `Stepper.choose`.
       batch: B.
+      stops: the examples that `Refillable.stop` ends after the first step.
 
     Yields:
       For each step the queries, the answers, the result so far, and bool [B, S], the live queries that are kept; all of
@@ -113,6 +116,9 @@ def walk(strategy: Strategy, answer: Callable[[Query], Tree], batch: int = 1) ->
         answers = answer(query)
         state, kept, done, decoded = jax.device_get(_take(strategy, state, answers, batch))
         yield query, answers, decoded, query.live & kept
+        if stops:
+            which = jnp.asarray(np.isin(np.arange(batch), stops))
+            state, stops = cast(Refillable, strategy).stop(state, which), ()
         if done.all():
             return
     refuse(strategy, "done", f"an answer that continues after {most} steps", f"its end, since slots = {strategy.slots}")

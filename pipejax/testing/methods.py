@@ -16,6 +16,7 @@ from pipejax.inference.generator import Generator
 from pipejax.methods import ABILITIES, Ids, Method, RowPrefixes, spell
 from pipejax.model.backbone import Backbone
 from pipejax.system import Tree
+from pipejax.system.errors import UserError
 from pipejax.testing import layouts, losses, scripted
 from pipejax.testing.answers import Records, compare_records, stream
 from pipejax.testing.demands import Demand, check_all
@@ -150,6 +151,12 @@ def _check_accounting(case: MethodCase) -> None:
     scripted.check_accounting(case.strategy, case.model.vocab_size, is_ordered=is_ordered)
 
 
+def _check_stop(case: MethodCase) -> None:
+    """Stops the first example of a batch, if the method can stream or serve; see `scripted.check_batches`."""
+    if {"stream", "serve"} & case.method.can:
+        scripted.check_batches(case.strategy, case.model.vocab_size, stops=[0])
+
+
 def _check_stable(case: MethodCase) -> None:
     """Lays every target out again, in another order, and compares."""
     first = [layout.target for layout in case.layouts]
@@ -161,6 +168,28 @@ def _check_stable(case: MethodCase) -> None:
                 refuse(case.method, place, f"{here.tolist()} the second time", f"{there.tolist()}, as the first time")
         if again.was_cut != target.was_cut:
             refuse(case.method, f"target: {layout.where}: was_cut", again.was_cut, f"{target.was_cut} for {[*rows]}")
+
+
+def _check_learned_settings(case: MethodCase) -> None:
+    """Lays targets out with another value of each number or flag among the method's fields.
+
+    Cut targets are left out, since settings that only limit answers may cut them elsewhere.
+    """
+    for field in dataclasses.fields(case.method):
+        value = getattr(case.method, field.name)
+        if not isinstance(value, int | float) or f"method.{field.name}" in case.method.learned():
+            continue
+        changed = {field.name: not value if isinstance(value, bool) else value + 1}
+        other = dataclasses.replace(case.method, **changed)
+        for layout in case.layouts:
+            try:
+                target = dataclasses.replace(layout, method=other).target
+            except UserError:  # the method cannot have this value
+                break
+            is_same = all(map(np.array_equal, target.flat, layout.target.flat))
+            if not (is_same or target.was_cut or layout.target.was_cut):
+                found = f"no {field.name}, with which the layout of {layout.where} changes"
+                refuse(case.method, "learned", found, f"method.{field.name}")
 
 
 def _check_cuts(case: MethodCase) -> None:
@@ -276,6 +305,7 @@ METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
         "An example of a batch has the same answer alone. Entries of queries that are not live are not read.",
         lambda case: scripted.check_batches(case.strategy, case.model.vocab_size),
     ),
+    Demand("stopped examples", "`stop` ends the given examples, and no others.", _check_stop),
     Demand(
         "loss is a sum",
         "`loss` returns a sum and its divisor, which add up over examples and over slots.",
@@ -293,6 +323,11 @@ METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
         lambda case: losses.check_targets(case.method, case.slots, case.losses),
     ),
     Demand("layout is fixed", "`target` returns the same layout for the same rows.", _check_stable),
+    Demand(
+        "learned settings",
+        "`learned` has each setting of the method with which the layout of a target changes.",
+        _check_learned_settings,
+    ),
     Demand("cuts are reported", "`was_cut` is True if fewer tokens change the layout.", _check_cuts),
     Demand(
         "whole answers",

@@ -186,14 +186,18 @@ def _check_ends(strategy: Strategy, history: History, found: Answers, script: Sc
         strategy_checks.refuse(strategy, "result: truncated", found.truncated, "None, since all rows have ended")
 
 
-def check_batches(strategy: Strategy, vocabulary: int) -> None:
-    """Compares examples of one batch with the same examples alone; the entries of queries that are not live differ."""
+def check_batches(strategy: Strategy, vocabulary: int, stops: Sequence[int] = ()) -> None:
+    """Compares examples of one batch with the same examples alone; the entries of queries that are not live differ.
+
+    `stops`: examples that `stop` ends after the first step; these must be asked no more.
+    """
     scripts = [random_script(strategy, 20 + i, share, vocabulary) for i, share in enumerate((0.15, 1.0, 0.5, 0.3))]
     alone = [of_example(strategy, follow_script(strategy, script, vocabulary)[1]) for script in scripts]
-    rng, batch = np.random.default_rng(0), len(scripts)
+    rng, batch, asked = np.random.default_rng(0), len(scripts), list[np.ndarray]()
 
     def answers(query: Query) -> Tree:
         live = np.asarray(query.live)
+        asked.append(np.asarray(live.any(axis=1)))
         row, time = (np.broadcast_to(x, live.shape) for x in (query.row, query.time))
         rights = [[scripts[b](int(row[b, s]), int(time[b, s]))] for b, s in np.argwhere(live)]
 
@@ -205,8 +209,12 @@ def check_batches(strategy: Strategy, vocabulary: int) -> None:
 
         return jax.tree.map(spread, chosen(strategy, rights, vocabulary))
 
-    *_, (_, _, together, _) = strategy_checks.walk(strategy, answers, batch)
+    *_, (_, _, together, _) = strategy_checks.walk(strategy, answers, batch, stops)
     for example, expected in enumerate(alone):
+        if example in stops:
+            if any(flags[example] for flags in asked[1:]):
+                strategy_checks.refuse(strategy, "stop", "queries of an example that was stopped", "none")
+            continue
         found = of_example(strategy, together, example)
         for part, here, there in zip(Answers._fields, found, expected, strict=True):
             if here != there:
