@@ -137,7 +137,7 @@ def drafting(request, generator, tmp_path):
 def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
     """Sources of several lengths come and go, so that drafters meet longer ones in the middle of an answer."""
     given = texts(9)
-    expected = generator.decode(given, method=strategy, batch_size=1)
+    expected, drafted = (one.decode(given, method=strategy, batch_size=1) for one in (generator, drafting))
     engine = Engine(drafting, places=3, queue=99)
     sampled = [request(100 + i, ids, strategy, temperature=0.7, seed=i) for i, ids in enumerate(given[:3])]
     few = [request(200 + i, ids, strategy, max_tokens=4) for i, ids in enumerate(given[:3])]
@@ -162,7 +162,9 @@ def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
         if i in undrafted:  # the same tokens in the same order
             tokens = [(event.row, event.token) for event in events]
             assert tokens == [(event.row, event.token) for event in undrafted[i][:-1]]
-    assert saved > 0
+    saves = sum(one["calls"] for one in drafted) < sum(one["calls"] for one in expected)
+    assert saves or (strategy, drafting.config.decode.draft) == ("sequential", "source")  # whose answers copy nothing
+    assert saved > 0 or not saves
 
 
 @pytest.mark.slow
