@@ -21,6 +21,7 @@ from pipejax.inference import loading
 from pipejax.kernels import block_attention, cpu_kernel, gpu
 from pipejax.kernels.backends import try_kernels
 from pipejax.system import compile_cache, environment, trials
+from pipejax.system.errors import UserError
 from pipejax.system.trials import OWN, XLA, Gpus, Trial, Verdict
 from pipejax.training import loop
 
@@ -265,9 +266,11 @@ def test_kernels_are_tried_before_the_gpu_is_used(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(trials, "try_kernels_early", stop)
     monkeypatch.setattr(environment, "check_environment", lambda: pytest.fail("the GPU is used"))
+    with pytest.raises(UserError, match="no such"):
+        loading.load(tmp_path / "missing")
     with pytest.raises(Tried):
         loading.load(tmp_path)
-    for name in ("check_objective", "methods.check_training"):
+    for name in ("require_method", "methods.check_training"):
         monkeypatch.setattr(f"pipejax.training.loop.{name}", lambda config: None)
     config: Any = None
     with pytest.raises(Tried):

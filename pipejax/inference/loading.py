@@ -31,9 +31,10 @@ def load(
     `where` is the origin of the overrides, for messages.
     """
     config_lib.check_taken(overrides, "decode", where=where)
-    trials.try_kernels_early(trains=False)
     compile_cache.use_cache()
     place = Path(path)
+    if place.is_dir():  # else an error follows at once
+        trials.try_kernels_early(trains=False)
     if not (place / ("best" if best else "checkpoints")).is_dir():
         from pipejax.convert import converted  # imported here, because checkpoints open faster without it
 
