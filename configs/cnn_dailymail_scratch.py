@@ -1,4 +1,4 @@
-"""CNN/DailyMail for a small T5 of one's own making: a comparison of methods, not of scores.
+"""CNN/DailyMail for a small T5 that is trained from random weights, to compare methods rather than scores.
 
     python -m lab.experiments.pretraining --output runs/copying texts.jsonl ...   # and train it: see configs/copying.py
     python train.py --config configs/cnn_dailymail_scratch.py --workdir runs/cnn_dailymail_scratch_pipelined \

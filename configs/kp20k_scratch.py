@@ -1,4 +1,4 @@
-"""KP20k for a small T5 of one's own making: a comparison of methods, not of scores.
+"""KP20k for a small T5 that is trained from random weights, to compare methods rather than scores.
 
     python -m lab.experiments.pretraining --output runs/copying texts.jsonl ...   # and train it: see configs/copying.py
     python train.py --config configs/kp20k_scratch.py --workdir runs/kp20k_scratch_pipelined --set data.data_dir=DIR

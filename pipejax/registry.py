@@ -23,7 +23,7 @@ COMMANDS = {
     "data": ("prepare published data sets; count examples and tokens of a split", "pipejax.data.__main__"),
     "metrics": ("score a file of predictions", "pipejax.metrics.__main__"),
     "checkpoint": ("verify the steps of a run", "pipejax.checkpoint.__main__"),
-    "trials": ("list or remove what trials on this machine's GPUs found", "pipejax.system.trials"),
+    "trials": ("list or remove the results of trials on this machine's GPUs", "pipejax.system.trials"),
     "compare": ("runs side by side; methods and drafters on one split", "pipejax.apps.compare.compare_command"),
     "probe": ("measure how much the rows of labelled answers need one another", "pipejax.apps.probe.probe_command"),
     "picture": ("draw a record's grid, or the curves of runs, as a page", "pipejax.apps.picture.picture_command"),

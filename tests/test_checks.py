@@ -147,7 +147,7 @@ def ends_all(self: Any, state: Any) -> Any:
 
 
 def ends_all_rows(self: Any, state: Any, answers: Any) -> Any:
-    """The end of an example marks all as done."""
+    """The end of one example marks all examples as done."""
     new = Pipelined.advance(self, state, answers)
     return dataclasses.replace(new, done=jnp.broadcast_to(new.done.any(), new.done.shape))
 
@@ -237,7 +237,7 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
     "cuts that are not reported": (ours(target=never_cut), "cuts are reported"),
     "times that are decoded otherwise": (
         ours(target=with_flat(lambda flat: flat._replace(time=flat.time + flat.row))),
-        "same sight",
+        "same visible tokens",
     ),
     "targets that are other tokens": (
         ours(target=with_flat(lambda flat: flat._replace(targets=np.where(flat.targets > 4, 9, flat.targets)))),
@@ -301,7 +301,7 @@ def test_broken_method_is_refused_by_its_rule(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN_METHODS)
 def test_broken_method_is_refused_by_the_whole_check(case: str) -> None:
-    """By its own rule, or by an earlier one."""
+    """The refusal names the broken rule, or an earlier one."""
     make, rule = BROKEN_METHODS[case]
     names = [each.name for each in METHOD_DEMANDS]
     with pytest.raises(UserError, match=rf"rule: ({'|'.join(names[: names.index(rule) + 1])})\)$"):
@@ -331,7 +331,7 @@ REAL_METHODS: dict[str, tuple[Method, Any]] = {
 
 @pytest.mark.parametrize("case", REAL_METHODS)
 def test_real_method_keeps_the_rules(case: str) -> None:
-    """All of them except the answers, which take longer."""
+    """Checks all rules except "answers", which takes longer."""
     method, targets = REAL_METHODS[case]
     checked = MethodCase(method, targets=targets)
     for each in METHOD_DEMANDS[:-1]:
@@ -342,7 +342,7 @@ def test_real_method_keeps_the_rules(case: str) -> None:
 @pytest.mark.parametrize("case", REAL_METHODS)
 def test_real_method_passes(case: str) -> None:
     method, targets = REAL_METHODS[case]
-    if method.name in METHODS:  # a custom method has a name of its own
+    if method.name in METHODS:  # a custom method has another name
         method = type("Ours", (type(method),), {"name": "ours"})(**vars(method))
     assert "answers agree with recomputation" in testing.check_method(method, targets=targets)
 
@@ -377,14 +377,14 @@ def clipped(name: str) -> Any:
 
 
 class WrongStepPositions(t5.Decoder):
-    """Positions wrap at 64, in steps alone."""
+    """Positions wrap at 64, but only in steps."""
 
     def step(self, x: Any, mask: Any, position: Any, key_position: Any, *given: Any) -> Any:
         return super().step(x, mask, position % 64, key_position % 64, *given)
 
 
 class OneStart(t5.Decoder):
-    """All examples write from the first slot of the first example on."""
+    """All examples write to the slots of the first example."""
 
     def step(self, x: Any, mask: Any, position: Any, key_position: Any, memory: Any, caches: Any, start: Any) -> Any:
         return super().step(x, mask, position, key_position, memory, caches, start[:1])
@@ -435,7 +435,7 @@ class OtherInBfloat16(t5.Encoder):
 
 
 class OtherWithRemat(t5.Decoder):
-    """With remat the output is another one."""
+    """The output differs with remat."""
 
     def run(self, *given: Any, deterministic: bool) -> Any:
         found = super().run(*given, deterministic=deterministic)
@@ -459,7 +459,7 @@ class FirstSixteen(t5.Encoder):
 
 
 class OtherLongMemory(t5.Decoder):
-    """In steps, the memory of a source of more than 16 tokens is another one."""
+    """In steps, the memory of a source of more than 16 tokens differs."""
 
     def memorize(self, encoded: Any, mask: Any) -> Any:
         found = super().memorize(encoded, mask)
@@ -486,7 +486,7 @@ class NoDropout(t5.T5):
 
 
 class AlwaysDropout(t5.T5):
-    """The rate of dropout changes what is computed without it."""
+    """The rate of dropout changes the results without dropout."""
 
     def logits(self, hidden: Any) -> Any:
         return super().logits(hidden * (1 - self.dropout))
@@ -568,7 +568,7 @@ def test_broken_backbone_is_refused_by_its_rule(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN_BACKBONES)
 def test_broken_backbone_is_refused_by_the_whole_check(case: str) -> None:
-    """By its own rule, or by an earlier one."""
+    """The refusal names the broken rule, or an earlier one."""
     make, rule = BROKEN_BACKBONES[case]
     names = [each.name for each in BACKBONE_DEMANDS]
     with pytest.raises(UserError, match=rf"rule: ({'|'.join(names[: names.index(rule) + 1])})\)$"):

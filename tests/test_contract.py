@@ -499,8 +499,8 @@ class Cut(Uneven):
         ),
         (NoBlank, "NoBlank.target: target "),
         (Turned, "Turned.read: target 1: found "),
-        (Twice, "Twice.target: target 0: found two slots of one row and time; expected one each"),
-        (Cut, "Cut.target: found none of 9 that decoding writes whole; expected some"),
+        (Twice, "Twice.target: target 0: found two slots at the same row and time; expected one"),
+        (Cut, "Cut.target: found 9 targets that are all cut; expected a target that is not cut"),
     ],
 )
 def test_a_layout_that_is_not_decoded_is_one_line(kind: Any, line: str) -> None:

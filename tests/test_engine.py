@@ -163,7 +163,10 @@ def test_drafts_keep_answers_and_reduce_calls(generator, drafting, strategy):
             tokens = [(event.row, event.token) for event in events]
             assert tokens == [(event.row, event.token) for event in undrafted[i][:-1]]
     saves = sum(one["calls"] for one in drafted) < sum(one["calls"] for one in expected)
-    assert saves or (strategy, drafting.config.decode.draft) == ("sequential", "source")  # whose answers copy nothing
+    assert saves or (strategy, drafting.config.decode.draft) == (
+        "sequential",
+        "source",
+    )  # answers of this method copy nothing from their sources
     assert saved > 0 or not saves
 
 

@@ -233,7 +233,7 @@ def test_a_row_that_its_width_cuts_has_no_end(generator: Generator) -> None:
 
 @pytest.mark.parametrize("objective", ["pipelined", "none"])
 def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
-    """By the method's loss, with any train.method."""
+    """The loss is the method's, with any train.method."""
     drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
     config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"method": objective})
     small = DraftModel("there", config, None)

@@ -115,7 +115,7 @@ def test_answers_of_20_models_equal_those_of_generate(tmp_path: Path) -> None:
 
 
 def generator(method: str = "pipelined", **decode: Any) -> Generator:
-    """Of random weights, with few words."""
+    """A generator with random weights and few words."""
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(4), eos_scale=1.1)
     config = Config(
         model=MORE_WORDS,
@@ -267,7 +267,7 @@ def test_slower_steps_are_reported_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_generation_config_is_read_and_written() -> None:
-    """As `generate` has both settings for a sequential decoder; with beams they are ignored, and named."""
+    """Both settings are converted for a sequential decoder; with beams, a line names them as ignored."""
     given = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     made = generation.Generation(Path("g.json"), given)
     decode, lines = generation.decoding(made, MORE_WORDS)

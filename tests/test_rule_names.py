@@ -154,7 +154,7 @@ class PerExample(Rule):
 
 
 class NoTree(Rule):
-    """Is no tree of arrays."""
+    """Is not a pytree of arrays."""
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,12 @@ class NoTree(Rule):
     [
         (
             PerExample,
-            "PerExample.scale: found an array, which would have to have an entry for each example; expected a",
+            "PerExample.scale: found an array without an entry for each example; expected a",
         ),
-        (NoTree, "rule: found NoTree, which is no tree of arrays; expected a subclass of pipejax.decoding.Rule that"),
+        (
+            NoTree,
+            "rule: found NoTree, which is not a pytree of arrays; expected a subclass of pipejax.decoding.Rule that",
+        ),
         (dict, "rule: found <class 'dict'>; expected a subclass of pipejax.decoding.Rule that is a flax.struct"),
     ],
 )

@@ -280,7 +280,7 @@ def test_decode_with_rules_and_drafts_equals_plain_python(grid: str, drafter: An
 
 
 def repetition(grid: str, prefixes: Sequence[Sequence[int]] = (), **more: Any) -> Repeats:
-    """Of another penalty and another length in each example."""
+    """Rules with another penalty and another length in each example."""
     strategy = GRIDS[grid]
     given = np.zeros((BATCH, strategy.places[0]), np.int32)
     for row, prefix in enumerate(prefixes):

@@ -208,7 +208,7 @@ CHAT = ["<pad>", "</s>", "<unk>", "<end_of_turn>", "<over>", *WORDS]
         ([3, 1], ""),
         ([4, 3, 1], ""),
         ([1, 300], ""),  # one that the tokenizer lacks: no text has it
-        ([3, 4], "found 3, 4; expected 1 among them, since '</s>' = 1 ends a text in the tokenizer of"),
+        ([3, 4], "found 3, 4; expected ids that include 1, since '</s>' = 1 ends a text in the tokenizer of"),
         ([1, 7], "found 7, which is 'word2' in the tokenizer of"),
         ([1, 2], "found 2, which is '<unk>' in the tokenizer of"),
     ],

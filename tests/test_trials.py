@@ -230,7 +230,7 @@ def test_a_process_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_second_process_without_the_gpu_uses_xla(support: None, verdicts: Path) -> None:
-    """As where a GPU belongs to one process: nothing is kept, and the next process tries again."""
+    """A GPU may belong to one process only. Then no verdict is kept, and the next process tries again."""
     assert trials.refusal("kernels", f"{SUPPORT}:without_gpu") == "a second process cannot use the GPU"
     assert not verdicts.exists()
 
@@ -239,7 +239,7 @@ def test_a_refusal_is_kept_and_found_once(support: None, verdicts: Path, said: l
     for _ in range(2):
         trials.refusal.cache_clear()
         assert trials.refusal("kernels", f"{SUPPORT}:describe", 7).startswith("(7,)")
-    assert len(said) == 1 and said[0].startswith("trying pipejax's kernels in a process of its own, once for this GPU")
+    assert len(said) == 1 and said[0].startswith("trying pipejax's kernels in a separate process, once for this GPU")
 
 
 def test_kernels_are_tried_before_the_gpu_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

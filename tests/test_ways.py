@@ -1,4 +1,4 @@
-"""Ways to decode on a GPU: the trial that compares them, its fallbacks, and results that keep their places in memory.
+"""Configurations of decoding on a GPU: their trial, its fallbacks, and results that keep their places in memory.
 
 A CPU stands for the GPU in tests of the whole decoder. XLA's compilers for GPUs show that loops are in CUDA graphs.
 """
@@ -47,7 +47,7 @@ def decoded(token: int = 5, garbage: int = 0, **fields: Any) -> Decoded:
 
 
 class Device:
-    """Decodes in each way in a given time; counts the decodes."""
+    """Decodes in each configuration in a given time; counts the decodes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **milliseconds: float) -> None:
         self.times = milliseconds
@@ -66,7 +66,9 @@ class Device:
         return found
 
 
-def test_the_fastest_way_is_chosen_once(cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_the_fastest_configuration_is_chosen_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     """Changes that save time are kept and combined; a later process begins with the verdict."""
     device = Device(monkeypatch, graph=-4, turn=2, kernels=-1)
     chosen, table, report = Way(graph=True, kernels=False), Ways(), Report()
@@ -75,15 +77,15 @@ def test_the_fastest_way_is_chosen_once(cache: Path, monkeypatch: pytest.MonkeyP
         assert table.decode(SHORT, ALL, device, report).tokens[0, 0, 0] == 5
     assert table.find(SHORT) == chosen and device.count[chosen] == 1 + ways.ROUNDS + 2
     assert device.count[Way(graph=True, turn=1)] == 1 + ways.ROUNDS and device.count[ONE_STEP] == 0
-    [line] = [line for line in said if line.startswith("the way to decode")]
-    assert line.startswith(f"the way to decode: {chosen} (10.00 ms a decode by {USUAL}, 6.00 ms by {GRAPH}; ")
+    [line] = [line for line in said if line.startswith("decoding configuration")]
+    assert line.startswith(f"decoding configuration: {chosen} (10.00 ms a decode with {USUAL}, 6.00 ms with {GRAPH}; ")
     device.count.clear()
     other = Ways()
     assert other.find(SHORT) == chosen
     for _ in range(2):
         other.decode(SHORT, ALL, device, Report())
     assert device.count == {chosen: 2}
-    assert said[-1] == f"the way to decode: {chosen} (an earlier trial; pipejax trials lists all)"
+    assert said[-1] == f"decoding configuration: {chosen} (an earlier trial; pipejax trials lists all)"
     assert len(said) == 2
 
 
@@ -101,19 +103,19 @@ def test_a_small_gain_changes_nothing(cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_other_tokens_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    """The slow way stays; what is beyond the ends of rows does not count."""
+    """The slow configuration stays. Tokens after the end of a row are not compared."""
     device, table = Device(monkeypatch, graph=-5, turn=-5), Ways()
     device.results = {GRAPH: decoded(7), ONE_STEP: decoded(garbage=9)}
     table.decode(SHORT, (GRAPH, ONE_STEP), device, Report())
     assert table.find(SHORT) == ONE_STEP and device.count[GRAPH] == 1
-    assert f"warning: decoding by {USUAL}, because {GRAPH} does not give the same tokens" in said
+    assert f"warning: decoding with {USUAL}, because {GRAPH} gives other tokens" in said
     for other in (decoded(lengths=[[1, 0]]), decoded(steps=[5]), decoded(truncated=[1])):
         assert not ways._are_same(other, decoded())
     assert ways._are_same(decoded(garbage=3), decoded())
 
 
 @pytest.mark.parametrize("text, kept", [("cannot capture", True), ("RESOURCE_EXHAUSTED: out of memory", False)])
-def test_a_way_that_fails_in_its_trial_is_not_used(
+def test_a_configuration_that_fails_in_its_trial_is_not_used(
     text: str, kept: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, table = Device(monkeypatch, graph=-5), Ways()
@@ -122,12 +124,12 @@ def test_a_way_that_fails_in_its_trial_is_not_used(
     assert table.find(SHORT) == USUAL and (cache / "verdicts").exists() == kept
 
 
-def test_a_chosen_way_that_fails_later_is_replaced(
+def test_a_chosen_configuration_that_fails_later_is_replaced(
     cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     """As when a larger cache cannot be compiled so; the verdict is removed."""
     device = Device(monkeypatch, graph=-5)
-    for table in (Ways(), Ways()):  # which makes the trial, which reads the verdict
+    for table in (Ways(), Ways()):  # the first makes the trial, the second reads the verdict
         device.results.clear()
         table.decode(SHORT, (GRAPH,), device, Report())
         device.results[GRAPH] = RuntimeError("cannot capture")
@@ -136,11 +138,11 @@ def test_a_chosen_way_that_fails_later_is_replaced(
             assert table.decode(SHORT, (GRAPH,), device, Report()).tokens[0, 0, 0] == 5
         assert device.count == {GRAPH: 1, USUAL: 2} and table.find(SHORT) == USUAL
         assert [*(cache / "verdicts").iterdir()] == []
-    wanted = f"warning: the way to decode: {USUAL}, because {GRAPH} failed (RuntimeError: cannot capture)"
+    wanted = f"warning: decoding configuration: {USUAL}, because {GRAPH} failed (RuntimeError: cannot capture)"
     assert said.count(wanted) == 2
 
 
-def test_errors_of_all_ways_reach_the_caller(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_all_configurations_reach_the_caller(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, table = Device(monkeypatch, graph=-5), Ways()
     device.results[USUAL] = RuntimeError("the device is lost")
     with pytest.raises(RuntimeError, match="lost"):
@@ -168,7 +170,7 @@ def test_another_length_is_compared_with_the_last_verdict_alone(cache: Path, mon
     assert device.count == {USUAL: 1 + ways.ROUNDS + 1, ONE_STEP: 1 + ways.ROUNDS}
 
 
-def test_a_fixed_way_is_not_compared(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_configuration_is_not_compared(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     Ways(GRAPH).decode(SHORT, ALL, device, Report())
     assert device.count == {GRAPH: 1} and not (cache / "verdicts").exists()
@@ -215,14 +217,14 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param({"draft": "source"}, (None, GRAPH), marks=pytest.mark.long),
     ],
 )
-def test_a_device_with_ways_decodes_the_same(
+def test_a_device_with_several_configurations_decodes_the_same(
     settings: dict[str, Any],
     fixed: tuple[Way | None, ...],
     cache: Path,
     as_gpu: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Batches of two sizes, repeatedly; in all ways, with results in place of earlier ones."""
+    """Batches of two sizes, repeatedly, in all configurations, with results in place of earlier ones."""
     with monkeypatch.context() as patch:
         patch.delitem(programs.TURNS, "cpu")
         plain = generator()
@@ -242,7 +244,7 @@ def addresses(tree: Any) -> list[int]:
 
 @pytest.mark.slow
 def test_results_keep_their_addresses(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the encoder and of the first program, so that nothing of a greedy decode moves but the source."""
+    """The results of the encoder and of the first program: in a greedy decode only the source has a new address."""
     made = generator(devices=jax.devices()[:2])
     made.programs.ways.fixed = USUAL
     texts = SOURCES[:2] * 2
@@ -270,8 +272,8 @@ def test_large_results_are_allocated_anew(as_gpu: None, cache: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_programs_of_other_ways_are_freed(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the same size; a program that samples has no ways, and stays."""
+def test_programs_of_other_configurations_are_freed(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs for the same shape are freed; a program that samples has only one configuration, and stays."""
     made = generator()
     made.decode(SOURCES[:1], temperature=0.5)
     sampled = {*made.programs._compiled}

@@ -1,11 +1,12 @@
-"""Whether our own kernels for GPUs find what XLA finds: of a step its outputs, of a decode its tokens.
+"""Whether our own kernels for GPUs give the same results as XLA: the outputs of steps and the tokens of decodes.
 
-Everything is computed in float32 and bfloat16, by XLA and by our kernels. Outputs of steps are the log-probabilities of
-the same forced tokens, compared with those of XLA in float32: in float32 ours must lie within a tolerance, in bfloat16
-on average no further away than `WORSE` times as far as XLA's own. Of the tokens of greedy decodes a share of `EQUAL`
-must be XLA's in float32: between two tokens that are equally likely either may decide otherwise, and what follows then
-differs. In bfloat16, where that is frequent, the share is reported. On a GPU ours run in bfloat16 alone: in float32
-decoding does not use them, and there they multiply in TF32. Without a GPU they run as ordinary computations.
+Everything is computed in float32 and bfloat16, by XLA and by our kernels. The outputs of steps are the log-
+probabilities of the same forced tokens, and XLA in float32 is the reference. In float32, the differences of our kernels
+must be within a tolerance. In bfloat16, their mean must be at most `WORSE` times the mean difference of XLA. In greedy
+decodes in float32, a share of at least `EQUAL` of the tokens must equal XLA's; where two tokens are equally likely,
+both computations may choose differently, and the following tokens then differ. In bfloat16, where such ties are
+frequent, the share is only reported. On a GPU our kernels run in bfloat16 only: decoding in float32 does not use them,
+and they would multiply in TF32. Without a GPU they run as ordinary computations.
 """
 
 import itertools

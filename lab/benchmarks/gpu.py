@@ -3,10 +3,10 @@
     lab/benchmarks/gpu.sh [--rehearse] [--parts NAME,...] [--seconds N] [FOLDER]
 
 Each part of `PARTS` is a process of `lab.benchmarks.gpu_parts`. All parts compile at once, one for each processor, and
-fill the cache of compiled programs. They measure in turn: a part asks for the device before it measures, and the first
-part in the order of `PARTS` that asks gets it. Turns of a quiet part, whose times depend on the host, wait until no
-part compiles, but at most for half of the time. A part that has used its seconds on the device, or that runs at the end
-of the time, is ended, and the summary says so.
+fill the cache of compiled programs. Only one part measures at a time: of the parts that wait for the device, the first
+in the order of `PARTS` gets it. A quiet part, whose times depend on the host, waits until no part compiles, but at most
+for half of the time. A part that has used its seconds on the device, or that still runs when the time is over, is
+ended, and the summary reports it.
 
 FOLDER is $OUT, or runs/gpu. FOLDER/summary.json is written again after each result, and
 `python -m lab.benchmarks.gpu_tables FOLDER/summary.json` makes the tables of docs/gpu.md from it. --rehearse runs the
@@ -45,10 +45,10 @@ class Part:
     name: str
     seconds: float  # the most that it may use the device
     about: str
-    quiet: bool = False  # whether its times depend on the host, so that its turns wait for the compilers
+    quiet: bool = False  # whether its times depend on the host, so that it waits for the compilers
 
 
-PARTS = (  # in order of worth
+PARTS = (  # in order of importance
     Part("train", 25, "a training step in the paper's setting"),
     Part("attention", 30, "errors and times of attention"),
     Part("decode", 50, "decoding steps with CUDA graphs, own kernels and XLA's", quiet=True),
@@ -70,14 +70,14 @@ class Case(NamedTuple):
 
     name: str
     compile: Callable[[], Callable[[], Result | list[Result]]]
-    timed: bool = True  # whether it needs a turn on the device
+    timed: bool = True  # whether it needs the device for itself
 
 
 class Channel:
-    """A part's end of its connection with the run; without a connection, messages are printed and no turn waits."""
+    """The connection of a part with the run. Without it, messages are printed, and parts do not wait for the device."""
 
     def __init__(self, number: int | None) -> None:
-        """`number`: of the file descriptor; None: there is no connection."""
+        """`number`: the number of the file descriptor; None: there is no connection."""
         self._connection = None if number is None else Connection(number)
 
     def send(self, **message: Any) -> None:
@@ -107,9 +107,9 @@ class Running:
     def __init__(self, part: Part, command: Sequence[str], variables: dict[str, str]) -> None:
         """Starts the process. `command`: the arguments of Python; the number of a file descriptor is appended."""
         self.part, self.record = part, record_of(part, "running")
-        self.compiling, self.asks = True, False  # a part compiles until it asks for its first turn
+        self.compiling, self.asks = True, False  # a part compiles until it first asks for the device
         self.code: int | None = None  # its exit code, which it sends as its last message
-        self.since, self.used = 0.0, 0.0  # when its turn has begun, or 0; the seconds of its earlier turns
+        self.since, self.used = 0.0, 0.0  # start of its use of the device, or 0; seconds of earlier uses
         self.began, self.log = time.time(), tempfile.TemporaryFile()  # noqa: SIM115 - `finish` closes it
         self.connection, other = Pipe()
         number = other.fileno()
@@ -147,16 +147,16 @@ class Running:
 
     @property
     def left(self) -> float:
-        """The seconds that it may still use the device."""
+        """The seconds for which the part may still use the device."""
         return self.part.seconds - self.used - (time.time() - self.since if self.since else 0.0)
 
     @property
     def state(self) -> str:
-        """What it does."""
+        """The state of the part, as text for the summary."""
         return "measuring" if self.since else "waiting for its turn" if self.asks else "compiling"
 
     def finish(self, cut: str = "") -> None:
-        """Completes the record of a process that has ended. `cut`: why it was ended; "": it has ended by itself."""
+        """Completes the record of an ended process. `cut`: the reason why it was ended; "": it ended by itself."""
         code = self.process.returncode if self.code is None else self.code
         status = "cut off" if cut else "failed" if code else "skipped" if "skipped" in self.record else "done"
         if any("error" in result for result in self.record["results"]) and status == "done":
@@ -179,10 +179,10 @@ def run(
     seconds: float,
     at_once: int,
 ) -> list[dict[str, Any]]:
-    """Runs the parts for at most so many seconds; returns their records.
+    """Runs the parts for at most `seconds` seconds; returns their records.
 
     Args:
-      parts: in order of worth.
+      parts: in order of importance.
       save: called with the records whenever they have changed.
       command: gives the arguments of Python for a part.
       variables: the environment of the processes.
@@ -235,7 +235,7 @@ def _give_turn(running: Sequence[Running], *, late: bool) -> None:
     if any(each.since for each in running):
         return
     compiling = sum(each.compiling for each in running)
-    for each in running:  # in order of worth, as they were started
+    for each in running:  # in order of importance, as they were started
         if each.asks and (late or not compiling or not each.part.quiet):
             each.begin_turn(compiling)
             return
@@ -278,7 +278,7 @@ def environment(cache: Path, *, rehearse: bool) -> tuple[dict[str, str], dict[st
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all, prints the tables."""
+    """Runs all parts, and prints the tables."""
     began, names = time.time(), [part.name for part in PARTS]
     parser = argparse.ArgumentParser(
         prog="lab/benchmarks/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -286,7 +286,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="?", default=os.environ.get("OUT") or "runs/gpu", metavar="FOLDER")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--parts", default=",".join(names), metavar="NAME,...", help=f"of {', '.join(names)} (all)")
-    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="N", help=f"of the whole run ({SECONDS})")
+    parser.add_argument(
+        "--seconds", type=int, default=SECONDS, metavar="N", help=f"seconds of the whole run ({SECONDS})"
+    )
     flags = parser.parse_args(argv)
     chosen = flags.parts.split(",")
     if unknown := [name for name in chosen if name not in names]:

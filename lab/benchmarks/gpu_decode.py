@@ -74,12 +74,12 @@ class Decodes:
         """Compiles a decode that pauses after a number of steps.
 
         Args:
-          name: of the case.
+          name: the name of the case.
           backend: computes the steps.
-          queries: of a step.
+          queries: queries of a step.
           turn: steps in an iteration of the loop.
           graphs: what XLA may put into a CUDA graph; None: XLA's choice.
-          blocks: of the launch that decodes; None: XLA's loop does.
+          blocks: blocks of the launch that decodes; None: XLA's loop decodes.
           keeps: whether the carry with the cache is returned as well.
         """
         strategy = self.strategy(queries)
@@ -129,7 +129,7 @@ class Decodes:
         """Compiles what `pipejax decode` compiles.
 
         Args:
-          way: the way to decode; None: the first decode compares the ways and chooses one.
+          way: the configuration of decoding; None: the first decode compares the configurations and chooses one.
         """
         found = Programs(self.config, BFLOAT16, devices=jax.local_devices()[:1], backend=self.own)
         found.set_params(self.params)
@@ -175,7 +175,7 @@ def host_loops(dump: Path) -> int | None:
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """Steps of T5-Base with CUDA graphs in several ways, by own kernels and by XLA's."""
+    """Steps of T5-Base in several configurations of CUDA graphs, with pipejax's kernels and with XLA's."""
     every = Decodes(rehearse)
     own = every.own
     found = [

@@ -2,7 +2,7 @@
 
     python -m lab.benchmarks.gpu_parts NAME [--rehearse]
 
-A part is a list of cases. All of them compile first, several at once; then each measures in a turn of its own.
+A part is a list of cases. All cases compile first, several at once; then they measure one after the other.
 """
 
 import concurrent.futures
@@ -104,7 +104,7 @@ def measure(cases: Sequence[Case], channel: Channel) -> int:
                     found = function()
                 results = found if isinstance(found, list) else [found]
                 channel.send(results=[{"name": case.name, **result, "compiling": others} for result in results])
-            except Exception as error:  # out of memory, say: the other cases are measured all the same
+            except Exception as error:  # such as a lack of memory: the other cases are measured nevertheless
                 failed = 1
                 channel.send(results=[{"name": case.name, "error": error_line(error)}])
     return failed
@@ -114,7 +114,7 @@ def measure(cases: Sequence[Case], channel: Channel) -> int:
 
 
 def config_of(model: str, rehearse: bool, *overrides: str, source: int = 0) -> Config:
-    """The paper's setting for a model; `source`: another length of sources."""
+    """The paper's setting for a model; `source`: the length of sources, if it differs."""
     tiny = ("train.batch_size=4", "train.accumulate=2", "data.max_source=32", "data.max_target=16")
     config = config_lib.load(str(ROOT / "configs" / "jsonl.py"), [*overrides, *(tiny if rehearse else ())])
     source = (64 if rehearse else source) if source else config.data.max_source
@@ -122,7 +122,7 @@ def config_of(model: str, rehearse: bool, *overrides: str, source: int = 0) -> C
 
 
 def training(model: str, rehearse: bool, *overrides: str, source: int = 0, again: bool = False) -> list[Case]:
-    """A training step; `again`: also its compilation from the cache."""
+    """A training step; `again`: whether its compilation from the cache is measured, too."""
     config, first = config_of(model, rehearse, *overrides, source=source), jax.devices()[0]
 
     def compiling(config: Config) -> tuple[Any, Result]:

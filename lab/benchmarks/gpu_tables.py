@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).resolve().parent / "results" / "gpu.json"
 GIB = 2**30
-KERNELS = 6  # that a table names, of each call
+KERNELS = 6  # the number of kernels of a call that a table names
 
 
 class Column(NamedTuple):
@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
     head: str
     key: str
-    form: str  # of the figure, for `format`
+    form: str  # the format of the figure, for `format`
     scale: float = 1.0  # multiplies the figure
 
 
@@ -33,7 +33,7 @@ class Table(NamedTuple):
     title: str
     parts: tuple[str, ...]
     has: str  # the key of a figure that its results have
-    first: str  # head of the first column, the names of the results
+    first: str  # the head of the first column, which has the names of the results
     columns: tuple[Column, ...]
 
 
@@ -121,7 +121,7 @@ TABLES = (
 
 
 def short(summary: dict[str, Any]) -> list[str]:
-    """How each part ended, a line each."""
+    """One line for each part: how it ended."""
     lines = [f"installed from wheels: {name}" for name in summary["wheels"]["installed"]]
     lines += [f"not installed: {failure}" for failure in summary["wheels"]["failures"]]
     for part in summary["parts"]:
@@ -200,7 +200,7 @@ def kernels(result: dict[str, Any]) -> list[str]:
 
 
 def notes(parts: Iterable[dict[str, Any]]) -> list[str]:
-    """What failed, was cut off or was skipped, a line each."""
+    """One line for each part that failed, was cut off or was skipped."""
     lines = []
     for part in parts:
         lines += [f"- {part['about']}, {r['name']}: `{plain(r['error'])}`." for r in part["results"] if "error" in r]

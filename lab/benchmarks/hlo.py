@@ -46,7 +46,7 @@ class Start(NamedTuple):
 
     kernel: Instruction
     times: int
-    bytes: int  # that one start reads and writes
+    bytes: int  # bytes that one start reads and writes
 
 
 class Program:

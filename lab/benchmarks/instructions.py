@@ -181,7 +181,7 @@ def of_program(text: str, modules: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def facts(count: Count) -> dict[str, Any]:
-    """What is known of a kernel, as plain values."""
+    """The facts about a kernel, as plain values."""
     found = {"kernel": count.kernel, "by_loop": each_score(count), "registers": count.registers}
     return {**found, "spilled_bytes": count.spilled}
 

@@ -11,7 +11,7 @@ speed: kernels are started one after the other, and what a start costs only the 
 
 are the steps that have to fit a GPU, without an array of queries by keys; --arrays compiles them with such arrays.
 
-Of a training step it also counts the kernels that a whole run starts and, for a GPU, the instructions of attention
+For a training step it also counts the kernels that a whole run starts and, for a GPU, the instructions of attention
 (`lab.benchmarks.instructions`). With --trees OLD,. both trees are counted by the same rules:
 
     python -m lab.benchmarks.programs --targets h100 --batches 0 --train --trees ../old,. --json OUT
@@ -177,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def step_of(name: str, config: T5Config, dtype: str, device: jax.Device, *, arrays: bool) -> Case:
-    """A training step of TRAININGS, of T5 `config` if it has none of its own."""
+    """A training step of TRAININGS; `config`: the T5 for steps that name no other one."""
     own = TRAININGS[name]._replace(model=TRAININGS[name].model or config)
     on_gpu = device.platform in ("gpu", "cuda")
     limits = {"most": own.most, "most_temporary": own.most_temporary} if on_gpu else {}
@@ -260,7 +260,7 @@ def absent(config: T5Config, dtype: Any, device: jax.Device, backend: Backend = 
       dtype: the dtype of computations.
       device: where everything lies.
       backend: computes the steps of a decoder.
-      way: how the decoders are compiled.
+      way: the configuration of the decoders.
     """
     made = Programs(config, dtype, devices=[device], backend=backend)
     made.ways.fixed, made._call_costs = way, 1.0
@@ -364,7 +364,7 @@ def report(text: str, memory: Any) -> dict[str, Any]:
         "small_starts": sum(start.times for start in starts if start.bytes < SMALL),
         "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"])),
         "moved": sum(start.times * start.bytes for start in starts),
-        # What a run does once, outside of loops.
+        # The work of a run outside of loops, which is done once.
         "returned": program.returned(),
         "copied": program.copied(),
         "memory": {

@@ -50,7 +50,7 @@ class Decode:
 
 
 def pick(rng: np.random.Generator, *values: Any) -> Any:
-    """One of the values."""
+    """Draws one of the values."""
     return values[rng.integers(len(values))]
 
 
@@ -71,7 +71,7 @@ def random_config(rng: np.random.Generator) -> T5Config:
 
 
 def random_decode(rng: np.random.Generator) -> Decode:
-    """Of a random model, method and batch."""
+    """Draws a decode: a random model, method and batch."""
     dtype = pick(rng, "bfloat16", "bfloat16", "float32")
     weights = pick(rng, "auto", "auto", "int8")
     kinds = (Gpu, XLA.__class__) if dtype == "bfloat16" else (XLA.__class__,)

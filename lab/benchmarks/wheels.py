@@ -52,8 +52,7 @@ def collect(directory: Path, python: str = PYTHON) -> int:
 def install(directory: Path, site: Path, *, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """Installs what this Python lacks into an emptied directory for PYTHONPATH; returns what, and what failed.
 
-    pip decides which libraries a missing one needs: it knows what is there, in which version, and what fits this
-    machine.
+    pip decides which libraries a missing one needs: it knows the installed versions, and which ones fit this machine.
 
     Args:
       directory: of the wheels.

@@ -73,7 +73,7 @@ def run(codes, *, seconds=60.0, at_once=9):
 
 @pytest.mark.slow
 def test_parts_measure_one_after_the_other_and_quiet_ones_when_none_compiles():
-    """The quiet part is worth most and asks first, but has its turn when the slow compiler has finished."""
+    """The quiet part is the most important and asks first, but measures only when the slow compiler has finished."""
     turns = {name: TURN.format(held=0.3, name=name) for name in ("quiet", "first", "second")}
     codes = {name: "time.sleep(0.2)" + turns[name] * 2 for name in ("quiet", "first")}
     codes["second"] = "time.sleep(2)" + turns["second"]
@@ -88,7 +88,7 @@ def test_parts_measure_one_after_the_other_and_quiet_ones_when_none_compiles():
 
 @pytest.mark.slow
 def test_the_worthier_part_has_the_next_turn(tmp_path):
-    """Both ask while another part holds the device, and the less worthy one asks first."""
+    """Both parts ask while another one holds the device, and the less important part asks first."""
     go = str(tmp_path / "go")
     waits = f"while not os.path.exists({go!r}): time.sleep(0.01)\n"
     holds = f"open({go!r}, 'w'); time.sleep(1)"

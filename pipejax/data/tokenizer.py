@@ -370,7 +370,7 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
         if len(ends) == 1:
             raise UserError(place, found=f"{found(ends[0])}, where {own}", expected="the same end token in both")
         raise UserError(
-            place, found=", ".join(map(str, ends)), expected=f"{tokenizer.eos} among them, since {own} in {name}"
+            place, found=", ".join(map(str, ends)), expected=f"ids that include {tokenizer.eos}, since {own} in {name}"
         )
     for end in ends:
         if tokenizer.is_word(end):

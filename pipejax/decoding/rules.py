@@ -5,8 +5,8 @@ its row (`Queries.prefix`), the rows above that it sees (`Queries.above`), and a
 `DecodingOptions.rules` are applied one after the other, before a token is taken or drawn. Forced tokens and
 log-probabilities do not depend on rules: log-probabilities are computed from the logits of the model.
 
-A rule that forbids tokens gives them the logit `FORBIDDEN`. It must leave at least one token to each query of its own;
-a query to which several rules together leave no token keeps the logits before the last of them.
+A rule that forbids tokens gives them the logit `FORBIDDEN`. A rule must leave at least one token to each query. If
+several rules together leave a query no token, the last of them does not change its logits.
 
 `pipejax.testing.check_rule` checks a rule of a user (docs/methods.md).
 
@@ -255,13 +255,13 @@ def create_rule(kind: type[Rule], strategy: Strategy, tokenizer: Any, where: str
         found = f"{kind.__name__}, which cannot be created ({type(error).__name__}: {first_line(error)})"
         raise UserError(where, found=found, expected="a class method `create` that sets all fields") from error
     if not isinstance(made, Rule) or any(leaf is made for leaf in jax.tree.leaves(made)):
-        raise UserError(where, found=f"{kind.__name__}, which is no tree of arrays", expected=expected)
+        raise UserError(where, found=f"{kind.__name__}, which is not a pytree of arrays", expected=expected)
     for field in made._fields:
         if field.name not in made.shared and any(np.ndim(x) for x in jax.tree.leaves(getattr(made, field.name))):
             raise UserError(
                 f"{kind.__name__}.{field.name}",
-                found="an array, which would have to have an entry for each example",
-                expected="a number, or the name of the field in `shared`",
+                found="an array without an entry for each example",
+                expected="a number, or an array that `shared` names",
             )
     return made._map(lambda _, x: np.asarray(jnp.asarray(x)))
 

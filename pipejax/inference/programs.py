@@ -78,7 +78,7 @@ def schedule(strategy: Stepper, batch: int, platform: str = "", way: Way = USUAL
       strategy: the strategy.
       batch: B.
       platform: JAX's name of the platform; "": the default one.
-      way: the way to decode on a GPU.
+      way: the configuration of decoding on a GPU.
     """
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
@@ -320,17 +320,17 @@ class Programs:
             carry = self._find(strategy, slots, (weights, memory, carry, read, options), shape, report, way).carry
 
     def _has_ways(self, options: DecodingOptions) -> bool:
-        """Whether there are several ways to decode: on a GPU, greedily or with drafts."""
+        """Whether several configurations of decoding are possible: on a GPU, greedily or with drafts."""
         return self.devices[0].platform in TURNS and not options.need_logits
 
     def _size(self, strategy: Strategy, options: DecodingOptions, shape: tuple[int, ...]) -> Size:
-        """Returns the size of a decode of shape [E, B, L]."""
+        """Returns the key of a decode of shape [E, B, L] in `ways`."""
         device, given = self.devices[0], jax.tree.map(lambda x: (x.shape, str(x.dtype)), options)
         facts = device.device_kind, getattr(device, "core_count", 0), self.config, self.model.dtype, self.backend
         return Size((strategy, shape[:2], str(given)), shape[2], repr((*facts, strategy, shape, given)))
 
     def _changes(self, strategy: Strategy, batch: int) -> tuple[Way, ...]:
-        """Returns the ways that are compared with the usual way."""
+        """Returns the configurations that a trial compares with the default."""
         turn = schedule(strategy, batch, self.devices[0].platform).turn
         return changes(turn=turn, kernels=self.backend.without_kernels != self.backend)
 

@@ -124,7 +124,7 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
         if tokenizer is None:
             raise UserError(place, found="text, but the checkpoint has no tokenizer", expected="source_ids")
         if not content.strip():
-            raise UserError(place, found="an empty text", expected="some")
+            raise UserError(place, found="an empty text", expected="a text that is not blank")
         return source
     if isinstance(content, bytes) or not isinstance(content, Sequence | np.ndarray):
         raise UserError(place, found=type(content).__name__, expected="text, a list of ids or a record")

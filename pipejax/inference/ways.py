@@ -1,10 +1,10 @@
-"""Ways to decode on a GPU, which give the same tokens, and the trial that chooses the fastest.
+"""Configurations of decoding on a GPU, which give the same tokens, and the trial that chooses the fastest.
 
 A program on a GPU is a sequence of kernels, which the host starts in groups (CUDA graphs). By default the host also
 controls the loops of a decode: after each iteration it waits for the condition. XLA can put whole loops into a CUDA
-graph, so that the host starts a decode once. Which way is faster depends on the device, the model and the batch. So the
-first decode of each size on a device is repeated in several ways (`Ways.decode`), and the verdict is kept on disk
-(`pipejax.system.trials`).
+graph, so that the host starts a decode once. Which configuration is faster depends on the device, the model and the
+batch. So the first decode of each shape on a device is repeated in several configurations (`Ways.decode`), and the
+verdict is kept on disk (`pipejax.system.trials`).
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pipejax.system.trials import Trial, Verdict
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 3  # decodes of each of two ways whose times are compared; the shortest time counts
-GAIN = 0.98  # a way must take at most this share of the time of the way that it replaces
+ROUNDS = 3  # timed decodes in each of two configurations; the shortest time counts
+GAIN = 0.98  # a configuration replaces another one if it takes at most this share of its time
 COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
 # XLA's default commands of a CUDA graph, and loops.
 GRAPH = {
@@ -36,7 +36,7 @@ GRAPH = {
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A choice of how the programs of a decode are compiled. The default way is the reference for all others."""
+    """A configuration of the programs of a decode. The default one is the reference for all others."""
 
     graph: bool = False  # whether the loops are in a CUDA graph
     turn: int = 0  # steps in one iteration of a loop; 0: `programs.TURNS`
@@ -54,34 +54,34 @@ class Way:
 
 
 USUAL = Way()
-# The ways by their texts, in which verdicts are kept.
+# The configurations by their texts, which the files of verdicts contain.
 _EVERY = itertools.starmap(Way, itertools.product((False, True), (0, 1), (True, False)))
 WAYS = {str(way): way for way in _EVERY}
 
 
 class Size(NamedTuple):
-    """A size of a decode, for which the ways are compared."""
+    """The shape of a decode, for which the configurations are compared."""
 
-    kind: Hashable  # strategy, batch and options; decodes of a kind differ in the length of the sources
-    length: Hashable
-    facts: str  # a text with all that the programs depend on
+    kind: Hashable  # strategy, batch and options
+    length: Hashable  # of the sources
+    facts: str  # everything that the programs depend on, as text
 
 
 class Ways:
-    """The way of each size of decode. Thread-safe: two threads at most compare the same ways twice."""
+    """The configuration for each shape of a decode. Thread-safe; two threads may make the same trial twice."""
 
     def __init__(self, fixed: Way | None = None) -> None:
         """Creates a table without verdicts.
 
         Args:
-          fixed: the way of all decodes; None: trials choose it.
+          fixed: the configuration of all decodes; None: trials choose it.
         """
         self.fixed = fixed
         self._chosen: dict[tuple[Hashable, Hashable], Way] = {}
         self._of_kind: dict[Hashable, Way] = {}  # the last verdict for each kind
 
     def find(self, size: Size) -> Way:
-        """Returns the way of a size, without a trial: USUAL if there is no verdict yet."""
+        """Returns the configuration for a shape, without a trial: USUAL if there is no verdict yet."""
         if self.fixed:
             return self.fixed
         if (size.kind, size.length) in self._chosen:
@@ -90,20 +90,20 @@ class Ways:
         return WAYS[kept.choice] if kept else USUAL
 
     def decode(self, size: Size, others: tuple[Way, ...], run: Callable[[Way], Decoded], report: Report) -> Decoded:
-        """Decodes in the way of a size. If there is no verdict for the size yet, the ways are compared.
+        """Decodes in the configuration for a shape. If the shape has no verdict, a trial compares the configurations.
 
-        If a way cannot be compiled or fails, the decode is repeated in the way USUAL, which is used from then on.
+        If a configuration cannot be compiled or fails, the decode is repeated in USUAL, which is used from then on.
 
         Args:
-          size: the size.
-          others: the ways to compare, each of which has one more change than USUAL.
-          run: decodes in a way; compiles what is missing.
+          size: the shape.
+          others: the configurations to compare with USUAL, each with a single change.
+          run: decodes in a configuration, and compiles its programs if they are missing.
           report: the time of a trial is added to its `compile_seconds`.
         """
         if self.fixed:
             return run(self.fixed)
         key, trial, answers = (size.kind, size.length), _trial(size), list[Decoded]()
-        if size.kind in self._of_kind:  # another length has been tried: only its way may be faster
+        if size.kind in self._of_kind:  # there is a verdict for another length: only its choice is tried
             others = tuple({self._of_kind[size.kind]} - {USUAL})
 
         def decide() -> Verdict:
@@ -137,11 +137,11 @@ class Ways:
 
 
 def changes(*, turn: int, kernels: bool) -> tuple[Way, ...]:
-    """Returns the ways to compare with USUAL, one for each change.
+    """Returns the configurations to compare with USUAL, one for each change.
 
     Args:
       turn: the usual number of steps in an iteration.
-      kernels: whether the backend has kernels of its own.
+      kernels: whether the backend has its own kernels.
     """
     graph = COMMAND_BUFFERS not in os.environ.get("XLA_FLAGS", "")  # otherwise the user has chosen
     found = Way(graph=True), Way(turn=1), Way(kernels=False)
@@ -149,16 +149,16 @@ def changes(*, turn: int, kernels: bool) -> tuple[Way, ...]:
 
 
 def _trial(size: Size) -> Trial:
-    return Trial("the way to decode", size.facts)
+    return Trial("decoding configuration", size.facts)
 
 
 def _compare(others: tuple[Way, ...], run: Callable[[Way], Decoded], expected: Decoded) -> Verdict:
-    """Chooses the fastest way with the same tokens: adds the changes one by one, and keeps those that save time.
+    """Chooses the fastest configuration with the same tokens: adds changes one by one, and keeps each that saves time.
 
     Args:
-      others: the ways to compare.
-      run: decodes in a way.
-      expected: the result of the way USUAL.
+      others: the configurations to compare with USUAL.
+      run: decodes in a configuration.
+      expected: the result of USUAL.
     """
     best, reasons, lasts = USUAL, list[str](), True
     for other in others:
@@ -170,22 +170,22 @@ def _compare(others: tuple[Way, ...], run: Callable[[Way], Decoded], expected: D
             lasts &= not out_of_memory(error)
             continue
         if not _are_same(found, expected):
-            reasons.append(f"{way}: not the same tokens")
-            logger.warning(f"decoding by {best}, because {way} does not give the same tokens")
+            reasons.append(f"{way}: other tokens")
+            logger.warning(f"decoding with {best}, because {way} gives other tokens")
             continue
         before, after = _times(run, best, way)
-        reasons.append(f"{1e3 * before:.2f} ms a decode by {best}, {1e3 * after:.2f} ms by {way}")
+        reasons.append(f"{1e3 * before:.2f} ms a decode with {best}, {1e3 * after:.2f} ms with {way}")
         best = way if after < GAIN * before else best
     return Verdict(str(best), "; ".join(reasons) or "nothing to compare", lasts)
 
 
 def _changed(way: Way) -> dict[str, Any]:
-    """Returns the fields of a way that differ from USUAL."""
+    """Returns the fields of a configuration that differ from USUAL."""
     return {name: value for name, value in vars(way).items() if value != getattr(USUAL, name)}
 
 
 def _times(run: Callable[[Way], Decoded], *ways: Way) -> Iterator[float]:
-    """Yields the shortest time of a decode in each way, in seconds; the ways take turns."""
+    """Yields the shortest time of a decode in each configuration, in seconds; the configurations alternate."""
     times = dict[Way, list[float]]()
     for _ in range(ROUNDS):
         for way in ways:

@@ -1,4 +1,4 @@
-"""Decoding methods. A method is one object that covers the way from target to text; `method` defines its interface.
+"""Decoding methods. A method is one object that covers all steps from target to text; `method` defines its interface.
 
 A config can name a custom method, as `method=Branching(0.3)` or `method="module:Branching"` (docs/methods.md).
 """

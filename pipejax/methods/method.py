@@ -1,4 +1,4 @@
-"""The interface of a method: one object that covers the way from target to text.
+"""The interface of a method: one object that covers all steps from target to text.
 
 A method lays a target out for training, defines the loss, makes the strategy that decodes, and reads rows and text from
 the decoded tokens. It also declares its abilities; a request that needs another ability raises a one-line UserError.

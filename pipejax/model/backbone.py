@@ -140,7 +140,7 @@ class Backbone:
         )
 
     def facts(self) -> dict[str, object]:
-        """The content of a config.json for the backbone. Raises a UserError if it has no such form."""
+        """The content of a config.json for the backbone. Raises a UserError if the backbone cannot write one."""
         raise UserError("model", found=type(self).__name__, expected="a backbone that can write a config.json")
 
     def fitted(self, tensors: MutableMapping[str, Any], weights: Path) -> Self:

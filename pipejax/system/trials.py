@@ -1,4 +1,4 @@
-"""Trials of what pipejax can use on the NVIDIA GPUs of this machine. Their verdicts are kept on disk.
+"""Trials of kernels and configurations on the NVIDIA GPUs of this machine. Their verdicts are kept on disk.
 
 A trial chooses between computations with the same result, such as pipejax's kernels and XLA's. The verdict depends on
 the GPUs, their driver, JAX, the sources of pipejax that make the programs, and the trial itself. The name of its file
@@ -36,7 +36,7 @@ _warn_once = functools.cache(logger.warning)
 
 OWN, XLA = "pipejax's kernels", "XLA's kernels"  # the choices of a trial of kernels
 SECONDS = 300.0  # the longest time of a child process
-# Signals that come from outside, such as the system's when it lacks memory: they say nothing about a kernel.
+# Signals from other processes or the system, for example for lack of memory: no evidence against a kernel.
 OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = ("decoding", "inference", "kernels", "model")  # the folders whose modules make the programs of a GPU
@@ -154,7 +154,7 @@ def refusal(name: str, place: str, *arguments: int) -> str:
     """
 
     def decide() -> Verdict:
-        logger.info(f"trying pipejax's {name} in a process of its own, once for this GPU and driver (up to a minute)")
+        logger.info(f"trying pipejax's {name} in a separate process, once for this GPU and driver (up to a minute)")
         return run_in_child(place, arguments)
 
     found = Trial(name, json.dumps([place, *arguments])).verdict((OWN, XLA), decide)
@@ -304,7 +304,7 @@ def _digest(*facts: object) -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs `pipejax trials`."""
     parser = cli.Parser(
-        prog="pipejax trials", description="List what trials on this machine's GPUs found, or remove it."
+        prog="pipejax trials", description="List or remove the results of trials on this machine's GPUs."
     )
     parser.add_argument("--remove", action="store_true", help="remove all verdicts; trials are repeated when needed")
     flags = parser.parse_args(argv)

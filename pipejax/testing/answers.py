@@ -18,7 +18,7 @@ from pipejax.model.backbone import Backbone
 from pipejax.system import Tree
 from pipejax.testing.recomputation import NEAR, recompute
 
-Records = dict[str, list[Any]]  # the records of each way of decoding, by its name for messages
+Records = dict[str, list[Any]]  # the records of each decoder, by its name for messages
 
 
 def compare_records(
@@ -52,10 +52,12 @@ def compare_records(
         compared += 1
         for run, record in ((run, records[i]) for run, records in runs.items() if i < len(records)):
             for key in (key for key in expected if key in record):
-                if run == "drafts" and key == "calls":  # a call accepts at least the tokens of an undrafted one
+                if run == "drafts" and key == "calls":  # a call with drafts accepts at least the tokens of one without
                     if not 0 < record[key] <= expected[key]:
                         place = f"{run}: source {i}: {key}"
-                        strategy_checks.refuse(owner, place, record[key], f"1 to {expected[key]}, the calls without")
+                        strategy_checks.refuse(
+                            owner, place, record[key], f"1 to {expected[key]}, the calls without drafts"
+                        )
                 elif not _is_near(record[key], expected[key]):
                     strategy_checks.refuse(
                         owner, f"{run}: source {i}: {key}", record[key], f"{expected[key]}, as recomputed"

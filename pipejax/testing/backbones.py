@@ -1,6 +1,6 @@
-"""Checks custom backbones: a table of demands on a module with random weights.
+"""Checks custom backbones by the rules of a table, with random weights.
 
-All demands use one batch, `Scene`: two sources of different lengths, one of them longer than 16 tokens, and two
+All rules use one batch, `Scene`: two sources of different lengths, one of them longer than 16 tokens, and two
 targets on the grid, one of them with positions and distances beyond 64. Shapes as in `pipejax.model.t5`.
 """
 
@@ -163,7 +163,7 @@ def _check_names(case: BackboneCase) -> None:
     check_paths(type(config).__name__, {path: x.shape for path, x in shapes.items()}, config)
     for path, (theirs, _) in config.tensors().items():
         if owners.setdefault(theirs, path) != path:
-            refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "a name for each")
+            refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "different names")
     if lost := sorted({*config.tables} - shapes.keys()):
         refuse(config, "tables", lost[0], f"some of {', '.join(sorted(shapes))}")
     param_shardings(config, unflatten_dict(shapes, sep="/"), make_mesh(1, 1, 1))  # a rule for each
@@ -202,7 +202,7 @@ def _check_padding(case: BackboneCase) -> None:
 
 
 def _check_sources(case: BackboneCase) -> None:
-    """Changes one token of the first source after the other: its logits must change, the other example's must not."""
+    """Changes the tokens of the first source one by one: the logits of this example must change, and no others."""
     scene, count = case.scene, case.counts[0]
     for place in (*range(0, LONGEST, 8), 15, 16, 17, LONGEST - 1):
         found = case.logits_of(scene._replace(source=_with(scene.source, (0, place), 4)))
@@ -213,7 +213,7 @@ def _check_sources(case: BackboneCase) -> None:
 
 
 def _check_sight(case: BackboneCase) -> None:
-    """Changes one token after the other: the slots that see it may change, no others; its own slot must change."""
+    """Changes the tokens one by one: the logits of its own slot must change, and only slots that see it may change."""
     scene, own, (row, time) = case.scene, case.coordinates[0] >= 0, case.coordinates
     for example, slot in np.argwhere(own).tolist():
         found = case.logits_of(scene._replace(tokens=_with(scene.tokens, (example, slot), 4)))
@@ -227,7 +227,7 @@ def _check_sight(case: BackboneCase) -> None:
 
 
 def _check_order(case: BackboneCase) -> None:
-    """Turns the slots around: their order must not matter."""
+    """Reverses the order of the slots, which must not matter."""
     scene = case.scene
     turned = scene._replace(
         tokens=scene.tokens[:, ::-1], mask=scene.mask[:, ::-1, ::-1], position=scene.position[:, ::-1]
@@ -311,13 +311,13 @@ def _check_remat(case: BackboneCase) -> None:
     for remat in ("layers", "dots"):
         other = _loss_and_gradient(case, remat=remat)(case.params)
         if not np.isclose(other[0], loss, rtol=NEAR):
-            refuse(case.config, f"module: remat {remat}", f"a loss of {other[0]:.6g}", f"{loss:.6g}, as without")
+            refuse(case.config, f"module: remat {remat}", f"a loss of {other[0]:.6g}", f"{loss:.6g}, as without remat")
         pairs = zip(flatten_dict(other[1], sep="/").items(), jax.tree.leaves(gradient), strict=True)
         for (path, here), there in pairs:
             apart = float(abs(here - there).max())
             if not apart < 10 * NEAR * (float(abs(there).max()) + NEAR):
                 place = f"module: remat {remat}: gradient of {path}"
-                refuse(case.config, place, f"one that differs by {apart:.3g}", "the same gradient")
+                refuse(case.config, place, f"a gradient that differs by {apart:.3g}", "the same gradient")
 
 
 def _check_dropout(case: BackboneCase) -> None:
@@ -330,14 +330,16 @@ def _check_dropout(case: BackboneCase) -> None:
         apply = compiled(partial(module.apply, deterministic=False))
         found.append(case.real_slots(apply({"params": case.params}, *case.scene, rngs=keys)))
     if abs(found[0] - case.logits).max() < NEAR * abs(case.logits).max():
-        refuse(case.config, "module: dropout", "the same logits as without", "other logits, since dropout is on")
+        refuse(case.config, "module: dropout", "the same logits as without dropout", "other logits")
     case.expect_same("dropout with remat", found[1], found[0])
 
 
 def _check_steps(case: BackboneCase) -> None:
     """Feeds the slots by steps, and compares with the teacher-forced pass; then with undone steps in between."""
     scene, module, size = case.scene, case.config.module(), case.scene.tokens.shape[1]
-    starts = np.asarray([0, CHUNK], np.int32)  # the first slot of each example: the second one begins farther back
+    starts = np.asarray(
+        [0, CHUNK], np.int32
+    )  # the first slot of each example; the second example begins at a later slot
     slots = size + CHUNK
 
     @compiled
@@ -392,15 +394,15 @@ def _with(x: np.ndarray, place: tuple[int, ...], value: int) -> np.ndarray:
 BACKBONE_DEMANDS: tuple[Demand[BackboneCase], ...] = (
     Demand(
         "names",
-        "Parameters are float32 and have the paths and shapes of `tensors`, each a name in files and axes of a mesh.",
+        "Parameters are float32, with the paths and shapes of `tensors`; each has its own name in files, and axes.",
         _check_names,
     ),
     Demand(
         "kept facts",
-        "`read_facts` and `fitted` read every field again from `facts`.",
+        "`read_facts` and `fitted` restore every field from `facts`.",
         lambda case: check_facts(case.config),
     ),
-    Demand("dtypes", "Outputs have the shapes and dtypes of the T5's.", _check_dtypes),
+    Demand("dtypes", "Outputs have the shapes and dtypes of the outputs of `T5`.", _check_dtypes),
     Demand("padding of sources", "Logits do not depend on the padding of sources.", _check_padding),
     Demand(
         "whole sources",

@@ -1,4 +1,4 @@
-"""A demand: a named rule that a custom method or backbone must follow, with the function that checks it."""
+"""`Demand`: a named rule that a custom method or backbone must follow, with the function that checks it."""
 
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
@@ -12,22 +12,22 @@ class Demand(NamedTuple, Generic[Case]):
     """A rule of `check_method` or `check_backbone`."""
 
     name: str  # a noun phrase, which the refusal names
-    text: str  # what the rule demands, as a sentence for the documentation
+    text: str  # the rule, as a sentence for the documentation
     check: Callable[[Case], object]  # raises a UserError if the piece breaks the rule
 
 
 def check_all(demands: Iterable[Demand[Case]], case: Case) -> None:
-    """Checks each demand in turn.
+    """Checks the rules in order.
 
     Raises:
-      UserError: the piece breaks a demand; the message ends with the name of the demand.
+      UserError: the piece breaks a rule; the message ends with the name of the rule.
     """
     for demand in demands:
         check_one(demand, case)
 
 
 def check_one(demand: Demand[Case], case: Case) -> None:
-    """Checks a demand. Raises a UserError that ends with the name of the demand if the piece breaks it."""
+    """Checks a rule. Raises a UserError that ends with the name of the rule if the piece breaks it."""
     try:
         demand.check(case)
     except UserError as error:

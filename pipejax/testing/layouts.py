@@ -168,7 +168,7 @@ def check_places(layout: Layout) -> None:
     """Raises a UserError if two slots of a layout have the same place."""
     cells = layout.learned.cells
     if len({cell[:2] for cell in cells}) < len(cells):
-        strategy_checks.refuse(layout.method, f"target: {layout.where}", "two slots of one row and time", "one each")
+        strategy_checks.refuse(layout.method, f"target: {layout.where}", "two slots at the same row and time", "one")
 
 
 def check_truncated(layout: Layout) -> None:
@@ -177,7 +177,7 @@ def check_truncated(layout: Layout) -> None:
     is_decoded = all(key in saw for key, has_weight in weighs if has_weight)
     has_room = not layout.strategy.places[0] or len(layout.rows) < layout.strategy.places[0]
     if not layout.target.was_cut and is_decoded and has_room and layout.truncated is not None:
-        found = f"{layout.truncated} for {layout.where}, of which all tokens were decoded"
+        found = f"{layout.truncated} for {layout.where}, although all of its tokens were decoded"
         strategy_checks.refuse(layout.strategy, "result: truncated", found, "None")
 
 
@@ -191,13 +191,13 @@ def check_seen(layout: Layout) -> None:
         place = f"target: {layout.where}: the slot at row {cell[0]}, time {cell[1]}"
         if layout.has_lineages and key not in saw:
             strategy_checks.refuse(
-                layout.method, place, f"(distance, token) {[*key]} only in training", "to see the same in decoding"
+                layout.method, place, f"(distance, token) {[*key]} only in training", "the same in decoding"
             )
         if not layout.has_lineages and sees != (there := saw.get(key, set())):
             found = (
                 f"(row, time, token) {sorted(sees - there)} only in training, {sorted(there - sees)} only in decoding"
             )
-            strategy_checks.refuse(layout.method, place, found, "to see the same")
+            strategy_checks.refuse(layout.method, place, found, "the same visible tokens in both")
 
 
 def check_rows(layout: Layout) -> None:

@@ -39,7 +39,7 @@ class Losses(NamedTuple):
 
 
 def measure(method: Method, slots: Slots) -> Losses:
-    """Computes the loss of slots in all ways that the checks compare, in one program.
+    """Computes all losses of slots that the checks compare, in one program.
 
     Raises:
       UserError: the loss does not return two float32 scalars.
@@ -115,7 +115,7 @@ def check_targets(method: Method, slots: Slots, losses: Losses) -> None:
         most = int(gradient.argmin())
         if not (np.isfinite(gradient).all() and gradient[most] < 0):
             found = "a gradient that raises no logit at a slot with a weight"
-            refuse(method, "loss", found, "one that raises the logit of a right token")
+            refuse(method, "loss", found, "a gradient that raises the logit of a right token")
         if most not in rights:
             expected = f"token {' or '.join(map(str, rights))}, as in `targets`"
             refuse(method, "loss", f"a gradient that raises the logit of token {most} most", expected)

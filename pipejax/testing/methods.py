@@ -1,4 +1,4 @@
-"""Checks custom methods by a table of demands."""
+"""Checks custom methods by the rules of a table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class MethodCase:
 
     @cached_property
     def losses(self) -> losses.Losses:
-        """The loss of the random arguments, in all ways that are compared."""
+        """The losses of the random arguments that are compared."""
         return losses.measure(self.method, self.slots)
 
     @cached_property
@@ -105,7 +105,7 @@ class MethodCase:
 
     @cached_property
     def compared(self) -> tuple[int, str]:
-        """The number of answers that equal their recomputation, and the names of the ways of decoding."""
+        """The number of answers that equal their recomputation, and the names of the compared decoders."""
         generator, can, method = self.generator, self.method.can, self.method
         checked = [generator.source(record, f"source {i}", i) for i, record in enumerate(self.records)]
         runs = {"decode": generator.decode(self.records, batch_size=4)}
@@ -188,12 +188,12 @@ def _check_learned_settings(case: MethodCase) -> None:
                 break
             is_same = all(map(np.array_equal, target.flat, layout.target.flat))
             if not (is_same or target.was_cut or layout.target.was_cut):
-                found = f"no {field.name}, with which the layout of {layout.where} changes"
+                found = f"no {field.name}, on which the layout of {layout.where} depends"
                 refuse(case.method, "learned", found, f"method.{field.name}")
 
 
 def _check_cuts(case: MethodCase) -> None:
-    """Requires `was_cut` where a target of few tokens is laid out otherwise than a whole one."""
+    """Requires `was_cut` if the layout of a target changes when it is limited to few tokens."""
     for layout in case.layouts:
         cut = case.layout(layout.rows, layout.where, FEW).target
         is_same = all(map(np.array_equal, cut.flat, layout.target.flat))
@@ -202,7 +202,7 @@ def _check_cuts(case: MethodCase) -> None:
                 case.method,
                 f"target: {layout.where}: was_cut",
                 f"False for at most {FEW} tokens, of {len(layout.target.flat.inputs)} slots",
-                "True, since the layout is another one",
+                "True, since the layout differs",
             )
 
 
@@ -218,7 +218,7 @@ def _check_layouts(case: MethodCase) -> None:
         layouts.check_places(layout)
         layouts.check_seen(layout)
     if not any(layout.is_whole for layout in case.layouts):
-        refuse(case.method, "target", f"none of {len(case.layouts)} that decoding writes whole", "some")
+        refuse(case.method, "target", f"{len(case.layouts)} targets that are all cut", "a target that is not cut")
 
 
 def _check_read(case: MethodCase) -> None:
@@ -252,10 +252,10 @@ def _check_prefixes(case: MethodCase) -> None:
                 case.method,
                 "add_prefixes: prefixes",
                 found.prefixes,
-                f"{prefixes}, of the source, and no others before",
+                f"{prefixes}, the prefixes of the source, first",
             )
         if most is not None and found.most != most:
-            refuse(case.method, "add_prefixes: most", found.most, f"{most}, of the source")
+            refuse(case.method, "add_prefixes: most", found.most, f"{most}, the max_rows of the source")
 
 
 def _check_allowed(case: MethodCase) -> None:
@@ -270,7 +270,7 @@ def _check_allowed(case: MethodCase) -> None:
         }
         if lost := sorted(asked - own - allowed):
             found = f"{sorted(allowed)}, without {lost} of {layout.where}"
-            refuse(case.method, "extra_allowed_ids", found, "each token of a target that its rows do not have")
+            refuse(case.method, "extra_allowed_ids", found, "all tokens of targets that are not in their rows")
 
 
 def _check_rows_of(case: MethodCase) -> None:
@@ -296,8 +296,8 @@ METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
     Demand(
         "accounting",
         "`steps`, `calls` and `truncated` are those of Algorithm 1 for a strategy that can be drafted. For any other, "
-        "`calls` is the number of times that the strategy was asked, `steps` lies between it and the last time of a "
-        "query, and `truncated` is None exactly if all rows have ended.",
+        "`calls` is the number of calls of `query`, `steps` is at least `calls` and at most the last time of a query, "
+        "and `truncated` is None exactly if all rows have ended.",
         _check_accounting,
     ),
     Demand(
@@ -325,7 +325,7 @@ METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
     Demand("layout is fixed", "`target` returns the same layout for the same rows.", _check_stable),
     Demand(
         "learned settings",
-        "`learned` has each setting of the method with which the layout of a target changes.",
+        "`learned` has each setting of the method on which the layout of a target depends.",
         _check_learned_settings,
     ),
     Demand("cuts are reported", "`was_cut` is True if fewer tokens change the layout.", _check_cuts),
@@ -335,7 +335,7 @@ METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
         _check_truncated,
     ),
     Demand(
-        "same sight",
+        "same visible tokens",
         "Each slot with a weight sees the same tokens, at the same rows and times, in training and in decoding.",
         _check_layouts,
     ),

@@ -112,12 +112,12 @@ class History:
         return time if self.lineages[slot] is not None else int(self.strategy.position(row, time))
 
     def query(self, slot: int) -> GivenQueries:
-        """The query of a slot, as rules see it."""
+        """The query of a slot, as a rule on logits receives it."""
         fed = [cell for cell, kept in zip(self.cells, self.is_kept, strict=True) if kept]
         return GivenQueries.of_slot(self.strategy, *self.cells[slot][:2], fed)
 
     def context(self, query: int) -> tuple[tuple[int, int], ...]:
-        """The distance and the token of each slot that a slot sees, which is all that a relative model knows of it."""
+        """The distance and the token of each slot that a slot sees: all that a model with relative positions sees."""
         here = self.position(query)
         keys = np.flatnonzero(self.seen_by([query])[0]).tolist()
         return tuple(sorted((here - self.position(key), self.cells[key][2]) for key in keys))
@@ -212,7 +212,7 @@ def recompute(
         else:
             chosen, top = logits.argmax(axis=1).astype(np.int32), np.sort(logits, axis=1)[:, -2:]
         if not isinstance(chosen, np.ndarray) or chosen.dtype != np.int32 or chosen.shape != (len(new),):
-            return chosen  # arrays of a kind that only the strategy knows
+            return chosen  # arrays in the strategy's own format
         chosen = chosen.copy()
         for i, (row, time, _) in enumerate(history.cells[slot] for slot in new):
             wanted = -1 if forced is None else int(forced[row, time])

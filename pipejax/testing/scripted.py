@@ -142,7 +142,7 @@ def check_accounting(strategy: Strategy, vocabulary: int, *, is_ordered: bool) -
         history, decoded, calls = follow_script(strategy, script, vocabulary)
         found = of_example(strategy, decoded)
         if found.calls != calls:
-            strategy_checks.refuse(strategy, "calls", found.calls, f"{calls}, the number of times that it was asked")
+            strategy_checks.refuse(strategy, "calls", found.calls, f"{calls}, the number of calls of `query`")
         if rules is not None:
             _check_algorithm_1(strategy, found, algorithm_1(rules, script))
         else:
@@ -152,7 +152,7 @@ def check_accounting(strategy: Strategy, vocabulary: int, *, is_ordered: bool) -
 
 
 def _check_algorithm_1(strategy: Strategy, found: Answers, expected: Answers) -> None:
-    """Raises a UserError unless an answer is the one of Algorithm 1. The limit that cut it may have another name."""
+    """Raises a UserError unless an answer equals that of Algorithm 1, apart from the name of the limit that cut it."""
     empty: list[list[int]] = [[] for _ in found.rows[len(expected.rows) :]]
     for part, here, there in (
         ("tokens", found.rows, expected.rows + empty),
@@ -160,7 +160,7 @@ def _check_algorithm_1(strategy: Strategy, found: Answers, expected: Answers) ->
         ("truncated", (found.truncated or "").replace("max_length", "time_max"), expected.truncated or ""),
     ):
         if here != there:
-            strategy_checks.refuse(strategy, f"result: {part}", here or None, f"{there or None}, as of Algorithm 1")
+            strategy_checks.refuse(strategy, f"result: {part}", here or None, f"{there or None}, as in Algorithm 1")
 
 
 def _check_bounds(strategy: Strategy, history: History, found: Answers, *, is_endless: bool) -> None:
@@ -189,7 +189,7 @@ def _check_ends(strategy: Strategy, history: History, found: Answers, script: Sc
 def check_batches(strategy: Strategy, vocabulary: int, stops: Sequence[int] = ()) -> None:
     """Compares examples of one batch with the same examples alone; the entries of queries that are not live differ.
 
-    `stops`: examples that `stop` ends after the first step; these must be asked no more.
+    `stops`: examples that `stop` ends after the first step; these must have no more queries.
     """
     scripts = [random_script(strategy, 20 + i, share, vocabulary) for i, share in enumerate((0.15, 1.0, 0.5, 0.3))]
     alone = [of_example(strategy, follow_script(strategy, script, vocabulary)[1]) for script in scripts]

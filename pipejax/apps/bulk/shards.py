@@ -166,7 +166,7 @@ class Output:
         """Begins the work, or continues it; returns the shards that the manifest of an earlier run lists.
 
         Raises:
-          UserError: the manifest is invalid, or of work with other settings or inputs.
+          UserError: the manifest is invalid, or describes work with other settings or inputs.
         """
         if not self.manifest.exists():
             self.note(work, [], complete=False)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--split", choices=("train", "dev", "test"), help="(default: test)")
     parser.add_number("--batch-size", "examples decoded together (default: 1)", most=2**16)
     parser.add_number("--limit", "use only the first N examples")
-    parser.add_number("--seed", "of the order in which entries take turns (default: 0)", least=0)
+    parser.add_number("--seed", "seed of the order in which entries take turns (default: 0)", least=0)
     parser.add_argument("--json", nargs="?", const="-", metavar="OUT", help="print or write JSON")
     parser.add_argument("--output", metavar="PAGE.html", help="write a page with a picture of scores against time")
     parser.add_overrides("a setting of data, for all entries (repeatable)")
