@@ -500,7 +500,7 @@ class Cut(Uneven):
         (NoBlank, "NoBlank.target: target "),
         (Turned, "Turned.read: target 1: found "),
         (Twice, "Twice.target: target 0: found two slots at the same row and time; expected one"),
-        (Cut, "Cut.target: found 9 targets that are all cut; expected a target that is not cut"),
+        (Cut, "Cut.target: found only cut targets (9); expected a target that is not cut"),
     ],
 )
 def test_a_layout_that_is_not_decoded_is_one_line(kind: Any, line: str) -> None:
@@ -509,7 +509,7 @@ def test_a_layout_that_is_not_decoded_is_one_line(kind: Any, line: str) -> None:
 
 
 def test_custom_targets_are_laid_out() -> None:
-    with refused("Cut.target: found none of 1 that decoding writes whole"):
+    with refused("Cut.target: found only cut targets (1); expected"):
         testing.check_method(Cut(), targets=[["red", "blue"]])
 
 

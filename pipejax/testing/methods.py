@@ -218,7 +218,7 @@ def _check_layouts(case: MethodCase) -> None:
         layouts.check_places(layout)
         layouts.check_seen(layout)
     if not any(layout.is_whole for layout in case.layouts):
-        refuse(case.method, "target", f"{len(case.layouts)} targets that are all cut", "a target that is not cut")
+        refuse(case.method, "target", f"only cut targets ({len(case.layouts)})", "a target that is not cut")
 
 
 def _check_read(case: MethodCase) -> None:
