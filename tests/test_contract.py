@@ -269,8 +269,8 @@ def test_missing_part_is_named(part: str) -> None:
     """As by a strategy that was written for the earlier name of `most_queries`."""
 
     class Old:
-        reads_source = needs_draft_model = False
-        queries = choose = None
+        reads_source = False
+        queries = choose = drafter = None
         slots, most_queries, places, eos = 3, 3, (1, 3), 1
 
     named = (*(name for kind in decoding.Strategy.__mro__[:2] for name in vars(kind) if name[0] != "_"), "stop")

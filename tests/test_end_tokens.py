@@ -32,7 +32,7 @@ from pipejax.data.tokenizer import Affixes
 from pipejax.decoding import TRUNCATIONS, Drafts, Pipelined, Sizes, ends_of, with_drafts
 from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.decoding.strategy_checks import walk
-from pipejax.inference import draft_model
+from pipejax.inference import drafter_parameters
 from pipejax.inference.decoding_options import of_batch
 from pipejax.inference.generator import Generator
 from pipejax.inference.streaming import RowEvent
@@ -490,10 +490,10 @@ def test_drafting_model_may_have_any_end_token_as_eos(eos: int, fits: bool, tmp_
     decode = DecodeConfig(draft="model", draft_checkpoint=str(tmp_path / "small"))
     config = Config(model=SEVERAL, decode=decode)
     if fits:
-        assert draft_model.load(config) is not None
+        assert drafter_parameters.load(config) is not None
         return
     with pytest.raises(UserError, match="found a T5 with eos_token_id = 6; expected 1"):
-        draft_model.load(config)
+        drafter_parameters.load(config)
 
 
 # transformers' `generate` with rows.

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import support.foreign_drafters
 from pipejax import checkpoint
 from pipejax.apps.serving.answer import Closed, Event, Full, Request
 from pipejax.apps.serving.engine import Engine
@@ -120,14 +121,20 @@ def test_requests_against_repetition_beside_others(generator):
     assert changed > 3
 
 
-@pytest.fixture(params=["source", "jacobi", "model"])
+FOREIGN = ["support.foreign_drafters:Ranked", "support.foreign_drafters:RankedOnce"]
+
+
+@pytest.fixture(params=["source", "jacobi", "model", *FOREIGN])
 def drafting(request, generator, tmp_path):
     """The generator with drafts of each kind."""
+    assert support.foreign_drafters, "its module is imported"
     small = dataclasses.replace(MORE_WORDS, d_model=12, num_heads=3)
     params = oracle.random_params(small, np.random.default_rng(7))
     checkpoint.save_params(tmp_path / "small", dataclasses.replace(generator.config, model=small), params)
     own = {"draft": request.param, "draft_tokens": 3}
-    own |= {"draft_checkpoint": str(tmp_path / "small")} if request.param == "model" else {}
+    if request.param in FOREIGN:
+        np.save(tmp_path / "small" / "vector.npy", np.random.default_rng(3).standard_normal(16).astype(np.float32))
+    own |= {"draft_checkpoint": str(tmp_path / "small")} if request.param in ("model", *FOREIGN) else {}
     config = dataclasses.replace(generator.config, decode=dataclasses.replace(generator.config.decode, **own))
     return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
 

@@ -34,8 +34,9 @@ from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.decoding import Pipelined
-from pipejax.inference.draft_model import DraftModel
-from pipejax.inference.draft_model import check as check_drafter
+from pipejax.decoding.drafters import FromModel
+from pipejax.inference.drafter_parameters import OpenDrafter
+from pipejax.inference.drafter_parameters import check as check_drafter
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
@@ -236,8 +237,8 @@ def test_a_drafter_is_trained_as_the_model(objective: str) -> None:
     """The loss is the method's, with any train.method."""
     drafted = type("Drafted", (Modest,), {"name": "drafted", "__module__": __name__})
     config = change(Config(model=FEW_WORDS, method=drafted(rows=2)), train={"method": objective})
-    small = DraftModel("there", config, None)
-    borrower: Any = SimpleNamespace(needs_draft_model=True)
+    small = OpenDrafter(FromModel(), "there", config)
+    borrower: Any = SimpleNamespace(drafter=FromModel())
     check_drafter(small, borrower, drafted(rows=2))
     with pytest.raises(UserError, match=r"there: found a T5 trained with method\.rows = 2; expected 3$"):
         check_drafter(small, borrower, drafted(rows=3))

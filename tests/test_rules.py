@@ -36,7 +36,7 @@ from pipejax.inference.decoding_options import forced_of
 from pipejax.methods import RowPrefixes
 from pipejax.system.errors import UserError
 from support import oracle
-from support.hashed import Hashed
+from support.hashed import Hashed, bound_to
 from support.plain_repetition import without_repetition
 
 WORDS, BATCH = 8, 3
@@ -188,7 +188,7 @@ def plain_decode(
 
 def traced(strategy: Strategy, model: Any, source: SourceIds, options: DecodingOptions) -> Decoded:
     hashed = Hashed(model, jnp.asarray(source.ids).sum(axis=1), WORDS)
-    bound = strategy.bind_draft_model(hashed, BATCH) if strategy.needs_draft_model else strategy
+    bound = bound_to(strategy, hashed, source) if strategy.reads_source else strategy
     sizes = Sizes.fit(strategy, BATCH, queries=(4,))
     state = bound.init(BATCH, source if strategy.reads_source else None)
     carry = decoding.begin(bound, hashed, state, sizes, options=options)

@@ -174,7 +174,7 @@ def test_methods_are_taken_where_answers_are_written(setting: str) -> None:
 def test_call_takes_what_needs_no_new_weights() -> None:
     def call(section: str, name: str) -> str:
         value = getattr(getattr(changed(f"{section}.{name}"), section), name)
-        return refused(lambda: settings.of_call(CONFIG, "decode", {name: value}, drafts=False, without={}))
+        return refused(lambda: settings.of_call(CONFIG, "decode", {name: value}, drafter=None, without={}))
 
     said = {name: call(section, name) for section in ("decode", "grid") for name in SECTIONS[section]}
     assert settings.NAMES.keys() == said.keys()

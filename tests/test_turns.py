@@ -35,7 +35,7 @@ from pipejax.inference.generator import Generator
 from pipejax.methods import Ids
 from support import oracle
 from support.foreign import Pairs
-from support.hashed import Hashed
+from support.hashed import Hashed, bound_to
 from support.schemas import generator as with_schemas
 from support.schemas import schema
 from support.tiny import MORE_WORDS
@@ -114,7 +114,7 @@ def lent(setting: Setting, given: Given) -> tuple[Any, Hashed]:
     """The strategy, and the model of its batch; a small model that drafts is often right."""
     numbers = jnp.asarray(given.source.ids).sum(axis=1)
     model, strategy = Hashed(given.model, numbers, WORDS), setting.strategy
-    return (strategy.bind_draft_model(model, setting.batch) if strategy.needs_draft_model else strategy), model
+    return (bound_to(strategy, model, given.source) if strategy.reads_source else strategy), model
 
 
 @partial(jax.jit, static_argnames=("setting", "turn", "slots"))

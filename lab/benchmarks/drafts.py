@@ -37,7 +37,7 @@ from pipejax.decoding import Drafts, Pipelined, Sequential, SourceIds, Step, Str
 from pipejax.grid import start
 from pipejax.inference import backends, programs
 from pipejax.inference.backends import Backend, Ready
-from pipejax.inference.programs import Drafting
+from pipejax.inference.drafter_parameters import SmallModel
 from pipejax.inference.weights import Weights
 from pipejax.model.precision import precision
 from pipejax.model.t5 import T5, Memory
@@ -165,8 +165,7 @@ class Ours:
             for each in (own, small)
             if each
         }
-        drafting = Drafting(small.model, told(small.backend)) if small else None
-        options: dict[str, Any] = {"sizes": self.sizes, "backend": told(own.backend), "drafting": drafting}
+        options: dict[str, Any] = {"sizes": self.sizes, "backend": told(own.backend)}
         decode = partial(programs.decode_batch, own.model, strategy, **options)
         self._decode = jax.jit(decode, static_argnames="slots")
 
@@ -183,10 +182,13 @@ class Ours:
             if self.small:
                 of_small = Told(self._encoded(self.small, ids, length), script)
             middle = time.perf_counter()
-            source = SourceIds(np.pad(ids, ((0, 0), (0, memory.mask.shape[1] - ids.shape[1]))), length, of_small)
-            weights: Any = self.own.ready.decoding
+            padded = np.pad(ids, ((0, 0), (0, memory.mask.shape[1] - ids.shape[1])))
+            source = SourceIds(padded, length, memory=of_small)
+            drafter = None
             if self.small:
-                weights = weights, self.small.ready.decoding
+                laid = self.small.ready
+                drafter = SmallModel(laid.encoding, laid.decoding, self.small.model, told(self.small.backend))
+            weights = self.own.ready.decoding, drafter
             read = source if self.strategy.reads_source else None
             found = decoding.run(
                 lambda slots, carry: self._decode(weights, Told(memory, script), carry, read, slots=slots), self.sizes

@@ -47,6 +47,12 @@ _Section = typing.TypeVar("_Section", bound="DataclassInstance")
 # Sections that may be of any class with this attribute: (attribute, name of the base class).
 OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}
 RULES = "decode.rules"
+# Settings that may name a class as MODULE:CLASS: (attribute, description of the class).
+CLASSES = {
+    **OWN,
+    RULES: ("apply", "Rule that is a flax.struct.dataclass"),
+    "decode.draft": ("propose", "Drafter that is a dataclass"),
+}
 COMMANDS: dict[Command, str] = {  # the words with which a message describes a command
     "decode": "when a checkpoint is decoded",
     "export": "in an export",
@@ -100,6 +106,8 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         raise UserError(_place(error, path), f"{type(error).__name__}: {message}", hint=hint) from error
     if not isinstance(config, Config):
         raise UserError(path, found="no `config = Config(...)`", expected="one")
+    if imports and is_class_name(config.decode.draft):
+        find_class(config.decode.draft, "decode.draft")
     if imports and isinstance(method := config.method, str | dict):  # a class name, or the JSON form of a method
         name = method if isinstance(method, str) else method.get("class")
         made_of = {"class": name} if isinstance(method, str) else method
@@ -120,6 +128,8 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
       UserError: a key is unknown, or a value is invalid.
     """
     for key, value, written in assignments(overrides, where):
+        if key == "decode.draft" and is_class_name(value):
+            find_class(str(value), key)  # imported here, as the setting was given by the caller and not by a run
         if key == "method" or _names_backbone(key, value):
             config = _set_own(config, key, value)
         else:
@@ -234,8 +244,13 @@ def described(value: Any, key: str = "method") -> JsonObject:
     return {"class": f"{kind.__module__}:{kind.__qualname__}", **found}
 
 
+def is_class_name(value: object) -> bool:
+    """Whether the value of a setting has the form MODULE:CLASS."""
+    return isinstance(value, str) and all(value.partition(":"))
+
+
 def made(section: JsonObject, key: str = "method") -> Any:
-    """Makes the method or backbone that a run describes.
+    """Makes the method, the backbone or the drafter that a run describes.
 
     A run must not cause imports of foreign code, so the module of the class must already be imported, unless the class
     belongs to pipejax.
@@ -259,7 +274,7 @@ def _check_imported(name: str, key: str) -> None:
     """Raises a UserError if the module of MODULE:CLASS is not imported yet."""
     if (module := name.partition(":")[0]) not in sys.modules:
         python = "pipejax.load(path, method=...)" if key == "method" else f"import {module}"
-        origin = "which the config of this checkpoint names" if key == RULES else "with which this model was trained"
+        origin = "with which this model was trained" if key in OWN else "which the config of this checkpoint names"
         raise UserError(
             key,
             found=f"{name}, {origin}",
@@ -268,9 +283,9 @@ def _check_imported(name: str, key: str) -> None:
 
 
 def _of_class(name: str, section: JsonObject, key: str = "method") -> Any:
-    """Makes a method or backbone of the named class.
+    """Makes a method, backbone or drafter of the named class.
 
-    A backbone gets the values of `section`; a method gets them only if `section` describes the same class.
+    A backbone gets the values of `section`; others get them only if `section` describes the same class.
     """
     is_same = key == "model" or section["class"] == name
     settings = {field: value for field, value in section.items() if field != "class" and is_same}
@@ -283,7 +298,7 @@ def find_class(name: str, key: str = "method") -> Any:
     The current directory is added to the import path if the module is not imported yet.
 
     Raises:
-      UserError: the module cannot be imported, or the class is not a method, backbone or rule.
+      UserError: the module cannot be imported, or the class is not of the kind that the setting `key` names.
     """
     name = moved.present_class(name)
     module, _, attribute = name.partition(":")
@@ -298,9 +313,10 @@ def find_class(name: str, key: str = "method") -> Any:
             found=f"{name!r}, which cannot be imported ({type(error).__name__}: {first_line(error)})",
             expected="MODULE:CLASS",
         ) from error
-    attribute, base = {**OWN, RULES: ("apply", "Rule that is a flax.struct.dataclass")}[key]
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, attribute)):
-        raise UserError(key, found=f"{name!r}, which is not a subclass of {base}", expected="MODULE:CLASS")
+    part, base = CLASSES[key]
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, part)):
+        is_not = f"not a {base}" if key == "decode.draft" else f"not a subclass of {base}"
+        raise UserError(key, found=f"{name!r}, which is {is_not}", expected="MODULE:CLASS")
     return found
 
 

@@ -250,10 +250,17 @@ class DecodeConfig:
     limit: str = setting(  # "source": answers contain only tokens of the source
         "none", choices=LIMITS, ability="limit", asks=True
     )
-    draft: str = setting(  # source of draft tokens, which save decoder calls: docs/drafting.md
-        "none", choices=DRAFTS, ability="draft", asks=True, resume=True, records="trace", exported=True
+    draft: str = setting(  # the drafter, whose tokens save decoder calls, or MODULE:CLASS: docs/drafting.md
+        "none",
+        choices=DRAFTS,
+        classes=True,
+        ability="draft",
+        asks=True,
+        resume=True,
+        records="trace",
+        exported=True,
     )
-    draft_checkpoint: str = setting(  # `draft` = "model": a small T5 of the same vocabulary
+    draft_checkpoint: str = setting(  # the drafter's parameters; `draft` = "model": a small T5 of the same vocabulary
         "", with_weights=True, resume=True, records="trace"
     )
     draft_tokens: int = setting(  # the most draft tokens of a row per call

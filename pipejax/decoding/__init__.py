@@ -87,8 +87,14 @@ __getattr__ = moved.renamed("pipejax.decoding", {"Wishes": "DecodingOptions", "S
 
 
 def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> GridStrategy:
-    """The strategy with drafts by `drafter`, or by the drafter that `decode.draft` names."""
-    drafter = drafter or drafters.make(decode.draft)
+    """The strategy with drafts by `drafter`, or by the drafter that `decode.draft` names.
+
+    Raises:
+      UserError: the drafter breaks a rule of `Drafter`, or the class of `inner` overrides steps.
+    """
+    if drafter is None:
+        drafter = drafters.make(decode.draft)
+    drafters.check_members(drafter)
     return with_drafts(cast(OnGrid, inner), Drafts(drafter, decode.draft_tokens, trace=decode.trace))
 
 

@@ -21,6 +21,7 @@ grid, N queries of a step over the whole batch, Q queries of one example, C cach
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import flax.struct
 import jax
@@ -31,7 +32,17 @@ from pipejax.decoding import choice, strategy_checks
 from pipejax.decoding.choice import GREEDILY, DecodingOptions
 from pipejax.decoding.gathering import NOWHERE, Filled, Query, Step, count_slots, gather, hide
 from pipejax.decoding.rules import Queries, check_rules, known_rows
-from pipejax.decoding.strategy import Array, Cache, Decoded, Model, Refillable, SourceIds, Stepper
+from pipejax.decoding.strategy import (
+    Array,
+    Cache,
+    Decoded,
+    Model,
+    ModelWithHidden,
+    Refillable,
+    SourceIds,
+    Stepper,
+    wants,
+)
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
@@ -299,9 +310,10 @@ class _Loop:
         )
         number_of = jnp.minimum(number_of, most - 1)
         queries = Queries(asked, partial(known_rows, strategy, carry.state, carry.query))
-        chosen, logits, cache = self.choose(asked, queries, carry)
+        chosen, logits, hidden, cache = self.choose(asked, queries, carry)
         states = choice.follow_rules(carry.states, chosen, queries, options) if options.rules else carry.states
-        state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], chosen))
+        answers = chosen if hidden is None else (chosen, hidden)
+        state = strategy.advance(carry.state, jax.tree.map(lambda x: x[number_of], answers))
         strategy_checks.check_state(strategy, carry.state, state)
         live, kept, log_probs = carry.query.live, strategy.kept(state), carry.log_probs
         more = live.sum(axis=1) if kept is None else count_slots(live, kept)
@@ -326,19 +338,29 @@ class _Loop:
             steps_left=None if carry.steps_left is None else self.listen(carry.steps_left - 1),
         )
 
-    def choose(self, asked: Step, queries: Queries, carry: Carry) -> tuple[Tree, Array | None, Tree]:
-        """The chosen tokens [N], or the arrays of `Stepper.choose`; the logits f32 [V, N] if needed; the new cache."""
-        strategy, options, logits = self.strategy, self.options, None
-        if strategy.choose is None and not options.need_logits:
+    def choose(self, asked: Step, queries: Queries, carry: Carry) -> tuple[Tree, Array | None, Array | None, Tree]:
+        """Calls the model, and chooses tokens.
+
+        Returns:
+          The chosen tokens [N], or the arrays of `Stepper.choose`; the logits f32 [V, N] if needed; the outputs of the
+          decoder [N, W] if a drafter wants them; and the new cache.
+        """
+        strategy, options, logits, hidden = self.strategy, self.options, None, None
+        reads_hidden = wants(strategy.drafter, "hidden")
+        if strategy.choose is None and not options.need_logits and not reads_hidden:
             chosen, cache = self.model.greedy(asked, carry.cache)
         else:
-            logits, cache = self.model(asked, carry.cache)
+            if reads_hidden:
+                model = cast(ModelWithHidden[Tree], self.model)
+                logits, hidden, cache = model.with_hidden(asked, carry.cache)
+            else:
+                logits, cache = self.model(asked, carry.cache)
             greedy = strategy.choose or choice.first_argmax
             chosen = choice.choose_tokens(greedy, logits, queries, options, carry.states)
         if strategy.choose is not None and (options.need_logits or options.forced is not None):
             shape = asked.tokens.shape
             strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
-        return choice.force_tokens(chosen, queries, options), logits, cache
+        return choice.force_tokens(chosen, queries, options), logits, hidden, cache
 
 
 def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
@@ -380,7 +402,7 @@ def refill(
         return found
 
     old = strategy.stop(carry.state, ends), carry.query
-    if strategy.needs_draft_model:  # the first query runs the small model, so skip it if no example begins
+    if strategy.drafter:  # the first query computes the first drafts, so skip it if no example begins
         state, query = jax.lax.cond(begins.any(), begin_anew, lambda old: old, old)
     else:
         state, query = begin_anew(old)

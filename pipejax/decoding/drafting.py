@@ -36,10 +36,12 @@ import jax.numpy as jnp
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERIES
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
-from pipejax.decoding.drafters.drafter import Borrower, Drafter, Written
+from pipejax.decoding.drafters.drafter import Drafter, Setting, Written
+from pipejax.decoding.drafters.drafter_checks import check_draft
 from pipejax.decoding.gathering import Query, count_slots
 from pipejax.decoding.rows import OnGrid, Rows, RowState
-from pipejax.decoding.strategy import Array, Model, SourceIds, ends_of, is_end
+from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, wants
+from pipejax.decoding.strategy_checks import check_rows, check_state
 from pipejax.decoding.times import NEVER, count_before, over_earlier_rows
 from pipejax.system import Tree
 
@@ -59,6 +61,7 @@ class DraftState:
     guesses: Array  # i32 [B, R, D], the model's tokens after the accepted ones
     guessed: Array  # i32 [B, R], number of tokens in `guesses`
     drafter: Tree  # the state of the drafter
+    hidden: Array | None  # [B, R, W], as in `Written`
     trace: tracing.Trace | None = None  # the fate of all drafts, if `Drafts.trace`
 
 
@@ -86,11 +89,7 @@ class Drafts:
     rounded: bool = True  # whether the cost of a call counts all columns of its size, or only the columns that are fed
     trace: bool = False  # whether the fate of drafts is kept (`Decoded.trace`)
     names: OnGrid | None = None  # the strategy whose `cut` gives the codes of `Decoded.truncated`; None: the rows
-
-    @property
-    def needs_draft_model(self) -> bool:
-        """Whether the drafter has a model, which `bind_draft_model` must bind."""
-        return isinstance(self.drafter, Borrower)
+    source: SourceIds | None = None  # the sources of a batch, while its decode is traced: see `bind_source`
 
     def width(self, rows: Rows) -> int:
         """1 + D, the number of columns of a row in a call."""
@@ -109,13 +108,19 @@ class Drafts:
             return dataclasses.replace(self, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
         return dataclasses.replace(self, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
-    def bind_draft_model(self, model: Model[Tree], rows: Rows, batch: int) -> "Drafts":
-        """Binds the decoder of the drafter's own model for a batch of size `batch`."""
-        assert isinstance(self.drafter, Borrower), "the drafter has no model"
-        # Each size is one more copy of the small model's step in each loop of the large one, so use only a few.
-        few = self.queries[:: max(len(self.queries) // 2, 1)]
-        drafter = self.drafter.over(model, rows, self.width(rows) - 1, queries=few, batch=batch)
-        return dataclasses.replace(self, drafter=drafter)
+    def bind_source(self, source: SourceIds, rows: Rows) -> "Drafts":
+        """Binds the sources of a batch, which the drafter gets in each call, with the parameters if it wants them."""
+        parameters = source.parameters if wants(self.drafter, "parameters") else None
+        setting = Setting(rows, self.width(rows) - 1, self.queries)
+        source = dataclasses.replace(source, parameters=parameters, setting=setting)
+        return dataclasses.replace(self, source=source)
+
+    def init_drafter(self, source: SourceIds, rows: int) -> Tree:
+        """The state of the drafter before the first call, for a grid of `rows` rows."""
+        state = self.drafter.init(self.source or source, rows)
+        if not getattr(self.drafter, "loops", False):
+            check_rows(self.drafter, "init", state, (len(source.ids),))
+        return state
 
     def init(self, rows: Rows, batch: int, source: SourceIds | None) -> DraftState:
         """The state before the first call."""
@@ -134,7 +139,8 @@ class Drafts:
             record=TrackRecord.empty(batch, len(self.drafter.odds)),
             guesses=jnp.zeros((batch, rows.rows, most), jnp.int32),
             guessed=none,
-            drafter=self.drafter.init(source, rows.rows),
+            drafter=self.init_drafter(source, rows.rows),
+            hidden=self._no_hidden(batch, rows.rows),
             # At most one call for each time-step, since the open row that is furthest behind grows in every call.
             trace=tracing.empty(batch, rows.time_max, rows.rows, most) if self.trace else None,
         )
@@ -153,8 +159,10 @@ class Drafts:
         newest, is_open = rows.first + state.length, rows.find_open(state)
         most = jnp.where(rows.is_closed(state) | state.done, 0, rows.rows)
         begins = (index >= state.started[:, None]) & (index < most[:, None])
-        written = Written(state.tokens, state.length, old.guesses, old.guessed)
+        written = Written(state.tokens, state.length, old.guesses, old.guessed, self.source, old.hidden)
         drafter, draft = self.drafter.propose(old.drafter, written, width - 1)
+        check_draft(self.drafter, draft, (*state.length.shape, width - 1))
+        check_state(self.drafter, old.drafter, drafter, method="propose")
         before_end = count_before(is_end(draft.tokens, ends_of(rows)), axis=2)
         offered = jnp.minimum(jnp.minimum(draft.count, rows.time_max - 1 - newest), before_end + 1)
         may_draft = (is_open | begins) & self._has_room(rows, old)[:, None]
@@ -188,11 +196,19 @@ class Drafts:
         row = jnp.broadcast_to(index, (1, width, rows.rows))
         return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
 
-    def advance(self, rows: Rows, state: RowState, answers: Array) -> RowState:
-        """Appends the tokens that are accepted among `answers`, i32 [B, (1 + D) * R] (lines 9-13 of Algorithm 1)."""
+    def advance(self, rows: Rows, state: RowState, answers: Array | tuple[Array, Array]) -> RowState:
+        """Appends the tokens that are accepted (lines 9-13 of Algorithm 1).
+
+        Args:
+          rows: the strategy.
+          state: the state after `query`.
+          answers: i32 [B, (1 + D) * R], the tokens that the model generated; if the drafter wants "hidden", a pair of
+            them and the outputs of the decoder [B, (1 + D) * R, W].
+        """
         assert state.drafts is not None
         old, width, started = state.drafts, self.width(rows), rows.has_started(state)
         columns = jnp.arange(width)
+        answers, outputs = answers if isinstance(answers, tuple) else (answers, None)
         live, answers = old.live, answers.reshape(old.live.shape)
         verdict = verify(rows, state, answers)
         # First as if every row with queries had begun; `begins` then determines which of them did.
@@ -213,6 +229,11 @@ class Drafts:
         at_end = jnp.clip(length - 1, 0, rows.time_max - 1)[:, :, None]
         last = jnp.where(length > 0, jnp.take_along_axis(tokens, at_end, axis=2)[:, :, 0], rows.bos)
         beyond = jnp.clip(gain[:, :, None] + jnp.arange(width - 1), 0, width - 1)
+        hidden = old.hidden
+        if hidden is not None and outputs is not None:
+            outputs = outputs.reshape(*live.shape, -1).swapaxes(1, 2)  # [B, R, 1 + D, W]
+            newest = jnp.take_along_axis(outputs, jnp.maximum(gain - 1, 0)[:, :, None, None], axis=2)[:, :, 0]
+            hidden = jnp.where(gain[:, :, None] > 0, newest.astype(hidden.dtype), hidden)
         fed = live.sum(axis=1)
         taken = count_slots(*(x.reshape(len(x), -1) for x in (live, kept)))
         drafts = dataclasses.replace(
@@ -223,6 +244,7 @@ class Drafts:
             record=old.record.add(old.trust, drafted=fed - 1, run=verdict.run, counts=counts),
             guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
             guessed=jnp.where(verdict.asks, jnp.maximum(fed - gain, 0), 0),
+            hidden=hidden,
             trace=old.trace
             and tracing.record(
                 old.trace,
@@ -245,6 +267,13 @@ class Drafts:
             drafts=drafts,
         )
         return rows.settle(state)
+
+    def _no_hidden(self, batch: int, rows: int) -> Array | None:
+        """The outputs of the decoder before the first call, [B, R, W]; None if the drafter does not want them."""
+        if not wants(self.drafter, "hidden"):
+            return None
+        assert self.source and self.source.width, "`bind_source` gets the width of the decoder"
+        return jnp.zeros((batch, rows, self.source.width))
 
     def choose_lengths(self, rows: Rows, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
         """The numbers of tokens to draft, at the costs of these calls; see `draft_lengths.choose_lengths`."""

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import grid
+from pipejax.decoding.drafters.drafter import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query
 from pipejax.decoding.rows import Rows, RowState
-from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, Model, SourceIds, ends_of, is_end
+from pipejax.decoding.strategy import TRUNCATIONS, Array, Decoded, SourceIds, ends_of, is_end
 from pipejax.decoding.times import NEVER
 from pipejax.system import Tree
 
@@ -64,9 +65,9 @@ class GridStrategy(Rows):
         return self.drafts is not None
 
     @property
-    def needs_draft_model(self) -> bool:  # type: ignore[override]
-        """Whether the drafter is a model."""
-        return self.drafts is not None and self.drafts.needs_draft_model
+    def drafter(self) -> Drafter | None:
+        """The drafter, if there are drafts."""
+        return None if self.drafts is None else self.drafts.drafter
 
     @property
     def on_grid(self) -> Self:
@@ -80,10 +81,9 @@ class GridStrategy(Rows):
         drafts = self.drafts.tuned_for(platform, self.rows, costs=costs, skips_fillers=skips_fillers)
         return self.replace(drafts=drafts)
 
-    def bind_draft_model(self, model: Model[Tree], batch: int) -> Self:
+    def bind_source(self, source: SourceIds) -> Self:
         """See `Strategy`."""
-        assert self.drafts is not None, "only a drafter needs a small model"
-        return self.replace(drafts=self.drafts.bind_draft_model(model, self, batch))
+        return self if self.drafts is None else self.replace(drafts=self.drafts.bind_source(source, self))
 
     def init(self, batch: int, source: SourceIds | None = None) -> RowState:
         """An empty grid."""
@@ -116,7 +116,7 @@ class GridStrategy(Rows):
         started = state.started + begins.sum(axis=1)
         return dataclasses.replace(state, retired=state.retired | unfed, started=started), query
 
-    def advance(self, state: RowState, answers: Array) -> RowState:
+    def advance(self, state: RowState, answers: Tree) -> RowState:
         """Appends the generated tokens to open rows (lines 9-11) and marks examples as done (lines 12-13)."""
         if self.drafts is not None:
             return self.drafts.advance(self, state, answers)
@@ -138,7 +138,7 @@ class GridStrategy(Rows):
     def reread(self, state: RowState, source: SourceIds | None) -> RowState:
         """See `Refillable`. Resets the drafter's state, which changes no answer."""
         assert self.drafts is not None and source is not None, "only a drafter reads the source"
-        drafter = self.drafts.drafter.init(source, self.rows)
+        drafter = self.drafts.init_drafter(source, self.rows)
         return dataclasses.replace(state, drafts=dataclasses.replace(state.drafts, drafter=drafter))
 
     def kept(self, state: RowState) -> Array | None:

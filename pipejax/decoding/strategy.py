@@ -31,8 +31,12 @@ class SourceIds:
 
     ids: Array | np.ndarray  # i32 [B, L]
     length: Array | np.ndarray  # i32 [B], number of ids of each source; the rest is padding
-    memory: Tree = None  # the sources as encoded by a drafter's own model
+    encoded: Array | None = None  # [B, L, D], the encoder's output, if the drafter wants it
+    memory: Tree = None  # the result of the drafter's `read`, if it has one; the first axis of all arrays is B
+    parameters: Tree = None  # the drafter's parameters, if it has some; the same for all examples
     apart: bool = flax.struct.field(pytree_node=False, default=False)  # whether examples count their slots separately
+    width: int = flax.struct.field(pytree_node=False, default=0)  # W, the decoder's width, if a drafter wants outputs
+    setting: Any = flax.struct.field(pytree_node=False, default=None)  # a `drafters.Setting`, in methods of a drafter
 
 
 @flax.struct.dataclass
@@ -70,6 +74,13 @@ class Model(Protocol[Cache]):
         """Like `__call__`, but returns the argmax tokens i32 [N] instead of logits; ties go to the lowest id."""
 
 
+class ModelWithHidden(Model[Cache], Protocol):
+    """A model for drafters that want the outputs of the decoder."""
+
+    def with_hidden(self, step: Step, cache: Cache) -> tuple[Array, Array, Cache]:
+        """Like `__call__`, but also returns the outputs of the decoder [N, W], from which it computes the logits."""
+
+
 class Stepper(Protocol):
     """The steps of a strategy, which the decoding loop takes. The state of a strategy is a pytree of fixed shapes."""
 
@@ -90,8 +101,8 @@ class Stepper(Protocol):
         """The most slots a batch can fill: the most queries of any example in each step, summed over the steps."""
 
     @property
-    def needs_draft_model(self) -> bool:
-        """Whether the strategy has a draft model, which `Strategy.bind_draft_model` must bind."""
+    def drafter(self) -> Any:
+        """The `drafters.Drafter` that guesses tokens; None: there are no drafts."""
 
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The position of a slot, also in training. Relative positions are differences: the query's minus the key's."""
@@ -148,8 +159,8 @@ class Strategy(Stepper, Protocol):
           skips_fillers: whether the cost of a step depends on its live queries, and not on the size compiled for.
         """
 
-    def bind_draft_model(self, model: Model[Tree], batch: int) -> "Strategy":
-        """The strategy with the decoder of its draft model for `batch` examples, if it `needs_draft_model`; traced."""
+    def bind_source(self, source: SourceIds) -> "Strategy":
+        """The strategy with the sources of a batch and the drafter's parameters, if it has a `drafter`; traced."""
 
     def calls(self, decoded: Decoded) -> np.ndarray:
         """i32 [B], the decoder calls that each example would take if it were decoded alone; in NumPy."""
@@ -160,6 +171,11 @@ def ends_of(strategy: Any) -> tuple[int, ...]:
     return strategy.eos, *getattr(strategy, "other_ends", ())
 
 
+def wants(drafter: Any, what: str) -> bool:
+    """Whether a drafter wants `what`, an element of `drafters.WANTS`; False without a drafter."""
+    return what in getattr(drafter, "wants", ())
+
+
 def is_end(tokens: Array, ends: tuple[int, ...]) -> Array:
     """bool, of the shape of `tokens`: whether each token is one of the `ends`."""
     found: Array = functools.reduce(operator.or_, (tokens == end for end in ends))
@@ -168,10 +184,10 @@ def is_end(tokens: Array, ends: tuple[int, ...]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """The base class of most strategies: reads no source, needs no small model, and is the same on every device."""
+    """The base class of most strategies: reads no source, has no drafter, and is the same on every device."""
 
     reads_source: ClassVar[bool] = False
-    needs_draft_model: ClassVar[bool] = False
+    drafter: ClassVar[Any] = None
     queries: ClassVar[tuple[int, ...] | None] = None
     choose: ClassVar[Any] = None  # the most likely tokens
 
@@ -188,7 +204,7 @@ class Plain:
         """See `Strategy`."""
         return self
 
-    def bind_draft_model(self, model: Model[Tree], batch: int) -> Self:
+    def bind_source(self, source: SourceIds) -> Self:
         """See `Strategy`."""
         return self
 

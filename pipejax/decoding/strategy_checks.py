@@ -67,16 +67,12 @@ def check_state(owner: object, before: Tree, after: Tree, *, method: str = "adva
         refuse(owner, method, shapes[1], shapes[0])
 
 
-def check_rows(owner: object, method: str, state: Tree, shape: tuple[int, int]) -> None:
-    """Raises a UserError unless the first axes of all arrays of a state are `shape`, B and R; traced."""
+def check_rows(owner: object, method: str, state: Tree, shape: tuple[int, ...]) -> None:
+    """Raises a UserError unless the first axes of all arrays of a state are `shape`, B and R or B alone; traced."""
+    axes = "the first two axes, batch and rows" if len(shape) == 2 else "the first axis, the batch"
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if jnp.shape(x)[:2] != shape:
-            refuse(
-                owner,
-                f"{method}: {jax.tree_util.keystr(path)}",
-                _kind(x),
-                f"{[*shape]} as the first two axes, batch and rows",
-            )
+        if jnp.shape(x)[: len(shape)] != shape:
+            refuse(owner, f"{method}: {jax.tree_util.keystr(path)}", _kind(x), f"{[*shape]} as {axes}")
 
 
 def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:

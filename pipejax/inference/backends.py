@@ -63,6 +63,7 @@ class Ready:
 
     encoding: Tree  # parameters for `Backend.encode`
     decoding: Tree  # parameters for `Backend.decoder`; a `Weights` for the stock T5
+    drafter: Tree = None  # the drafter's own parameters
 
 
 def call(function: Compute, *arguments: Tree, **options: object) -> Tree:
@@ -109,14 +110,30 @@ class Backend:
         """Returns the parameters in the dtype in which they are stored."""
         return quantization.cast_or_quantize(params, model.dtype, self.weights)
 
-    def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
+    def encode(self, model: Module, encoder: Tree, source: Array, length: Array, *, outputs: bool = False) -> Memory:
         """Encodes sources i32 [B, L] of `length` i32 [B] tokens.
+
+        Args:
+          model: the module.
+          encoder: `Ready.encoding`.
+          source: the sources.
+          length: their lengths.
+          outputs: whether `Memory.encoded`, [B, L, D], is kept.
 
         Returns:
           A memory with `memory_length(L)` slots; the slots after the source are masked.
         """
         mask = jnp.arange(source.shape[1]) < length[:, None]
-        memory: Memory = model.apply({"params": encoder}, source, mask, method="encode")
+        call: Compute = partial(model.apply, {"params": encoder}, source, mask, method="encode")
+        memory: Memory
+        if outputs:
+            memory, kept = call(
+                mutable=["intermediates"],
+                capture_intermediates=lambda module, name: module.path == ("encoder",) and name == "__call__",
+            )
+            memory = dataclasses.replace(memory, encoded=kept["intermediates"]["encoder"]["__call__"][0])
+        else:
+            memory = call()
         return Backend.widen(self, memory, memory_length(source.shape[1]))
 
     def widen(self, memory: Memory, slots: int) -> Memory:
@@ -172,17 +189,23 @@ class LayerDecoder:
 
     def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""
+        logits, _, cache = self.with_hidden(step, cache)
+        return logits, cache
+
+    def with_hidden(self, step: Step, cache: Tree) -> tuple[Array, Array, Tree]:
+        """See `Model`."""
         tokens, places = step.tokens, step.query_at_place
         if places is not None:
             # Fillers are padding; their tokens have no effect.
             tokens = jnp.take(tokens, places.reshape(-1), mode="clip")
-        tokens = tokens.reshape(step.position.shape)
+        # A draft may contain numbers that are no token ids; a column of NaN would spoil its slot.
+        tokens = jnp.clip(tokens, 0, self.model.config.vocab_size - 1).reshape(step.position.shape)
         params, given = {"params": self.weights}, (step.mask, step.position, step.key_position)
         hidden, cache = self.model.apply(params, tokens, *given, self.memory, cache, step.start, method="step")
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if step.place_of_query is not None:
             hidden = jnp.take(hidden, step.place_of_query, axis=0, mode="clip")
-        return self.model.apply(params, hidden, method="logits").T, cache
+        return self.model.apply(params, hidden, method="logits").T, hidden, cache
 
     def greedy(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""

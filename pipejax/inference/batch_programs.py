@@ -14,10 +14,19 @@ import numpy as np
 
 from pipejax import decoding
 from pipejax.data.shapes import memory_length
-from pipejax.decoding import Carry, Decoded, DecodingOptions, Refillable, Rule, Segment, Sizes, SourceIds, Strategy
+from pipejax.decoding import Carry, Decoded, DecodingOptions, Refillable, Rule, Segment, Sizes, SourceIds
+from pipejax.decoding.drafters import wants
 from pipejax.inference.backends import Backend
 from pipejax.inference.encodings import Encoded
-from pipejax.inference.programs import Drafting, Programs, encode_batch, schedule, shapes_of
+from pipejax.inference.programs import (
+    Programs,
+    bind_drafter,
+    encode_batch,
+    pad_source,
+    read_batch,
+    schedule,
+    shapes_of,
+)
 from pipejax.model import lora
 from pipejax.model.backbone import Module
 from pipejax.model.precision import precision
@@ -46,7 +55,6 @@ class BatchFunctions:
 
     model: Module
     backend: Backend
-    drafting: Drafting | None  # the small model, if the strategy needs one
     strategy: Refillable
     places: int  # B
     sizes: Sizes
@@ -55,6 +63,7 @@ class BatchFunctions:
         """Returns the functions by the names of their programs."""
         found: dict[str, Callable[..., Tree]] = {
             "encode": partial(encode_batch, self.model, backend=self.backend),
+            "encode with outputs": partial(encode_batch, self.model, backend=self.backend, outputs=True),
             "widen": self.widened,
             "empty": self.empty_state,
             "reread": self.reread,
@@ -62,31 +71,29 @@ class BatchFunctions:
             "grow": self.grown,
             "step": self.stepped,
         }
-        if self.drafting:
-            found["encode small"] = partial(encode_batch, self.drafting.model, backend=self.drafting.backend)
+        if self.has_reader:
+            found["read"] = partial(read_batch, self.strategy.drafter)
         return found
 
-    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Tree]:
-        """Returns the strategy, bound to its small model if it has one, and the decoder of all places."""
-        strategy: Strategy = self.strategy
-        memory = encoded.memory
-        if self.drafting:
-            weights, small = weights
-            assert encoded.source is not None
-            strategy = self.drafting.bind_draft_model(strategy, small, encoded.source)
-        return cast(Refillable, strategy), self.backend.decoder(
-            self.model, lora.choose(weights, memory.adapter), memory
-        )
+    @property
+    def has_reader(self) -> bool:
+        """Whether the drafter has the method `read`."""
+        return hasattr(self.strategy.drafter, "read")
 
-    def widened(self, encoded: Encoded, *, slots: int) -> Encoded:
-        """Returns the same sources with memories of `slots` slots."""
+    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Tree]:
+        """Returns the strategy, bound to the sources if it reads them, and the decoder of all places."""
+        strategy, _ = bind_drafter(self.model, self.strategy, weights[1], encoded.source)
+        decoder = self.backend.decoder(self.model, lora.choose(weights[0], encoded.memory.adapter), encoded.memory)
+        return cast(Refillable, strategy), decoder
+
+    def widened(self, weights: Tree, encoded: Encoded, *, slots: int) -> Encoded:
+        """Returns the same sources with memories of `slots` slots; `weights` as for `stepped`."""
         source = encoded.source
         if source is not None:
-            small = source.memory
-            if self.drafting:
-                small = self.drafting.backend.widen(small, slots)
-            ids = jnp.pad(source.ids, ((0, 0), (0, slots - encoded.length)))
-            source = dataclasses.replace(source, ids=ids, memory=small)
+            if hasattr(self.strategy.drafter, "widen"):
+                own = self.strategy.drafter.widen(dataclasses.replace(source, parameters=weights[1]), slots)
+                source = dataclasses.replace(source, memory=own)
+            source = pad_source(source, slots)
         return Encoded(self.backend.widen(encoded.memory, slots), source)
 
     def empty_state(self, weights: Tree, one: Encoded, *, slots: int) -> tuple[Encoded, Carry]:
@@ -125,7 +132,7 @@ class BatchFunctions:
         """Begins and stops examples, then takes steps until the loop pauses.
 
         Args:
-          weights: of the model and the small model.
+          weights: the decoder's weights and the drafter's parameters; None: it has none.
           encoded: the sources of all places.
           carry: the state of all places.
           options: the options of all places.
@@ -183,17 +190,16 @@ class BatchPrograms:
         self.places, self.sizes = places, schedule(self.strategy, places)
         self.compiled = compiled if compiled is not None else CompiledPrograms()
         self.bos = programs.config.decoder_start_token_id  # the token with which every row begins
-        self._encoder, self._weights = programs.on(1).encoding, programs.on(1).decoding
-        drafting: Drafting | None = None
-        if small := programs.small_of(strategy):
-            drafting = Drafting(small.model, small.backend)
-            self._small_encoder, self._weights = small.on(1).encoding, (self._weights, small.on(1).decoding)
-        self.functions = BatchFunctions(programs.model, programs.backend, drafting, self.strategy, places, self.sizes)
+        ready = programs.on(1)
+        self._encoder, self._weights = ready.encoding, (ready.decoding, ready.drafter)
+        # The name of the program that encodes sources.
+        self.encoder = "encode with outputs" if wants(strategy.drafter, "encoded") else "encode"
+        self.functions = BatchFunctions(programs.model, programs.backend, self.strategy, places, self.sizes)
         self._by_name = self.functions.by_name()
 
     def program(self, name: str, *given: Tree, **static: int) -> Tree:
         """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
-        whose = () if name.startswith("encode") else (self.strategy, self.places)
+        whose = () if name == self.encoder else (self.strategy, self.places)
         key = name, *whose, *static.values(), *shapes_of(given)
 
         def compile_program() -> jax.stages.Compiled:
@@ -214,19 +220,21 @@ class BatchPrograms:
     def encode_source(self, call: Call, source: Tree, length: Tree, adapter: int | None) -> Memory:
         """Returns the memory of a source i32 [1, n] of `length` i32 [1] tokens."""
         own = None if adapter is None else np.asarray([adapter], np.int32)
-        memory: Memory = call("encode", self._encoder, source, length, own)
+        memory: Memory = call(self.encoder, self._encoder, source, length, own)
         return memory
 
     def read(self, call: Call, memory: Memory, source: Tree, length: Tree) -> Encoded:
-        """Returns the encoded source, with its ids and the small model's memory if the strategy needs them."""
+        """Returns the encoded source, with the parts that the drafter reads, if the strategy has one."""
         if not self.strategy.reads_source:
             return Encoded(memory, None)
-        ids, small = np.zeros((1, memory.mask.shape[1]), np.int32), None
-        if isinstance(source, np.ndarray):
-            ids[:, : source.shape[1]] = source
-        if self.functions.drafting:
-            small = call("encode small", self._small_encoder, source, length, None)
-        return Encoded(memory, SourceIds(ids, length, small, apart=True))
+        encoded, memory, own = memory.encoded, dataclasses.replace(memory, encoded=None), None
+        if self.functions.has_reader:
+            own, encoded = call("read", self._weights[1], source, length, encoded), None
+        read = SourceIds(source, length, encoded, own, apart=True)
+        slots = memory.mask.shape[1]
+        if isinstance(source, jax.ShapeDtypeStruct):  # the shapes alone are wanted
+            return Encoded(memory, jax.eval_shape(partial(pad_source, slots=slots), read))
+        return Encoded(memory, pad_source(read, slots))
 
     def join(
         self, call: Call, encoded: Encoded | None, carry: Carry | None, one: Encoded
@@ -236,9 +244,9 @@ class BatchPrograms:
             encoded, carry = call("empty", self._weights, one, slots=self.sizes.slots[0])
         length = encoded.length
         while encoded.length < one.length:
-            encoded = call("widen", encoded, slots=2 * encoded.length)
+            encoded = call("widen", self._weights, encoded, slots=2 * encoded.length)
         while one.length < encoded.length:
-            one = call("widen", one, slots=2 * one.length)
+            one = call("widen", self._weights, one, slots=2 * one.length)
         if self.strategy.reads_source and encoded.length > length:
             carry = dataclasses.replace(carry, state=call("reread", self._weights, encoded, carry.state))
         return encoded, carry, one

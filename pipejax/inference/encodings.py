@@ -37,18 +37,26 @@ class Encodings:
     def __init__(self, most: int) -> None:
         """Keeps the memories of at most `most` sources; 0 disables the cache."""
         self._most = most
-        self._kept: OrderedDict[tuple[bytes, int | None], Memory] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, int | None, str], Memory] = OrderedDict()
         self.hits = self.misses = self.bytes = 0  # sources found, sources encoded, bytes of the kept memories
 
-    def of(self, ids: np.ndarray, adapter: int | None, encode: Callable[[np.ndarray, int | None], Memory]) -> Memory:
+    def of(
+        self,
+        ids: np.ndarray,
+        adapter: int | None,
+        encode: Callable[[np.ndarray, int | None], Memory],
+        *,
+        kind: str = "",
+    ) -> Memory:
         """Returns the memory of a source: the cached one, or the result of `encode`, which is then cached.
 
         Args:
           ids: i32 [n], the token ids.
           adapter: the number of the adapter, if there are adapters.
           encode: encodes ids with an adapter.
+          kind: the parts of the memories that `encode` returns; memories of another kind are not found.
         """
-        key = ids.tobytes(), adapter
+        key = ids.tobytes(), adapter, kind
         memory = self._kept.pop(key, None)
         if memory is not None:
             self.hits += 1

@@ -17,12 +17,13 @@ from pipejax.data.encoding import encode_source
 from pipejax.data.formats import rows_in
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Drafter, Refillable, Strategy, ends_of
-from pipejax.inference import decoding_options, draft_model, programs, streaming
+from pipejax.inference import decoding_options, drafter_parameters, programs, streaming
 from pipejax.inference import settings as settings_lib
 from pipejax.inference import sources as sources_lib
 from pipejax.inference.answer_format import AnswerFormat, AnswerFormats, Effort
 from pipejax.inference.answers import Record, count, record_of
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.drafter_parameters import OpenDrafter
 from pipejax.inference.lazy_programs import LazyPrograms, dtype_of
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
@@ -57,6 +58,7 @@ class Generator:
         *,
         devices: Sequence[jax.Device] | None = None,
         backend: Backend | None = XLA,
+        drafter: OpenDrafter | None = None,
     ) -> None:
         """Creates the generator; runs nothing on a device.
 
@@ -66,12 +68,13 @@ class Generator:
           tokenizer: the tokenizer; None: sources and answers are token ids.
           devices: the devices that decode a batch each; None: `programs.devices`.
           backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
+          drafter: a drafter with its parameters; None: the drafter of `decode.draft` is opened.
         """
         if config.model is None:
             raise ValueError("config.model: found None; expected the architecture")
         self.config, self.architecture, self.tokenizer = config, config.model, tokenizer
         self._devices = list(devices or programs.devices())
-        self._opened = LazyPrograms(config, params, self._devices, backend)
+        self._opened = LazyPrograms(config, params, self._devices, backend, drafter)
         # Batches of one place for `stream_rows`, by decoding strategy and method (which may have row names).
         self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
         self.checkpoint = ""  # the directory of the weights
@@ -148,7 +151,8 @@ class Generator:
             tokens such as the eos.
           method: the name of a method, such as "sequential"; None: `default_method`.
           batch_size: the batch size on each device; None: `decode.batch_size`.
-          drafter: a custom drafter that replaces `decode.draft` (docs/drafting.md).
+          drafter: a custom drafter that replaces `decode.draft` (docs/drafting.md). If it wants parameters, it must be
+            of the class that `decode.draft` named when the checkpoint was opened.
           schema: a flat JSON schema, or the path of its file: the text of each record is then a valid JSON object
             (docs/schemas.md).
           settings: values for keys of the sections decode and grid, such as temperature=0.7, for this call only. A
@@ -273,8 +277,9 @@ class Generator:
         """Returns a copy with other settings, for a call of the method named `call`; see `settings.of_call`."""
         if not settings:
             return self
-        other, drafts = copy.copy(self), self._opened.small is not None
-        other.config = settings_lib.of_call(self.config, call, settings, drafts=drafts, without=without)
+        other, opened = copy.copy(self), self._opened.drafter
+        drafter = opened.drafter if opened else None
+        other.config = settings_lib.of_call(self.config, call, settings, drafter=drafter, without=without)
         other._asked = self._asked | {settings_lib.NAMES[name] for name in settings}
         return other
 
@@ -443,7 +448,7 @@ class Generator:
             if line not in self._logged:
                 self._logged.add(line)
                 logger.warning(line)
-        draft_model.check(self._opened.small, made, method)
+        drafter_parameters.check(self._opened.drafter, made, method)
         return made
 
     def ids_of(self, source: Source, report: Report | None = None) -> Sequence[int]:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.config import Config
-from pipejax.inference import backends, draft_model
+from pipejax.inference import backends, drafter_parameters
 from pipejax.inference.backends import Backend
+from pipejax.inference.drafter_parameters import OpenDrafter
 from pipejax.inference.programs import Programs
 from pipejax.model import lora
 from pipejax.model.precision import compute_dtype
@@ -26,17 +27,25 @@ class LazyPrograms:
     parameters are released once the programs exist.
     """
 
-    def __init__(self, config: Config, params: Tree, devices: Sequence[jax.Device], backend: Backend | None) -> None:
-        """Opens the small T5 of `decode.draft_checkpoint`, if needed; runs nothing on a device.
+    def __init__(
+        self,
+        config: Config,
+        params: Tree,
+        devices: Sequence[jax.Device],
+        backend: Backend | None,
+        drafter: OpenDrafter | None = None,
+    ) -> None:
+        """Opens the drafter of `decode.draft` and its parameters, if it has some; runs nothing on a device.
 
         Args:
           config: the config with the architecture.
           params: the parameters.
           devices: the devices that decode a batch each.
           backend: lays out the weights; None: the fastest.
+          drafter: the opened drafter; None: the drafter of `decode.draft` is opened.
         """
         self.size = sum(x.size for x in jax.tree.leaves(params))
-        self.small = draft_model.load(config)
+        self.drafter = drafter or drafter_parameters.load(config)
         self._config, self._devices, self._backend = config, devices, backend
         self._params = params
         self._made: Programs | None = None
@@ -50,7 +59,7 @@ class LazyPrograms:
             return self._made
 
     def _prepare(self) -> Programs:
-        """Chooses the backend, lays out the weights, and binds the small T5."""
+        """Chooses the backend, and lays out the weights and the drafter's parameters."""
         config, dtype = self._config, dtype_of(self._config)
         assert config.model is not None
         if lora.is_stacked(self._params):
@@ -62,10 +71,11 @@ class LazyPrograms:
         else:
             backend = backends.choose(self._backend, config.model, dtype, config.decode.weights)
         made = Programs(config.model, dtype, devices=self._devices, backend=backend)
-        made.set_params(self._params)
-        if self.small:
-            draft_model.bind_draft_model(self.small, made, config.decode.weights)
-            self.small = dataclasses.replace(self.small, params=None)
+        own = None
+        if self.drafter:
+            own = drafter_parameters.lay_out(self.drafter, made, config.decode.weights)
+            self.drafter = dataclasses.replace(self.drafter, params=None)
+        made.set_params(self._params, own)
         self._params = None
         return made
 

@@ -9,6 +9,7 @@ from pipejax import checkpoint, methods
 from pipejax import config as config_lib
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config, Overrides
+from pipejax.inference import drafter_parameters
 from pipejax.inference.generator import Generator
 from pipejax.inference.settings import WITH_WEIGHTS
 from pipejax.methods import Method
@@ -50,10 +51,12 @@ def load(
 
         found = {name: reading.read(directory, restored, tokenizer) for name, directory in adapters.items()}
         params = lora.stack(params, [own.factors for own in found.values()])
-    generator = Generator(config, params, tokenizer, backend=None)
+    fingerprint = digest(restored.arrays["params"])
+    drafter = None if config.decode.draft == "none" else drafter_parameters.load(config, fingerprint)
+    generator = Generator(config, params, tokenizer, backend=None, drafter=drafter)
     generator.checkpoint = str(path)
     generator.trained = restored.config
-    generator.origin = {"step": restored.step, "params_fp": digest(restored.arrays["params"])}
+    generator.origin = {"step": restored.step, "params_fp": fingerprint}
     generator.learned = restored.metadata.get("data_whole", "")
     for number, (name, own) in enumerate(found.items(), 1):
         adapted = copy.copy(generator)

@@ -9,12 +9,13 @@ Shapes: B batch, L source length (padded to a bucket), E devices.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,14 @@ from pipejax.decoding import (
     SourceIds,
     Stepper,
     Strategy,
+    strategy_checks,
 )
+from pipejax.decoding.drafters import Drafter, wants
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
 from pipejax.inference.report import Report
 from pipejax.inference.ways import USUAL, Size, Way, Ways, changes
 from pipejax.model import lora
-from pipejax.model.backbone import Backbone, Module, choose_blocks
+from pipejax.model.backbone import Backbone, Module, choose_blocks, smallest_batch
 from pipejax.model.precision import precision
 from pipejax.model.t5 import Memory
 from pipejax.system import Tree
@@ -83,8 +86,8 @@ def schedule(strategy: Stepper, batch: int, platform: str = "", way: Way = USUAL
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
-    # The draft of a small model is a loop within each step; several steps per iteration would copy the loop's cache.
-    turn = 1 if strategy.needs_draft_model else way.turn or TURNS.get(platform, 1)
+    # If a draft is a loop within each step, several steps per iteration would copy the loop's cache.
+    turn = 1 if getattr(strategy.drafter, "loops", False) else way.turn or TURNS.get(platform, 1)
     return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
 
 
@@ -96,8 +99,9 @@ def encode_batch(
     adapter: jax.Array | None = None,
     *,
     backend: Backend = XLA,
+    outputs: bool = False,
 ) -> Memory:
-    """Encodes a batch. The model and the backend are static.
+    """Encodes a batch. The model, the backend and `outputs` are static.
 
     Args:
       model: the module.
@@ -106,21 +110,56 @@ def encode_batch(
       length: i32 [B], number of tokens of each source.
       adapter: i32 [B], number of the adapter of each source; None: there are no adapters.
       backend: the backend.
+      outputs: whether `Memory.encoded`, [B, L, D], is kept.
     """
-    memory = backend.encode(model, lora.choose(encoder, adapter), source, length)
+    options = {"outputs": True} if outputs else {}
+    memory = backend.encode(model, lora.choose(encoder, adapter), source, length, **options)
     return memory if adapter is None else dataclasses.replace(memory, adapter=adapter)
 
 
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """A small model that drafts for the large one, with its backend. Static under jit."""
+def read_batch(drafter: Drafter, parameters: Tree, source: jax.Array, length: jax.Array, encoded: jax.Array) -> Tree:
+    """Calls `Drafter.read`, and checks its result. The drafter is static.
 
-    model: Module
-    backend: Backend
+    Args:
+      drafter: the drafter.
+      parameters: its parameters.
+      source: i32 [B, L].
+      length: i32 [B].
+      encoded: [B, L, D], the outputs of the encoder, if the drafter wants them.
+    """
+    found = drafter.read(SourceIds(source, length, encoded=encoded, parameters=parameters))  # type: ignore[attr-defined]
+    strategy_checks.check_rows(drafter, "read", found, (len(length),))
+    return found
 
-    def bind_draft_model(self, strategy: Strategy, weights: Tree, source: SourceIds) -> Strategy:
-        """Binds the small model's decoder of a batch to the strategy; traced."""
-        return strategy.bind_draft_model(self.backend.decoder(self.model, weights, source.memory), len(source.ids))
+
+def bind_drafter(
+    model: Module, strategy: Strategy, parameters: Tree, source: SourceIds | None
+) -> tuple[Strategy, SourceIds | None]:
+    """Binds the sources of a batch and the drafter's parameters to a strategy; traced.
+
+    Args:
+      model: the module of the model that the drafter drafts for.
+      strategy: the strategy.
+      parameters: the drafter's parameters; None: it has none.
+      source: the sources; None: the strategy has no drafter.
+
+    Returns:
+      The strategy, and the sources with the parameters.
+    """
+    if source is None:
+        return strategy, None
+    width = hidden_width(model) if wants(strategy.drafter, "hidden") else 0
+    source = dataclasses.replace(source, parameters=parameters, width=width)
+    return strategy.bind_source(source), source
+
+
+@functools.lru_cache
+def hidden_width(model: Module) -> int:
+    """Returns W, the width of a module's decoder."""
+    params = jax.eval_shape(model.config.init_params, jax.random.key(0))
+    found = jax.eval_shape(lambda p: model.apply({"params": p}, *smallest_batch(), method="hidden"), params)
+    width: int = found.shape[-1]
+    return width
 
 
 def decode_batch(
@@ -135,14 +174,13 @@ def decode_batch(
     sizes: Sizes,
     slots: int,
     backend: Backend = XLA,
-    drafting: Drafting | None = None,
 ) -> Segment:
     """Decodes an encoded batch with one cache size, as a part of `decoding.run`; all but arrays is static.
 
     Args:
       model: the module.
       strategy: the strategy.
-      weights: the decoder's weights; with `drafting`, a pair of them and the weights of the small model.
+      weights: the decoder's weights and the drafter's parameters; None: it has none.
       memory: the encoded sources.
       carry: the carry of the previous part; None: decoding begins.
       source: the sources, if the strategy reads them.
@@ -150,15 +188,47 @@ def decode_batch(
       sizes: the sizes of the decode.
       slots: C, the cache size of this part.
       backend: the backend.
-      drafting: the small model, if there is one.
     """
-    if drafting:
-        weights, small = weights
-        assert source is not None
-        strategy = drafting.bind_draft_model(strategy, small, source)
-    decoder = backend.decoder(model, lora.choose(weights, memory.adapter), memory)
+    strategy, source = bind_drafter(model, strategy, weights[1], source)
+    decoder = backend.decoder(model, lora.choose(weights[0], memory.adapter), memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, options=options)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, options=options)
+
+
+class Reading(NamedTuple):
+    """The part of a decode in which a drafter reads the sources: `Drafter.read`."""
+
+    drafter: Drafter
+
+
+Part = Strategy | Reading | Literal["encoder", "encoder with outputs"]  # a part of a decode, a program each
+
+
+def prepare(backend: Backend, model: Module, params: Tree) -> Ready:
+    """Lays out parameters, arrays of this process or sharded over several processes, for a backend."""
+    of_first = jax.tree.leaves(params)[0]
+    is_sharded = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
+    everywhere = NamedSharding(of_first.sharding.mesh, P()) if is_sharded else None
+
+    def compute(function: Callable[..., Tree], tree: Tree, **static: Tree) -> Tree:
+        jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
+        with precision(model.dtype):
+            return jax.block_until_ready(jitted(tree, **static))
+
+    return backend.prepare(model, params, compute=compute)
+
+
+def pad_source(source: SourceIds, slots: int) -> SourceIds:
+    """Pads the ids and the outputs of the encoder to `slots` tokens; the last axis of the ids is L."""
+    more = slots - source.ids.shape[-1]
+    if not more:
+        return source
+    numpy = np if isinstance(source.ids, np.ndarray) else jnp
+    ids = numpy.pad(source.ids, [(0, 0)] * (source.ids.ndim - 1) + [(0, more)])
+    encoded = source.encoded
+    if encoded is not None:
+        encoded = jnp.pad(encoded, [(0, 0)] * (encoded.ndim - 2) + [(0, more), (0, 0)])
+    return dataclasses.replace(source, ids=ids, encoded=encoded)
 
 
 class Programs:
@@ -183,7 +253,6 @@ class Programs:
         blocks = choose_blocks(config, self.devices[0])  # for the encoder
         self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
-        self.small: Programs | None = None  # the programs of the small model that drafts
         self.ways = Ways()
         self._compiled = CompiledPrograms()
         # The last results of the encoder and of the first decoding program, with the keys of their programs.
@@ -194,18 +263,14 @@ class Programs:
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
 
-    def set_params(self, params: Tree) -> None:
-        """Sets the weights, arrays of this process or sharded over several processes; compiled programs are kept."""
-        of_first = jax.tree.leaves(params)[0]
-        is_sharded = isinstance(of_first, jax.Array) and isinstance(of_first.sharding, NamedSharding)
-        everywhere = NamedSharding(of_first.sharding.mesh, P()) if is_sharded else None
+    def set_params(self, params: Tree, drafter: Tree = None) -> None:
+        """Sets the weights; compiled programs are kept.
 
-        def compute(function: Callable[..., Tree], tree: Tree, **static: Tree) -> Tree:
-            jitted = jax.jit(function, static_argnames=tuple(static), out_shardings=everywhere)
-            with precision(self.model.dtype):
-                return jax.block_until_ready(jitted(tree, **static))
-
-        self._ready = self.backend.prepare(self.model, params, compute=compute)
+        Args:
+          params: arrays of this process or sharded over several processes.
+          drafter: the drafter's parameters, arrays of this process; None: it has none.
+        """
+        self._ready = dataclasses.replace(prepare(self.backend, self.model, params), drafter=drafter)
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
@@ -218,6 +283,11 @@ class Programs:
         """Frees the memory of the weights, until `set_params`; compiled programs are kept."""
         del self._ready
         self._forget_copies()
+
+    @property
+    def drafter_parameters(self) -> Tree:
+        """The drafter's parameters; None: it has none."""
+        return self._ready.drafter
 
     def _forget_copies(self) -> None:
         self._results.clear()
@@ -355,28 +425,22 @@ class Programs:
         `call` is `_run`, which runs a program, or `_find`, which only compiles it.
 
         Returns:
-          The decoder's weights, the memory, and the source, if the strategy reads it.
+          The decoder's weights and the drafter's parameters, the memory, and the source, if the strategy reads it.
         """
-        across, ready = len(source), self.on(len(source))
+        ready, drafter = self.on(len(source)), strategy.drafter
         adapters = None if adapter is None else np.full_like(lengths, adapter)
-        memory = call(self, "encoder", 0, (ready.encoding, source, lengths, adapters), source.shape, report)
+        part: Part = "encoder with outputs" if wants(drafter, "encoded") else "encoder"
+        memory = call(self, part, 0, (ready.encoding, source, lengths, adapters), source.shape, report)
+        weights = ready.decoding, ready.drafter
         if not strategy.reads_source:
-            return ready.decoding, memory, None
-        wide = np.zeros(memory.mask.shape, source.dtype)
-        wide[..., : source.shape[2]] = source
-        read = SourceIds(wide, lengths)
-        if not (small := self.small_of(strategy)):
-            return ready.decoding, memory, read
-        own = small.on(across)
-        drafter = call(small, "encoder", 0, (own.encoding, source, lengths, None), source.shape, report)
-        return (ready.decoding, own.decoding), memory, dataclasses.replace(read, memory=drafter)
-
-    def small_of(self, strategy: Strategy) -> "Programs | None":
-        """Returns the programs of the drafting T5, if the strategy uses one."""
-        if not strategy.needs_draft_model:
-            return None
-        assert self.small is not None, "the generator sets it"
-        return self.small
+            return weights, memory, None
+        encoded, memory = memory.encoded, dataclasses.replace(memory, encoded=None)
+        own = None
+        if hasattr(drafter, "read"):
+            part = Reading(drafter)
+            own = call(self, part, 0, (ready.drafter, source, lengths, encoded), source.shape, report)
+            encoded = None
+        return weights, memory, pad_source(SourceIds(source, lengths, encoded, own), memory.mask.shape[-1])
 
     def on(self, across: int) -> Ready:
         """Returns the weights, replicated on the first `across` devices; all calls share one copy per device."""
@@ -408,7 +472,8 @@ class Programs:
         program = self._program(part, slots, arguments, shape, report, way)
         if len(program.args_info[0]) == len(arguments):
             return program(*arguments)
-        name, key = "encoder" if isinstance(part, str) else "decoder", _key(part, slots, arguments[4:], shape, USUAL)
+        name = "encoder" if isinstance(part, str) else "drafter" if isinstance(part, Reading) else "decoder"
+        key = _key(part, slots, arguments[4:], shape, USUAL)
         of_key, room = self._results.pop(name, (None, None))
         if of_key != key:
             del room  # its memory is free before the new results are allocated
@@ -431,14 +496,14 @@ class Programs:
 
     def _program(
         self,
-        part: Strategy | Literal["encoder"],
+        part: Part,
         slots: int,
         arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
         way: Way,
     ) -> jax.stages.Compiled:
-        """Returns the compiled encoder, or decoder with `slots` cache slots, for batches of shape [E, B, L].
+        """Returns a compiled part of a decode, a decoder with `slots` cache slots, for batches of shape [E, B, L].
 
         On a GPU, a program with small results that starts a decode has another argument: arrays of the shapes of its
         results, which replace them in memory.
@@ -451,7 +516,7 @@ class Programs:
 
     def _compile(
         self,
-        part: Strategy | Literal["encoder"],
+        part: Part,
         slots: int,
         arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
@@ -462,20 +527,16 @@ class Programs:
         jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
         begun = time.perf_counter()
         across, batch, length = shape
-        function: Callable[..., Tree] = partial(encode_batch, self.model, backend=self.backend)
+        function: Callable[..., Tree]
         name, more = "encoder", ""
-        if not isinstance(part, str):
+        if isinstance(part, str):
+            function = partial(encode_batch, self.model, backend=self.backend, outputs=part != "encoder")
+        elif isinstance(part, Reading):
+            function, name = partial(read_batch, part.drafter), "drafter"
+        else:
             sizes = schedule(part, batch, self.devices[0].platform, way)
-            small = self.small_of(part)
-            function = partial(
-                decode_batch,
-                self.model,
-                part,
-                sizes=sizes,
-                slots=slots,
-                backend=self.backend if way.kernels else self.backend.without_kernels,
-                drafting=Drafting(small.model, small.backend) if small else None,
-            )
+            backend = self.backend if way.kernels else self.backend.without_kernels
+            function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=backend)
             name = f"{type(part).__name__.lower()} decoder"
             more = "" if slots == sizes.slots[0] else ", for longer answers"
         if self.config.num_layers + self.config.num_decoder_layers > 8:  # compiling a larger model takes seconds

@@ -204,7 +204,10 @@ class RunningBatch:
         programs, run = self._programs, self._programs.run
         with precision(programs.functions.model.dtype):
             memory = self._encodings.of(
-                np.asarray(ids, np.int32), adapter, lambda *_: programs.encode_source(run, source, length, adapter)
+                np.asarray(ids, np.int32),
+                adapter,
+                lambda *_: programs.encode_source(run, source, length, adapter),
+                kind=programs.encoder,
             )
             one = programs.read(run, memory, source, length)
             if self._encoded is None or (not self._in_use.any() and self._encoded.length != one.length):
@@ -259,8 +262,8 @@ class RunningBatch:
         found: dict[Hashable, Callable[[], object]] = {}
         programs, own = self._programs, (self.strategy, self.places, length)
         if source is not None:
-            reads = ("small",) if programs.functions.drafting else ()
-            found["encode", source, *reads] = partial(programs.trace_source, programs.find, source, adapter)
+            reads = (self.strategy.drafter,) if programs.functions.has_reader else ()
+            found[programs.encoder, source, *reads] = partial(programs.trace_source, programs.find, source, adapter)
             found["room", *own] = partial(programs.compile_room, length, adapter)
         for kind in sorted({*kinds}):
             options = self._options(kind)

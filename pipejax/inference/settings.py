@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from pipejax import config as config_lib
-from pipejax.config import Config, DecodeConfig, GridConfig
+from pipejax.config import DRAFTS, Config, DecodeConfig, GridConfig
+from pipejax.decoding import Drafter, drafters
 from pipejax.system.errors import UserError, did_you_mean
 from pipejax.system.fields import shown_value
 from pipejax.system.strict_json import JsonMapping
@@ -18,14 +19,16 @@ NAMES = {
 WITH_WEIGHTS = [name for name, key in NAMES.items() if config_lib.SETTINGS[key].get("with_weights")]
 
 
-def of_call(config: Config, call: str, settings: JsonMapping, *, drafts: bool, without: Mapping[str, str]) -> Config:
+def of_call(
+    config: Config, call: str, settings: JsonMapping, *, drafter: Drafter | None, without: Mapping[str, str]
+) -> Config:
     """Returns the config with the settings of one call, checked like --set.
 
     Args:
       config: the generator's config.
       call: the name of the method that is called, for messages.
       settings: values by short name.
-      drafts: whether the generator has a small T5 for drafts.
+      drafter: the drafter of `decode.draft` when the checkpoint was opened.
       without: settings that this call does not accept, with the expected alternative in words.
 
     Raises:
@@ -37,7 +40,7 @@ def of_call(config: Config, call: str, settings: JsonMapping, *, drafts: bool, w
             raise UserError(f"{call}()", found=f"the setting {name!r}", expected="a key of decode or grid", hint=hint)
         if name in without:
             raise UserError(f"{call}(): {name}", found=shown_value(value), expected=f"{without[name]}")
-        if name in WITH_WEIGHTS or (name == "draft" and value == "model" and not drafts):
+        if name in WITH_WEIGHTS or (name == "draft" and _needs_opening(value, drafter)):
             more = ', "decode.draft_checkpoint": DIRECTORY' if name == "draft" else ""
             raise UserError(
                 f"{call}(): {name}",
@@ -45,3 +48,16 @@ def of_call(config: Config, call: str, settings: JsonMapping, *, drafts: bool, w
                 expected=f'pipejax.load(path, overrides={{"{NAMES[name]}": {shown_value(value)}{more}}})',
             )
     return config_lib.override(config, {NAMES[name]: value for name, value in settings.items()}, where=f"{call}()")
+
+
+def _needs_opening(draft: object, drafter: Drafter | None) -> bool:
+    """Whether a value of `decode.draft` needs parameters that are read only when the checkpoint is opened.
+
+    Args:
+      draft: the value; False is returned if it is not valid, which `override` reports.
+      drafter: the drafter of `decode.draft` when the checkpoint was opened.
+    """
+    if not isinstance(draft, str) or draft not in DRAFTS[1:]:
+        return False  # `check` in `drafter_parameters` refuses a class of the user
+    made = drafters.make(draft)
+    return drafters.wants(made, "parameters") and type(made) is not type(drafter)

@@ -51,6 +51,21 @@ class StepDecoder:
 
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
+        x, cache = self._run_layers(step, cache)
+        return self._logits(x), cache
+
+    def with_hidden(self, step: Step, cache: Cache) -> tuple[Array, Array, Cache]:
+        """See `Model`."""
+        x, cache = self._run_layers(step, cache)
+        return self._logits(x), self._normalize(x, self.weights.norm).T, cache
+
+    def _logits(self, x: Array) -> Array:
+        """Returns the logits f32 [V, N] of the last layer's output [D, N]."""
+        factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
+        return self._of_normed(self.weights.head, x, self.weights.norm, factor, jnp.float32)
+
+    def _run_layers(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        """Returns the output of the last layer [D, N], before the norm, and the cache with the step's tokens."""
         w = self.weights
         biases = [self._bias(step, table) for table in w.bias]
         x = self._embed(step.tokens)
@@ -67,8 +82,7 @@ class StepDecoder:
             query = _at_places(self._of_normed(layer.cross_query, x, layer.cross_norm), step)
             x = self._add(layer.cross_outwards, _gather(self._attend_memory(i, query), step), x)
             x = self._add(layer.feed_outwards, self._activate(x, layer), x)
-        factor = self.config.d_model**-0.5 if self.config.scale_head else 1.0
-        return self._of_normed(w.head, x, w.norm, factor, jnp.float32), Cache(tuple(keys), tuple(values))
+        return x, Cache(tuple(keys), tuple(values))
 
     def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""

@@ -72,15 +72,15 @@ class ProductDecoder(LayerDecoder):
     matrices: dict[str, products.Panels]
     level: cpu_kernel.Level
 
-    def __call__(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
+    def with_hidden(self, step: Step, cache: Tree) -> tuple[Array, Array, Tree]:
         """See `Model`."""
         with products.multiplying(self.matrices, self.level):
-            return super().__call__(step, cache)
+            return super().with_hidden(step, cache)
 
     def greedy(self, step: Step, cache: Tree) -> tuple[Array, Tree]:
         """See `Model`."""
         with products.multiplying(self.matrices, self.level, _cap(self.model)):
-            logits, cache = super().__call__(step, cache)
+            logits, _, cache = super().with_hidden(step, cache)
         return first_argmax(logits), cache
 
 
@@ -133,11 +133,17 @@ class OwnKernel(Xla):
     def _encoder(self, ends: Tree, layers: list[Tree], memories: list[Tree]) -> Tree:
         return ends.replace(layers=tuple(layers), memories=tuple(memories))
 
-    def encode(self, model: Module, encoder: Tree, source: Array, length: Array) -> Memory:
+    def encode(self, model: Module, encoder: Tree, source: Array, length: Array, *, outputs: bool = False) -> Memory:
         """See `Backend`."""
-        slots = memory_length(source.shape[1])
         return cpu_decoder.encode(
-            model.config, encoder, source, length, slots=slots, weights=self.weights, level=self.level
+            model.config,
+            encoder,
+            source,
+            length,
+            slots=memory_length(source.shape[1]),
+            outputs=outputs,
+            weights=self.weights,
+            level=self.level,
         )
 
     def widen(self, memory: Memory, slots: int) -> Memory:

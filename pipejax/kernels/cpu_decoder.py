@@ -99,23 +99,35 @@ class KernelDecoder:
     def __call__(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`."""
         vocabulary = self.weights.head.rows.shape[0] * cpu_kernel.PANEL
-        logits, cache = self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32))
+        (logits,), cache = self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens), vocabulary), jnp.float32))
         return logits.T[: self.config.vocab_size], cache
+
+    def with_hidden(self, step: Step, cache: Cache) -> tuple[Array, Array, Cache]:
+        """See `Model`."""
+        count, vocabulary = len(step.tokens), self.weights.head.rows.shape[0] * cpu_kernel.PANEL
+        shapes = [jax.ShapeDtypeStruct((count, size), jnp.float32) for size in (vocabulary, self.config.d_model)]
+        (logits, hidden), cache = self._step(step, cache, *shapes)
+        return logits.T[: self.config.vocab_size], hidden, cache
 
     def greedy(self, step: Step, cache: Cache) -> tuple[Array, Cache]:
         """See `Model`. The kernel does not write the logits to memory."""
-        return self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
+        (tokens,), cache = self._step(step, cache, jax.ShapeDtypeStruct((len(step.tokens),), jnp.int32))
+        return tokens, cache
 
-    def _step(self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct) -> tuple[Array, Cache]:
+    def _step(
+        self, step: Step, cache: Cache, answers: jax.ShapeDtypeStruct, *hidden: jax.ShapeDtypeStruct
+    ) -> tuple[list[Array], Cache]:
         """Calls the kernel for a step.
 
         Args:
           step: the input.
           cache: keys and values of the slots, which the kernel overwrites in place.
           answers: the shape and dtype of the result: f32 [N, V] for logits, i32 [N] for tokens.
+          hidden: f32 [N, D], if the outputs of the decoder are wanted, too.
 
         Returns:
-          The logits or the tokens, and the cache with the keys and values of the step.
+          A list of the logits or the tokens and, if wanted, the outputs of the decoder; and the cache with the keys and
+          values of the step.
         """
         c, w, memory = self.config, self.weights, self.memory
         places = jnp.arange(len(step.tokens)) if step.place_of_query is None else step.place_of_query
@@ -136,12 +148,14 @@ class KernelDecoder:
         sizes = {"B": batch, "N": len(step.tokens), "Q": queries, "C": reach, "S": cache.keys[0].shape[2]} | vocabulary
         sizes |= {"L": memory.mask.shape[1], "P": w.bias.shape[2], "tables": len(w.bias), "layers": len(w.layers)}
         caches = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*cache.keys[:1], *cache.values[:1]) * len(w.layers))
-        found = jax.ffi.ffi_call(f"pipejax_step_{self.level.name}", (answers, *caches), input_output_aliases=aliases)(
+        results = (answers, *caches, *hidden)
+        found = jax.ffi.ffi_call(f"pipejax_step_{self.level.name}", results, input_output_aliases=aliases)(
             *given,
             numbers=fields.numbers("STEP_NUMBERS", _sizes(c) | sizes),
             epsilon=np.float32(c.layer_norm_epsilon),
         )
-        return found[0], Cache(tuple(found[1::2]), tuple(found[2::2]))
+        end = 1 + 2 * len(w.layers)
+        return [found[0], *found[end:]], Cache(tuple(found[1:end:2]), tuple(found[2:end:2]))
 
 
 @flax.struct.dataclass
@@ -188,6 +202,7 @@ def encode(
     length: Array,
     *,
     slots: int,
+    outputs: bool,
     weights: str,
     level: cpu_kernel.Level,
 ) -> Memory:
@@ -199,6 +214,7 @@ def encode(
       source: i32 [B, L].
       length: i32 [B], the number of real tokens of each source.
       slots: the number of slots of the memory, at least L and a multiple of 16.
+      outputs: whether `Memory.encoded` is kept.
       weights: the storage of weights, as `decode.weights`.
       level: the instruction set of the kernel.
     """
@@ -216,10 +232,10 @@ def encode(
     dtype = memory_dtype(weights)
     depth = 4 // dtype.itemsize
     results: list[jax.ShapeDtypeStruct] = []
-    for outputs, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # for keys, then for values
-        panels = outputs // cpu_kernel.PANEL, inputs // depth, cpu_kernel.PANEL, depth
+    for rows, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # for keys, then for values
+        panels = rows // cpu_kernel.PANEL, inputs // depth, cpu_kernel.PANEL, depth
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, *panels), dtype))
-        scales = outputs if dtype == jnp.int8 else 0
+        scales = rows if dtype == jnp.int8 else 0
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, scales), jnp.float32))
     results.insert(2, jax.ShapeDtypeStruct((batch, config.num_heads, config.d_kv), jnp.float32))
     sizes = {
@@ -230,13 +246,18 @@ def encode(
         "layers": len(encoder.layers),
         "memories": len(encoder.memories),
     }
-    found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results * len(encoder.memories))(
+    count = 5 * len(encoder.memories)
+    encoded = jax.ShapeDtypeStruct((batch, longest, config.d_model), jnp.float32)
+    results = results * len(encoder.memories) + [encoded] * outputs
+    found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results)(
         *given,
         numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),
         epsilon=np.float32(config.layer_norm_epsilon),
     )
-    keys, values = map(Keys, *(found[i::5] for i in range(3))), map(Matrix, found[3::5], found[4::5])
-    return Memory(tuple(keys), tuple(values), jnp.arange(slots) < length[:, None])
+    arrays = [found[i:count:5] for i in range(5)]
+    keys, values = map(Keys, *arrays[:3]), map(Matrix, *arrays[3:])
+    mask = jnp.arange(slots) < length[:, None]
+    return Memory(tuple(keys), tuple(values), mask, encoded=found[-1] if outputs else None)
 
 
 def listen(count: Array, switch: Array, *, level: cpu_kernel.Level) -> Array:

@@ -78,7 +78,7 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
             made, "position", f"{position[:2, :4].tolist()} for rows 0, 1 and times 0 to 3", expected
         )
     is_ours = type(made).__module__.startswith("pipejax.")
-    if not is_ours and made.choose is None and not made.needs_draft_model:
+    if not is_ours and made.choose is None and made.drafter is None:
         strategy_checks.dry_run(made, ordered=ordered, grows=grows)
 
 

@@ -45,6 +45,7 @@ class Memory:
     values: tuple[Tree, ...]  # for each layer [B, H, L, K]; a backend may use another layout
     mask: Array  # bool [B, L], True at real tokens
     adapter: Array | None = None  # i32 [B], the number of each source's adapter, if there are several adapters
+    encoded: Array | None = None  # [B, L, D], the outputs of the encoder, if a drafter wants them
 
 
 @flax.struct.dataclass

@@ -47,6 +47,7 @@ class Facts(typing.TypedDict, total=False):
     above: float  # an exclusive lower limit
     below: float  # an exclusive upper limit
     choices: tuple[str, ...]  # the legal texts
+    classes: bool  # whether MODULE:CLASS is legal, too
     untold: tuple[str, ...]  # legal texts that messages do not list
     keeps_spaces: bool  # whether --set keeps spaces at the ends of the value
     commands: tuple[Command, ...]  # commands whose --set may change it in a checkpoint; `pipejax train` sets every key
@@ -121,12 +122,14 @@ def check_settings(node: Any, prefix: str, where: str) -> None:
             misread = any(map(is_misread, texts))
             raise UserError(f"{where}: {key}", found=f"{value!r}", expected=f"{UTF_8 if misread else 'valid Unicode'}")
         rule = field.metadata
-        if rule.get("choices") and value not in rule["choices"]:
+        is_class = rule.get("classes") and all(value.partition(":"))
+        if rule.get("choices") and value not in rule["choices"] and not is_class:
             told = [choice for choice in rule["choices"] if choice and choice not in rule.get("untold", ())]
+            more = " or MODULE:CLASS" if rule.get("classes") else ""
             raise UserError(
                 f"{where}: {key}",
                 found=f"{value!r}",
-                expected=f"one of {', '.join(told)}",
+                expected=f"one of {', '.join(told)}{more}",
                 hint=did_you_mean(value, told),
             )
         for name, words, broken in (

@@ -56,8 +56,7 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
     ) -> Any:
         if (programs.decode_batch, programs.encode_batch) != (decode, encode):  # a test's own, such as one that fails
             return whole(self, part, slots, arguments, shape, report, way)
-        small = self.small and (self.small.model, self.small.backend)
-        made_for = self.model, self.backend, tuple(self.devices), small, programs.SLOTS
+        made_for = self.model, self.backend, tuple(self.devices), programs.SLOTS
         shared = *made_for, part, slots, shape, way, *shapes_of(arguments)
         if shared in _programs:
             own = programs._key(part, slots, arguments[4:], shape, way)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipejax.decoding import Step
+from pipejax.decoding import SourceIds, Step
 
 Array = jax.Array
 
@@ -69,3 +69,19 @@ def _write(cache: Array, new: Array, start: Array) -> Array:
     put = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=0))
     found: Array = put(cache, new, start)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A `drafters.SmallModel` whose decoder is a `Hashed`."""
+
+    model: Hashed
+
+    def decoder(self, memory: Any) -> Hashed:
+        """See `SmallModel`."""
+        return self.model
+
+
+def bound_to(strategy: Any, model: Hashed, source: SourceIds) -> Any:
+    """The strategy for a batch of sources; `model` is also the small model of the drafter `FromModel`."""
+    return strategy.bind_source(dataclasses.replace(source, parameters=Small(model)))

@@ -10,7 +10,8 @@ from pipejax import decoding
 from pipejax.config import T5Config
 from pipejax.decoding import Decoded, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.programs import Drafting, decode_batch, encode_batch, schedule
+from pipejax.inference.drafter_parameters import SmallModel
+from pipejax.inference.programs import decode_batch, encode_batch, schedule
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5 import T5
 
@@ -28,26 +29,24 @@ def compiled(
     With `small`, the architecture of a T5 that drafts, its parameters come last.
     """
     model = config.module()
-    drafting = None if small is None else Drafting(T5(small), backend)
+    other = None if small is None else T5(small)
 
     @jax.jit
     def encode(params: Any, source: jax.Array, length: jax.Array, of_small: Any = None) -> Any:
         ready = backend.prepare(model, params)
         memory = encode_batch(model, ready.encoding, source, length, backend=backend)
-        if drafting is None:
-            return ready.decoding, memory, None
-        other = backend.prepare(drafting.model, of_small)
-        found = encode_batch(drafting.model, other.encoding, source, length, backend=backend)
-        return (ready.decoding, other.decoding), memory, found
+        if other is None:
+            return (ready.decoding, None), memory, None
+        laid = backend.prepare(other, of_small)
+        own = SmallModel(laid.encoding, laid.decoding, other, backend)
+        return (ready.decoding, own), memory, own.encode(source, length)
 
-    decode = jax.jit(
-        partial(decode_batch, model, strategy, backend=backend, drafting=drafting), static_argnames=("sizes", "slots")
-    )
+    decode = jax.jit(partial(decode_batch, model, strategy, backend=backend), static_argnames=("sizes", "slots"))
 
     def whole(params: Any, source: jax.Array, length: jax.Array, *of_small: Any) -> Decoded:
         weights, memory, found = encode(params, source, length, *of_small)
         chosen = sizes or schedule(strategy, len(length))
-        read = (SourceIds(source, length, found),) if strategy.reads_source else ()
+        read = (SourceIds(source, length, memory=found),) if strategy.reads_source else ()
         stretch = decoding.run(
             lambda slots, carry: decode(weights, memory, carry, *read, sizes=chosen, slots=slots), chosen
         )

@@ -27,7 +27,7 @@ from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import Config
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import TRUNCATIONS, Carry, DecodingOptions, Segment, SourceIds, Strategy
+from pipejax.decoding import TRUNCATIONS, Carry, DecodingOptions, Segment, SourceIds, Strategy, drafters
 from pipejax.inference import programs
 from pipejax.inference.backends import Backend, Ready, call_costs, portable
 from pipejax.inference.decoding_options import forced_of, row_prefix_ids
@@ -86,8 +86,10 @@ def export(
         import flatbuffers  # noqa: F401  # JAX serialises programs with it
     restored = checkpoint.open_run(directory, best=best)
     config = override(restored.config, overrides, where="--set")
-    if config.decode.draft == "model":
-        raise UserError("decode.draft", found="model", expected="another drafter, because an export contains one model")
+    drafter = None if config.decode.draft == "none" else drafters.make(config.decode.draft)
+    if getattr(drafter, "wants", ()) or hasattr(drafter, "read"):
+        expected = "another drafter, because an export contains only the model"
+        raise UserError("decode.draft", found=config.decode.draft, expected=expected)
     for field in dataclasses.fields(config.decode):
         found = getattr(config.decode, field.name)
         if not field.metadata.get("exported") and found != field.default:
@@ -199,7 +201,7 @@ def _decode(
     options = DecodingOptions(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
 
     def decode_segment(slots: int, carry: Carry | None) -> Segment:
-        given = ready.decoding, memory, carry, read, options
+        given = (ready.decoding, None), memory, carry, read, options
         return programs.decode_batch(model, strategy, *given, sizes=sizes, slots=slots, backend=backend)
 
     decoded = decoding.run_in_one_program(decode_segment, sizes)

@@ -1,25 +1,32 @@
 """The interface of drafters: the rows that a drafter is given, and the drafts that it returns.
 
-Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens.
+Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens of a row in
+a call, W the width of the model.
 """
 
-from typing import Protocol, runtime_checkable
+import dataclasses
+from typing import Any, Protocol
 
 import flax.struct
 
+from pipejax.config import Config
 from pipejax.decoding.rows import Rows
-from pipejax.decoding.strategy import Array, Model, SourceIds
+from pipejax.decoding.strategy import Array, SourceIds
 from pipejax.system import Tree
+
+WANTS = ("parameters", "encoded", "hidden")  # the elements of `Drafter.wants`
 
 
 @flax.struct.dataclass
 class Written:
-    """The tokens of the rows that are generated so far."""
+    """The tokens of the rows that are generated so far, and the sources of the batch."""
 
     tokens: Array  # i32 [B, R, T], the tokens of each row, without bos, with its end token; 0 beyond `length`
     length: Array  # i32 [B, R], number of tokens
     guesses: Array  # i32 [B, R, D], the model's tokens of the previous call for the places from `length` on
     guessed: Array  # i32 [B, R], number of guesses; the model generated them from rejected tokens, so they may be wrong
+    source: SourceIds | None = None  # the sources, as in `Drafter.init`
+    hidden: Array | None = None  # [B, R, W], the output of the decoder that gave each row's newest token; 0: no token
 
 
 @flax.struct.dataclass
@@ -31,23 +38,48 @@ class Draft:
     trust: Array  # i32 [B, R], index into `odds`
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The decode in which a drafter takes part. Static under jit."""
+
+    rows: Rows  # the strategy that verifies the drafts
+    most: int  # D
+    queries: tuple[int, ...]  # the sizes of a batch's calls, as in `Drafts`
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetModel:
+    """The model that a drafter drafts for, for `Drafter.load`."""
+
+    config: Config
+    fingerprint: str = ""  # of its parameters, the `params_fp` of its checkpoint; "": unknown
+
+
 class Drafter(Protocol):
-    """Guesses the next tokens of rows. A frozen dataclass, static under jit; its state is a pytree of fixed shapes."""
+    """Guesses the next tokens of rows. A frozen dataclass, static under jit; its state is a pytree of fixed shapes.
+
+    The first axis of all arrays of the state is B. A drafter may also have the following members:
+
+    - `wants`, a set of elements of `WANTS`. With "encoded", `SourceIds.encoded` has the output of the encoder, in the
+      dtype of the computation. With "hidden", `Written.hidden` has outputs of the decoder. With "parameters",
+      `SourceIds.parameters` has the result of `load`.
+    - `load(directory, target)`, needed with "parameters", and called once when a checkpoint is opened: returns a tree
+      of arrays. `directory` is the value of `decode.draft_checkpoint`, and `target` a `TargetModel`.
+    - `read(source)`, traced, and called once for each batch of sources after the encoder: returns a tree of arrays
+      with B as the first axis, `SourceIds.memory` in the other methods. `SourceIds.encoded` is then given to `read`
+      alone.
+    - `widen(source, slots)`, traced: returns `SourceIds.memory` for the same sources padded to `slots` tokens. Needed
+      if the shape of the result of `read` depends on L.
+    - `loops`, True if `propose` computes a loop over a cache. The state may then have arrays with another first axis,
+      which are not reset when an example of a running batch begins.
+    """
 
     @property
     def odds(self) -> tuple[float, ...]:
         """The prior probability, for each degree of trust, that a drafted token is right."""
 
     def init(self, source: SourceIds, rows: int) -> Tree:
-        """The state before the first call, for a grid of `rows` rows."""
+        """The state before the first call, for a grid of `rows` rows. `source` has ids [B, L]."""
 
-    def propose(self, state: Tree, written: Written, most: int) -> tuple[Tree, Draft]:
+    def propose(self, state: Any, written: Written, most: int) -> tuple[Tree, Draft]:
         """The new state, and a draft of at most D = `most` tokens for every row; traced."""
-
-
-@runtime_checkable
-class Borrower(Protocol):
-    """A drafter with a model, whose decoder has to be bound for each batch."""
-
-    def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> Drafter:
-        """The drafter for one batch; see `FromModel.over`."""

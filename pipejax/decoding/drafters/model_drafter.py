@@ -9,6 +9,7 @@ Shapes as in `drafter`; K = D + 2, the most tokens of a row in a step: bos and a
 
 import dataclasses
 import math
+from typing import ClassVar, Protocol
 
 import flax.struct
 import jax
@@ -157,33 +158,41 @@ class DrafterCache:
     cache: Tree
 
 
+class SmallModel(Protocol):
+    """The parameters of a small T5, with the functions that compute with them."""
+
+    def encode(self, ids: Array, length: Array) -> Tree:
+        """The memory of sources, ids i32 [B, L] with `length` i32 [B]."""
+
+    def widen(self, memory: Tree, slots: int) -> Tree:
+        """The memory padded to `slots` tokens."""
+
+    def decoder(self, memory: Tree) -> Model[Tree]:
+        """The decoder of the encoded sources."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FromModel:
-    """Drafts by a small T5 with the same vocabulary. `over` binds its decoder for a batch, during tracing."""
+    """Drafts by a small T5 with the same vocabulary. Its parameters are a `SmallModel`."""
 
     odds: tuple[float, ...] = (0.5, 0.75, 0.95)  # by the mean probability of the drafted tokens, see `MARKS`
     least: float = 0.4  # a draft ends before the first token below this probability
-    looking: Looking | None = None
-    sizes: Sizes | None = None
-    decoder: Model[Tree] | None = None
+    wants: ClassVar[frozenset[str]] = frozenset({"parameters"})
+    loops: ClassVar[bool] = True
 
-    def over(self, decoder: Model[Tree], grid: Rows, most: int, *, queries: tuple[int, ...], batch: int) -> "FromModel":
-        """The drafter for one batch.
+    def read(self, source: SourceIds) -> Tree:
+        """The sources encoded by the small T5."""
+        small: SmallModel = source.parameters
+        return small.encode(jnp.asarray(source.ids), jnp.asarray(source.length))
 
-        Args:
-          decoder: the small model's decoder of the batch.
-          grid: the large model's strategy.
-          most: D, the most drafted tokens of a row.
-          queries: the numbers of queries of a step to compile for.
-          batch: B.
-        """
-        looking = Looking(grid, most, self.least)
-        sizes = Sizes.fit(looking, batch, queries=queries)
-        return dataclasses.replace(self, looking=looking, sizes=sizes, decoder=decoder)
+    def widen(self, source: SourceIds, slots: int) -> Tree:
+        """The memory of the small T5, padded to `slots` tokens."""
+        small: SmallModel = source.parameters
+        return small.widen(source.memory, slots)
 
     def init(self, source: SourceIds, rows: int) -> DrafterCache:
         """An empty cache."""
-        looking, sizes, decoder = self._bound()
+        looking, sizes, decoder = self._bound(source)
         batch = len(source.ids)
         carry = begin(looking, decoder, looking.init(batch), sizes, apart=True)
         carry = grow(decoder, carry, sizes.slots[-1])
@@ -191,7 +200,7 @@ class FromModel:
 
     def propose(self, state: DrafterCache, written: Written, most: int) -> tuple[DrafterCache, Draft]:
         """Drafts by the small model's greedy decoding of the same grid."""
-        looking, sizes, decoder = self._bound()
+        looking, sizes, decoder = self._bound(written.source)
         begun = looking.begun(written.tokens, written.length, state.fed)
         carry = begin(looking, decoder, begun, sizes, apart=True)
         # The first step feeds only accepted tokens, and bos of rows that begin before any others; both stay cached.
@@ -210,7 +219,11 @@ class FromModel:
         tokens = jnp.take_along_axis(drafted.tokens, place, axis=2)
         return DrafterCache(fed, used, filled, carry.cache), Draft(tokens, count, jnp.asarray(trust))
 
-    def _bound(self) -> tuple[Looking, Sizes, Model[Tree]]:
-        """The strategy, the sizes and the decoder that `over` has bound."""
-        assert self.looking and self.sizes and self.decoder, "`over` binds the small model"
-        return self.looking, self.sizes, self.decoder
+    def _bound(self, source: SourceIds | None) -> tuple[Looking, Sizes, Model[Tree]]:
+        """The strategy by which the small T5 decodes a batch of sources, the sizes of its steps, and its decoder."""
+        assert source and source.setting, "`Drafts.bind_source` binds the small model"
+        setting, small = source.setting, source.parameters
+        looking = Looking(setting.rows, setting.most, self.least)
+        # Each size is one more copy of the small model's step in each loop of the large one, so use only a few.
+        few = setting.queries[:: max(len(setting.queries) // 2, 1)]
+        return looking, Sizes.fit(looking, len(source.ids), queries=few), small.decoder(source.memory)

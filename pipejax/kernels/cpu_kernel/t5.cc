@@ -234,6 +234,7 @@ struct DecoderStep : StepNumbers, StepFields {
 
 // Computes a decoder step (STEP_FIELDS and DECODER_LAYER_FIELDS in fields.h). The results are the logits f32 [N, V] or the
 // tokens with the highest logits i32 [N], followed by the keys and values of each layer's cache, which are written in place.
+// One more result, if there is one, gets the outputs of the decoder, f32 [N, D].
 ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                 float epsilon) {
   if (attribute.size() != StepNumbers::kCount) return Wrong("step: numbers of another table");
@@ -243,8 +244,12 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   const auto layers = Layers<DecoderLayer>(arguments, numbers, numbers.layers);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("step: " + wrong);
   if (numbers.tables != 1 && numbers.tables != numbers.layers) return Wrong("step: tables of some layers");
-  if (numbers.S < numbers.C || numbers.S % kPanel || results.size() != 1 + 2 * layers.size())
+  const size_t end = 1 + 2 * layers.size();
+  const bool outputs = results.size() == end + 1;
+  if (numbers.S < numbers.C || numbers.S % kPanel || results.size() != end + outputs)
     return Wrong("step: a cache of another size");
+  if (outputs && static_cast<int64_t>((*results.get<ffi::AnyBuffer>(end).value()).element_count()) != numbers.N * numbers.D)
+    return Wrong("step: outputs of another size");
   const ffi::AnyBuffer answers = *results.get<ffi::AnyBuffer>(0).value();
   const bool greedy = answers.element_type() == ffi::S32;
   if (numbers.words < 1 || numbers.words > numbers.V ||
@@ -268,13 +273,20 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
   }
   if (greedy) step.Choose(stack, ResultAt<int32_t>(results, 0));
   else step.Head(stack, ResultAt<float>(results, 0));
+  if (outputs) {
+    float* found = ResultAt<float>(results, end);
+    std::fill_n(found, step.N * step.D, 0.0f);
+    for (int64_t c = 0; c < step.count; ++c)
+      Norm(rooms.x.data() + c * step.D, step.norm, epsilon, step.D, found + rooms.columns[c] * step.D);
+  }
   return ffi::Error::Success();
 }
 
 // Computes the encoder (ENCODE_FIELDS, ENCODER_LAYER_FIELDS and MEMORY_FIELDS in fields.h). The results for each layer of the
 // decoder are keys [B, H, M, K], their scales, the factors of queries [B, H, K], values [B, H, K, M] and their scales, in the
-// form of PANELS in fields.h, with zeros after the length of a source. The self-attention of the encoder is computed in float32
-// if keys and values are float32. Otherwise it is computed in bfloat16, or in int8 if columns of int8 weights have one digit.
+// form of PANELS in fields.h, with zeros after the length of a source. One more result, if there is one, gets the outputs of
+// the encoder, f32 [B, L, D]. The self-attention of the encoder is computed in float32 if keys and values are float32.
+// Otherwise it is computed in bfloat16, or in int8 if columns of int8 weights have one digit.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                   float epsilon) {
   if (attribute.size() != EncodeNumbers::kCount) return Wrong("encode: numbers of another table");
@@ -285,7 +297,8 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const auto memories = Layers<MemoryLayer>(arguments, numbers, numbers.memories);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("encode: " + wrong);
   if (numbers.tables != 1 && numbers.tables != numbers.layers) return Wrong("encode: tables of some layers");
-  if (results.size() != 5 * memories.size() || memories.empty()) return Wrong("encode: other results than memories");
+  const bool outputs = results.size() == 5 * memories.size() + 1;
+  if (results.size() != 5 * memories.size() + outputs || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
   const int64_t inner = heads * width, memory = numbers.M;
   const auto type = (*results.get<ffi::AnyBuffer>(0).value()).element_type();
@@ -293,12 +306,15 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const bool in_int8 = type == ffi::S8;
   const int64_t whole = batch * inner * memory, scales = in_int8 ? batch : 0;
   const int64_t sizes[] = {whole, scales * heads * memory, batch * inner, whole, scales * inner};
-  for (size_t i = 0; i < results.size(); ++i) {
+  for (size_t i = 0; i < 5 * memories.size(); ++i) {
     const ffi::AnyBuffer found = *results.get<ffi::AnyBuffer>(i).value();
     if (static_cast<int64_t>(found.element_count()) != sizes[i % 5] || found.element_type() != (i % 5 % 3 ? ffi::F32 : type))
       return Wrong("encode: a memory of another size");
   }
   if (memory < length || memory % kPanel) return Wrong("encode: a memory of another size");
+  if (outputs && static_cast<int64_t>((*results.get<ffi::AnyBuffer>(5 * memories.size()).value()).element_count()) !=
+                     batch * length * size)
+    return Wrong("encode: outputs of another size");
 
   thread_local Rooms kept;
   Rooms& rooms = kept;  // the buffers of the leading thread, which all threads use
@@ -331,6 +347,13 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
     });
     stack.Add(layer.outwards, rooms.found);
     stack.Feed(layer);
+  }
+  if (outputs) {
+    float* found = ResultAt<float>(results, 5 * memories.size());
+    std::fill_n(found, batch * length * size, 0.0f);
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t c = first[b]; c < first[b + 1]; ++c)
+        Norm(rooms.x.data() + c * size, fields.norm, epsilon, size, found + (b * length + c - first[b]) * size);
   }
   for (size_t layer = 0; layer < memories.size(); ++layer) {
     projected.resize(count * 2 * inner);

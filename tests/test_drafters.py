@@ -1,0 +1,340 @@
+"""Drafters of a user: named in a config, with parameters and the encoder's outputs, and checked where they enter."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pipejax
+from pipejax import checkpoint
+from pipejax import config as config_lib
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.decoding import drafters
+from pipejax.decoding.drafters import Draft, FromSource, Jacobi
+from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.drafter_parameters import OpenDrafter
+from pipejax.inference.generator import Generator
+from pipejax.inference.programs import encode_batch
+from pipejax.kernels import cpu_kernel
+from pipejax.kernels.backends import OwnKernel
+from pipejax.testing import check_drafter
+from support import oracle
+from support.batches import padded, sources
+from support.foreign_drafters import Ranked, RankedOnce
+from support.refusals import refuses
+from support.tiny import IN_BLOCKS, MORE_WORDS
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+NAME = "support.foreign_drafters"
+ROOT = Path(__file__).parents[1]
+
+
+def vector(width: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(width).astype(np.float32)
+
+
+def check_outputs(backend: Any) -> None:
+    """Compares the outputs of the encoder at the tokens of each source, of several lengths, with NumPy."""
+    rng = np.random.default_rng(2)
+    params, texts = oracle.random_params(IN_BLOCKS, rng), sources(rng, 5, IN_BLOCKS.vocab_size)
+    model, given = IN_BLOCKS.module(), [jnp.asarray(x) for x in padded(texts)]
+    ready = backend.prepare(model, jax.tree.map(jnp.asarray, params))
+    memory: Any = encode_batch(model, ready.encoding, *given, backend=backend, outputs=True)
+    assert memory.encoded.shape == (5, 16, IN_BLOCKS.d_model)
+    for text, found in zip(texts, memory.encoded, strict=True):
+        np.testing.assert_allclose(found[: len(text)], oracle.encode(params, IN_BLOCKS, text), atol=2e-5)
+    assert encode_batch(model, ready.encoding, *given, backend=backend).encoded is None
+
+
+@pytest.mark.parametrize("backend", [XLA, Backend()], ids=["XLA", "layers"])
+def test_outputs_of_the_encoder_equal_numpy(backend: Any) -> None:
+    check_outputs(backend)
+
+
+def test_outputs_of_the_encoder_in_the_kernel_equal_numpy(kernel: cpu_kernel.Level) -> None:
+    check_outputs(OwnKernel("auto", kernel))
+
+
+def opened(drafter: Any, **decode: Any) -> Generator:
+    """A generator of random weights with the drafter."""
+    config = Config(
+        model=MORE_WORDS,
+        grid=GridConfig(delay=1, time_max=14, sub_max=4),
+        train=TrainConfig(method="pipelined"),
+        decode=DecodeConfig(max_length=14, draft_tokens=3, **decode),
+    )
+    params = oracle.random_params(MORE_WORDS, np.random.default_rng(4))
+    own = {"vector": jnp.asarray(vector(MORE_WORDS.d_model))}
+    return Generator(config, params, None, drafter=OpenDrafter(drafter, params=own))
+
+
+def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
+    """Its drafts are the tokens in the order of their scores, computed in NumPy."""
+    drafting = opened(Ranked(), trace=True)
+    params = oracle.random_params(MORE_WORDS, np.random.default_rng(4))
+    rng = np.random.default_rng(5)
+    given = [[*rng.permutation(np.arange(2, 12))[: rng.integers(3, 9)].tolist(), 1] for _ in range(6)]
+    records = drafting.decode(given, drafter=Ranked(odds=(0.98,)), batch_size=1)
+    seen = 0
+    for text, record in zip(given, records, strict=True):
+        scores = oracle.encode(params, MORE_WORDS, text) @ vector(MORE_WORDS.d_model)
+        best = [text[i] for i in np.argsort(-scores)]
+        tokens = [best[i % len(best)] for i in range(8)]
+        length = [0] * 4
+        for call in record["trace"]:
+            for row, written, _, drafted in call:
+                assert drafted == [tokens[(row + length[row] + k) % 8] for k in range(len(drafted))]
+                length[row] += written
+                seen += len(drafted)
+    assert seen > 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Again(Jacobi):
+    """Drafts the token with the highest logit of the outputs of the decoder, which is the newest token."""
+
+    odds: tuple[float, ...] = (0.98,)
+    wants: ClassVar[frozenset[str]] = frozenset({"parameters", "hidden"})
+
+    def propose(self, state: Any, written: Any, most: int) -> Any:
+        newest = (written.hidden @ written.source.parameters["head"]).argmax(axis=2).astype(jnp.int32)
+        tokens = jnp.broadcast_to(newest[:, :, None], (*newest.shape, most))
+        return state, Draft(tokens, jnp.where(written.length > 0, 1, 0), jnp.zeros_like(newest))
+
+
+def check_hidden(backend: Any) -> None:
+    """In a batch, after accepted and rejected drafts: the drafted token is always the newest token of its row."""
+    config = Config(
+        model=IN_BLOCKS,
+        grid=GridConfig(delay=1, time_max=12, sub_max=3),
+        train=TrainConfig(method="pipelined"),
+        decode=DecodeConfig(draft_tokens=2, trace=True),
+    )
+    params = oracle.random_params(IN_BLOCKS, np.random.default_rng(4))
+    head = params["shared"]["embedding"].T if IN_BLOCKS.tied_head else params["lm_head"]["kernel"]
+    drafter = OpenDrafter(Again(), params={"head": jnp.asarray(head)})
+    generator = Generator(config, params, None, backend=backend, drafter=drafter)
+    rng = np.random.default_rng(5)
+    given = [[*rng.integers(2, 48, 9).tolist(), 1] for _ in range(4)]
+    plain = Generator(config, params, None, backend=backend)
+    plain.config = dataclasses.replace(config, decode=DecodeConfig())
+    expected = plain.decode(given, batch_size=2)
+    seen = 0
+    for record, other in zip(generator.decode(given, drafter=Again(), batch_size=2), expected, strict=True):
+        assert record["row_ids"] == other["row_ids"]
+        rows, length = [[*ids, 1] for ids in record["row_ids"]], dict[int, int]()
+        for call in record["trace"]:
+            for row, written, _, drafted in call:
+                if drafted:
+                    assert drafted == [rows[row][length[row] - 1]]
+                    seen += 1
+                length[row] = length.get(row, 0) + written
+    assert seen > 10
+
+
+@pytest.mark.parametrize("backend", [XLA, pytest.param(Backend(), marks=pytest.mark.slow)], ids=["XLA", "layers"])
+def test_outputs_of_the_decoder_gave_the_newest_tokens(backend: Any) -> None:
+    check_hidden(backend)
+
+
+def test_outputs_of_the_decoder_in_the_kernel_gave_the_newest_tokens(kernel: cpu_kernel.Level) -> None:
+    check_hidden(OwnKernel("auto", kernel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [Ranked(), RankedOnce()], ids=["init", "read"])
+def test_check_drafter_accepts_drafters_with_parameters(drafter: Any) -> None:
+    """Offline, in batches, and in a batch whose sources come and go."""
+    line = check_drafter(drafter, parameters={"vector": jnp.asarray(vector(16))}, sources=4)
+    assert re.fullmatch(rf"{type(drafter).__name__}: \d+ answers do not change; \d+ calls for \d+ steps", line)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wild(Jacobi):
+    """Drafts numbers that are no token ids, of any count and trust."""
+
+    def propose(self, state: Any, written: Any, most: int) -> Any:
+        state, draft = super().propose(state, written, most)
+        places = jnp.arange(most) + written.length[:, :, None]
+        tokens = jnp.where(places % 3 == 1, 10**6, jnp.where(places % 3 == 2, -7, draft.tokens))
+        return state, Draft(tokens, draft.count * 9 - 5, draft.trust + written.length % 3 - 1)
+
+
+@pytest.mark.slow
+def test_numbers_that_are_no_tokens_change_no_answer() -> None:
+    check_drafter(Wild(), sources=4)
+
+
+def broken(**members: Any) -> Any:
+    """A drafter with other members than `FromSource`."""
+    kind: Any = dataclasses.dataclass(frozen=True)(type("Broken", (FromSource,), members))
+    return kind()
+
+
+replaced: Any = dataclasses.replace
+
+
+def proposes(change: Any) -> Any:
+    """A drafter whose draft is changed."""
+
+    def propose(self: Any, state: Any, written: Any, most: int) -> Any:
+        return change(*FromSource.propose(self, state, written, most))
+
+    return broken(propose=propose)
+
+
+@pytest.mark.parametrize(
+    "drafter, place, found, expected",
+    [
+        (FromSource, "drafter", "FromSource", "an object of a frozen dataclass"),
+        (object(), "drafter", "object", "an object of a frozen dataclass"),
+        (broken(init=None), "Broken.init", "no such method", "Drafter"),
+        (FromSource(odds=0.5), "FromSource.odds", "0.5", "a tuple of probabilities"),  # type: ignore[arg-type]
+        (FromSource(odds=()), "FromSource.odds", "()", "a tuple of probabilities"),
+        (FromSource(odds=(1.5,)), "FromSource.odds", "1.5", "between 0 and 1"),
+        (broken(wants="encoded"), "Broken.wants", "'encoded'", "a set"),
+        (broken(wants={"memory"}), "Broken.wants", "'memory'", "some of parameters, encoded"),
+        (proposes(lambda state, draft: (state, draft.tokens)), "Broken.propose", "second result", "a Draft"),
+        (
+            proposes(lambda state, draft: (state, replaced(draft, tokens=draft.tokens[:, :, :1]))),
+            "Broken.propose: tokens",
+            "int32[8, 20, 1]",
+            "int32[8, 20, 3]",
+        ),
+        (
+            proposes(lambda state, draft: (state, replaced(draft, count=draft.count * 1.0))),
+            "Broken.propose: count",
+            "float32[8, 20]",
+            "int32[8, 20]",
+        ),
+        (
+            proposes(lambda state, draft: (state, replaced(draft, trust=draft.trust[:, 0]))),
+            "Broken.propose: trust",
+            "int32[8]",
+            "int32[8, 20]",
+        ),
+        (
+            proposes(lambda state, draft: (replaced(state, length=state.length.astype(float)), draft)),
+            "Broken.propose: .length",
+            "float32[8, 20]",
+            "int32[8, 20], as before",
+        ),
+        (
+            broken(init=lambda self, source, rows: replaced(FromSource.init(self, source, rows), length=jnp.int32(0))),
+            "Broken.init: .length",
+            "int32[]",
+            "[8] as the first axis, the batch",
+        ),
+        (broken(read=lambda self, source: jnp.zeros(3)), "Broken.read: ", "float32[3]", "[8] as the first axis"),
+    ],
+)
+def test_a_drafter_that_breaks_a_rule_is_one_line(drafter: Any, place: str, found: str, expected: str) -> None:
+    config = Config(model=MORE_WORDS, train=TrainConfig(method="pipelined"), decode=DecodeConfig(draft_tokens=3))
+    generator = Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
+    with refuses(place, found=found, expected=expected):
+        generator.decode([[5, 1]] * 8, drafter=drafter, batch_size=8)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A checkpoint of random weights, beside a directory with a vector."""
+    config = Config(
+        model=MORE_WORDS,
+        grid=GridConfig(delay=2, time_max=14, sub_max=4),
+        train=TrainConfig(method="pipelined"),
+        decode=DecodeConfig(draft_tokens=3),
+    )
+    params = oracle.random_params(MORE_WORDS, np.random.default_rng(4))
+    checkpoint.save_params(tmp_path / "run", config, params)
+    np.save(tmp_path / "vector.npy", vector(MORE_WORDS.d_model))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("kind", ["Ranked", pytest.param("RankedOnce", marks=pytest.mark.slow)])
+def test_a_named_drafter_is_opened_with_a_checkpoint(run: Path, kind: str) -> None:
+    """Its parameters are read; records and streams equal those without drafts, and are shorter by some calls."""
+    named = {"decode.draft": f"{NAME}:{kind}", "decode.draft_checkpoint": str(run.parent)}
+    plain, drafting = pipejax.load(run), pipejax.load(run, overrides=named)
+    rng = np.random.default_rng(8)
+    given = [[*rng.integers(2, 12, rng.choice([3, 11])).tolist(), 1] for _ in range(4)]
+    expected, found = plain.decode(given), drafting.decode(given)
+    assert [{**record, "calls": 0} for record in found] == [{**record, "calls": 0} for record in expected]
+    assert all(a["calls"] <= b["calls"] for a, b in zip(found, expected, strict=True))
+    events, others = list(drafting.stream_rows(given[0])), list(plain.stream_rows(given[0]))
+    assert events[:-1] == others[:-1]
+    last: list[Any] = [events[-1], others[-1]]
+    assert [{**record, "calls": 0} for record in last] == [{**expected[0], "calls": 0}] * 2
+    other = drafting.decode(given, draft="source")
+    assert [record["row_ids"] for record in other] == [record["row_ids"] for record in expected]
+
+
+def test_names_of_drafters_that_cannot_be_used_are_one_line(run: Path) -> None:
+    def load(name: str, **more: Any) -> Any:
+        return pipejax.load(run, overrides={"decode.draft": name, **more})
+
+    with refuses("decode.draft", found="'souce'", expected="one of none, source, jacobi, model or MODULE:CLASS"):
+        load("souce")
+    with refuses("decode.draft", found="cannot be imported", expected="MODULE:CLASS"):
+        load("absent_module:Drafter")
+    with refuses("decode.draft", found="not a Drafter that is a dataclass"):
+        load(f"{NAME}:Written")
+    with refuses("decode.draft", "vector.npy"):
+        load(f"{NAME}:Ranked", **{"decode.draft_checkpoint": str(run)})
+    with refuses("decode.draft", found="the drafter Ranked, which needs parameters", expected=f"{NAME}:Ranked when"):
+        pipejax.load(run).decode([[5, 1]], drafter=Ranked())
+
+
+def test_opening_a_run_does_not_import_the_drafter_that_it_names(run: Path) -> None:
+    """Its module must be imported by the caller, or be named by the caller."""
+    config = config_lib.load(run / "config.json")
+    config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, draft="user_drafter:AsSource"))
+    checkpoint.save_params(run.parent / "named", config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)))
+    (run.parent / "user_drafter.py").write_text(
+        "from pipejax.decoding.drafters import FromSource\n\n\nclass AsSource(FromSource):\n    pass\n"
+    )
+    name = "user_drafter"
+    with refuses("decode.draft", found="user_drafter:AsSource", expected="--set decode.draft=user_drafter:AsSource"):
+        pipejax.load(run.parent / "named")
+    assert name not in sys.modules
+    program = (
+        "import sys, pipejax\n"
+        "t5 = pipejax.load('named', overrides=['decode.draft=user_drafter:AsSource'])\n"
+        "print(t5.decode([[5, 6, 1]])[0]['calls'] > 0, pipejax.load('named').config.decode.draft)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=run.parent,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(run.parent), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout == "True user_drafter:AsSource\n", found.stderr
+
+
+def test_drafters_of_the_page_are_opened_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are saved as files, as the page says, and change no answer."""
+    page = (ROOT / "docs" / "drafting.md").read_text()
+    codes = re.findall(r"^```python\n(import dataclasses\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rng = np.random.default_rng(1)
+    given = [[*rng.integers(2, 12, 9).tolist(), 1] for _ in range(4)]
+    expected = pipejax.load(run).decode(given)
+    names = [re.search(r"^class (\w+):", code, re.MULTILINE) for code in codes]
+    assert [name and name[1] for name in names] == ["AsAbove", "Scored"]
+    for module, code, name in zip(("as_above", "scored"), codes, ("AsAbove", "Scored"), strict=True):
+        (run.parent / f"{module}.py").write_text(code)
+        overrides = {"decode.draft": f"{module}:{name}", "decode.draft_checkpoint": str(run.parent)}
+        found = pipejax.load(run, overrides=overrides).decode(given)
+        assert [record["row_ids"] for record in found] == [record["row_ids"] for record in expected]
+        assert all(f'"{what}"' in page for what in drafters.WANTS)
+        monkeypatch.delitem(sys.modules, module)
