@@ -12,10 +12,15 @@ from pipejax import metrics
 from pipejax.apps.compare import compare_command, measurement, quality_page
 from pipejax.apps.compare.entries import Entry, open_all, parse
 from pipejax.apps.compare.measurement import Results, blocks_of, measure
+from pipejax.config import Config, DecodeConfig
+from pipejax.data import demo
 from pipejax.data.examples import Example
+from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
+from pipejax.inference.sources import Source
 from pipejax.offline import evaluation
 from pipejax.system.errors import UserError
+from pipejax.testing.recomputation import TOY, random_params
 from pipejax.training import train_command
 from support import tiny_run
 
@@ -185,6 +190,31 @@ def test_flags_that_do_not_fit_are_refused(flags: list[str], place: str) -> None
     with pytest.raises(UserError) as error:
         compare_command.main(flags)
     assert error.value.place == place
+
+
+def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All entries read sources of the same tokens, and divide sequential answers by the same separator."""
+    words, file = demo.DemoTask().tokenizer(), tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"source": " ".join(demo.NOUNS[:8]), "targets": [demo.NOUNS[0]]}) + "\n")
+    params, seen = random_params(TOY, TOY.eos_token_id), list[tuple[int, list[str]]]()
+
+    def opened(entries: list[Entry]) -> list[Any]:
+        drafts = (DecodeConfig(), DecodeConfig(draft="source"))
+        found = [Generator(Config(model=TOY, decode=decode), params, words) for decode in drafts]
+        return [setattr(own, "origin", {}) or own for own in found]
+
+    def measured(entries: Any, generators: list[Any], examples: list[Example], **more: Any) -> list[Results]:
+        for own in generators:
+            rows = own.method("sequential").read(["bread / maps"], own.config.data.separator)[1]
+            seen.append((len(own.ids_of(Source("", examples[0].source))), rows))
+        return [result(entry.name, (50.0, 40.0, 60.0), 0.1) for entry in entries]
+
+    monkeypatch.setattr(compare_command, "open_all", opened)
+    monkeypatch.setattr(compare_command, "measure", measured)
+    settings = [f"data.test={file}", "data.max_source=5", "data.separator= / "]
+    flags = ["--entry", "run=a", "--entry", "run=b,draft=source", "--task", "jsonl"]
+    assert compare_command.main([*flags, *(x for setting in settings for x in ("--set", setting))]) == 0
+    assert seen == [(5, ["bread", "maps"])] * 2
 
 
 @pytest.mark.slow

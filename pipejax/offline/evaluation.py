@@ -296,9 +296,7 @@ def examples_of(
         raise UserError(
             checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
         )
-    if task:  # the metric of the given task counts, not the metric of the checkpoint's task
-        overrides = [f"data.task={task}", "data.metric=", *overrides]
-    generator.config = config_lib.override(generator.config, overrides)
+    overrides = use_data(generator, task, overrides)
     data = generator.config.data
     read = _task_of(generator, checkpoint, split, overrides)
     metric = data.metric or read.metric
@@ -313,6 +311,14 @@ def examples_of(
             "evaluated documents may be among its training examples"
         )
     return examples, metric
+
+
+def use_data(generator: Generator, task: str | None, overrides: Sequence[str]) -> Sequence[str]:
+    """Sets the data of a generator's config; returns all settings that were changed. Arguments as in `examples_of`."""
+    if task:  # the metric of the given task counts, not the metric of the checkpoint's task
+        overrides = [f"data.task={task}", "data.metric=", *overrides]
+    generator.config = config_lib.override(generator.config, overrides)
+    return overrides
 
 
 def _task_of(generator: Generator, checkpoint: str, split: str, overrides: Sequence[str]) -> Task:

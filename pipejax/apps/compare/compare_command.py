@@ -19,7 +19,7 @@ from pipejax.apps.compare import quality_page
 from pipejax.apps.compare.entries import FORM, open_all, parse
 from pipejax.apps.compare.measurement import FEW, Interval, Results, blocks_of, measure
 from pipejax.inference.lazy_programs import dtype_of
-from pipejax.offline.evaluation import examples_of
+from pipejax.offline.evaluation import examples_of, use_data
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -79,6 +79,8 @@ def compare_entries(flags: argparse.Namespace) -> int:
     examples, metric = examples_of(
         generators[0], entries[0].run, task=flags.task, split=split, limit=flags.limit, overrides=flags.overrides
     )
+    for own in generators[1:]:  # settings such as data.max_source change answers
+        use_data(own, flags.task, flags.overrides)
     size = generators[0].batch_size_for(min(flags.batch_size or 1, len(examples)))
     blocks = blocks_of(len(examples), size)
     progress = Progress("comparing", (len(examples) + len(blocks[0])) * len(entries), unit="answer")
