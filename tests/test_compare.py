@@ -16,6 +16,7 @@ from pipejax.config import Config, DecodeConfig
 from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.generator import Generator
+from pipejax.inference.programs import peak_bytes
 from pipejax.inference.report import Report
 from pipejax.inference.sources import Source
 from pipejax.offline import evaluation
@@ -79,6 +80,9 @@ class Scripted:
     def __init__(self, name: str, right: list[bool], seconds: float) -> None:
         self.name, self.right, self.seconds = name, right, seconds
 
+    def make_strategy(self, method: str) -> str:
+        return method
+
     def decode(self, examples: list[Example], **more: Any) -> tuple[list[dict[str, Any]], Report]:
         assert more["times_encoder"] and more["metric"] == "exact"
         Scripted.calls.append((self.name, tuple(example.id for example in examples)))
@@ -97,7 +101,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     Scripted.calls = []
     monkeypatch.setattr(measurement, "decode_examples", lambda own, examples, **more: own.decode(examples, **more))
     monkeypatch.setattr(measurement, "score_documents", score)
-    monkeypatch.setattr(measurement, "peak_bytes", lambda programs: 3 << 20)
+    monkeypatch.setattr(measurement, "peak_bytes", lambda programs, strategy: 3 << 20)
 
 
 def measured(first: Scripted, second: Scripted, count: int, **more: Any) -> list[Results]:
@@ -192,6 +196,19 @@ def test_flags_that_do_not_fit_are_refused(flags: list[str], place: str) -> None
     assert error.value.place == place
 
 
+def test_memory_of_an_entry_is_that_of_its_own_programs() -> None:
+    """Entries of one run share a table of programs, with the programs of all their methods."""
+
+    def peaks(*methods: str) -> list[int | None]:
+        own = Generator(Config(model=TOY), random_params(TOY, TOY.eos_token_id), None)
+        for method in methods:
+            own.decode([[5, 6, 1]], method=method)
+        return [peak_bytes(own.programs, own.make_strategy(method)) for method in methods]
+
+    larger, smaller = peaks("pipelined", "sequential")
+    assert [smaller] == peaks("sequential") and None not in (larger, smaller) and larger != smaller
+
+
 def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All entries read sources of the same tokens, and divide sequential answers by the same separator."""
     words, file = demo.DemoTask().tokenizer(), tmp_path / "test.jsonl"
@@ -200,8 +217,7 @@ def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, 
 
     def opened(entries: list[Entry]) -> list[Any]:
         drafts = (DecodeConfig(), DecodeConfig(draft="source"))
-        found = [Generator(Config(model=TOY, decode=decode), params, words) for decode in drafts]
-        return [setattr(own, "origin", {}) or own for own in found]
+        return [Generator(Config(model=TOY, decode=decode), params, words) for decode in drafts]
 
     def measured(entries: Any, generators: list[Any], examples: list[Example], **more: Any) -> list[Results]:
         for own in generators:

@@ -582,12 +582,15 @@ def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
-def peak_bytes(programs: Programs) -> int | None:
+def peak_bytes(programs: Programs, strategy: Strategy) -> int | None:
     """Returns the bytes of a device that the largest compiled program needs: arguments, results and buffers.
 
-    None: XLA does not state the sizes on this device, or no program is compiled.
+    The programs of other strategies are left out. None: XLA does not state the sizes on this device, or no program is
+    compiled.
     """
-    sizes = [x.memory_analysis() for x in programs._compiled.values() if isinstance(x, jax.stages.Compiled)]
+    parts = "encoder", programs.tuned_for(strategy)
+    compiled = [x for key, x in [*programs._compiled.items()] if isinstance(key, tuple) and key[0] in parts]
+    sizes = [x.memory_analysis() for x in compiled if isinstance(x, jax.stages.Compiled)]
     return max(
         (
             int(x.argument_size_in_bytes + x.output_size_in_bytes + x.temp_size_in_bytes - x.alias_size_in_bytes)

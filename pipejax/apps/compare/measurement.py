@@ -31,7 +31,7 @@ class Results(NamedTuple):
     encoder_seconds: float  # the part of `seconds` that the encoder takes
     speed_ratio: Interval  # seconds of the first entry divided by seconds of this entry, paired by block
     decoder_speed_ratio: Interval  # the same without the encoder
-    peak_bytes: int | None  # of a device, for the largest compiled program; None: unknown
+    peak_bytes: int | None  # of a device, for the largest program of the entry; None: unknown
 
 
 class _Measured:
@@ -114,7 +114,7 @@ def measure(
                 encoder_seconds=total["encoder_seconds"] / len(examples),
                 speed_ratio=ratios["whole"],
                 decoder_speed_ratio=ratios["decoder"],
-                peak_bytes=peak_bytes(own.programs),
+                peak_bytes=peak_bytes(own.programs, own.make_strategy(method)),
             )
         )
     return results
