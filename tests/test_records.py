@@ -3,6 +3,7 @@
 import bz2
 import contextlib
 import csv
+import dataclasses
 import errno
 import gzip
 import io
@@ -29,6 +30,7 @@ import pytest
 import decode
 import pipejax
 from pipejax import checkpoint
+from pipejax import config as config_lib
 from pipejax.apps.teach import lessons
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
@@ -37,6 +39,7 @@ from pipejax.decoding import Decoded, Segment
 from pipejax.inference import programs, sources
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
+from pipejax.methods import PipelinedMethod
 from pipejax.offline import records, resume
 from pipejax.system import cli, compile_cache
 from pipejax.system.errors import UserError
@@ -570,6 +573,33 @@ def test_resume_refuses_output_of_other_settings(checkpoints, tmp_path, spoil, w
     assert target.read_bytes() == before
     with pytest.raises(UserError, match="--resume: found --input - "):
         records.check_paths("-", str(target), resume=True)
+
+
+class OwnRows(PipelinedMethod):
+    """A method of a user, one of whose settings is a section."""
+
+    name = "own_rows"
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["present", "of an older release"])
+def test_output_of_a_method_with_a_section_is_resumed(nested: bool, tmp_path: Path) -> None:
+    own, target, note = OwnRows(GRID), tmp_path / "out.jsonl", tmp_path / "out.jsonl.unfinished"
+
+    def settings(method: OwnRows) -> dict[str, object]:
+        return resume.settings_of(Generator(Config(model=MODEL, method=method), PARAMS, None), "own_rows", [])
+
+    noted = settings(own)
+    if nested:  # {"method": {"class": ..., "grid": {"delay": ...}}}
+        noted = {key: value for key, value in noted.items() if not key.startswith("method.")}
+        noted["method"] = config_lib.described(own)
+    note.write_text(json.dumps(noted))
+    target.write_text(as_lines([{"id": "1"}]))
+    output = resume.Unfinished(str(target), settings(own))
+    output.resume(["1", "2"])
+    assert output.records == 1
+    other = resume.Unfinished(str(target), settings(OwnRows(dataclasses.replace(GRID, delay=2))))
+    with pytest.raises(UserError, match=r"found method\.grid\.delay = 1; expected 2"):
+        other.resume(["1", "2"])
 
 
 def test_packed_lines_and_parquet_are_lines_too(checkpoints, decoded, tmp_path):

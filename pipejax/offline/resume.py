@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -181,8 +181,7 @@ def settings_of(generator: Generator, method: str, sources: Sequence[Source]) ->
     effects = {"tokens", "text", "trace"} if config.decode.trace else {"tokens", "text"}
     noted = {key: x for key, x in config_lib.flat(config).items() if SETTINGS.get(key, {}).get("records") in effects}
     noted["decode.dtype"] = compute_dtype(config.decode.dtype).name  # resolved, because "auto" differs between devices
-    settings = {} if config.method is None else config_lib.described(config.method)
-    own: Settings = {f"method.{key}": value for key, value in settings.items()}
+    own: Settings = {} if config.method is None else flattened({"method": config_lib.described(config.method)})
     if sources and (answer_format := sources[0].answer_format) is not None:  # all sources have the same schema
         own["--schema"] = answer_format.text
     known, rules = (generator.tokenizer, generator.architecture), (config.data.special_tokens, "eos")
@@ -208,12 +207,17 @@ def first_difference(now: Settings, then: Settings) -> str:
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
-    """Returns the settings of a note of any release by present keys.
+    """Returns settings by present dotted keys.
 
-    Older releases nest some of them, as "outer": {"inner": ...}.
+    Notes of older releases have sections, "outer": {"inner": ...}, as the settings of a custom method may have.
     """
-    flat: Settings = {}
+    return dict(_leaves({FORMER.get(key, key): value for key, value in settings.items()}))
+
+
+def _leaves(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the dotted key and the value of each setting that is not a section."""
     for key, value in settings.items():
-        key = FORMER.get(key, key)
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
-    return flat
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
