@@ -57,7 +57,7 @@ def test_every_config_survives_json_and_assignments(path):
     assert override(blank, [f"{key}={written(value)}" for key, value in leaves.items()]) == config
     assert load(path, ["name=other", "name=last"]).name == "last"
     sections = {field.name for field in dataclasses.fields(Config)}
-    assert json.loads(to_json(config)).keys() == sections - {"method"}  # which former versions do not know
+    assert json.loads(to_json(config)).keys() == sections - {"method", "auxiliary"}  # which former versions do not know
 
 
 def test_loading_leaves_no_trace(tmp_path, capfd):
@@ -137,7 +137,10 @@ def test_the_last_assignment_counts_and_the_result_is_checked():
         ("model.dmodel=8", "model.dmodel: unknown key (did you mean model.d_model?)"),
         ("Grid.Delay=2", "Grid.Delay: unknown key (did you mean grid.delay?)"),
         ("grid.bound=2", "grid.bound: unknown key (the keys of grid are delay, time_max, sub_max, stop"),
-        ("qqq=2", "qqq: unknown key (the sections are name, model, method, grid, data, train, decode, mesh)"),
+        (
+            "qqq=2",
+            "qqq: unknown key (the sections are name, model, method, auxiliary, grid, data, train, decode, mesh)",
+        ),
         ("grid..delay=2", "grid..delay: unknown key (did you mean grid.delay?)"),
         ("grid.delay.x=2", "grid.delay.x: delay is not a section (did you mean grid.delay?)"),
         ("name.x.y=2", "name.x.y: name is not a section (did you mean name?)"),

@@ -150,7 +150,7 @@ def give(command: str, setting: str) -> None:
 
 
 def test_lists_above_name_every_key() -> None:
-    assert config_lib.flat(Config()).keys() == EVERY | {"model", "method"}
+    assert config_lib.flat(Config()).keys() == EVERY | {"model", "method", "auxiliary"}
 
 
 @pytest.mark.parametrize("command", TAKEN)

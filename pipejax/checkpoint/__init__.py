@@ -30,7 +30,16 @@ A save proceeds in this order, so that a crash at any point leaves every earlier
 from pipejax.checkpoint.arrays import check_place
 from pipejax.checkpoint.best import Best
 from pipejax.checkpoint.manifest import Damaged
-from pipejax.checkpoint.run import CONVERSION, open_run, report_conversion, require_free, save_params, tokenizer_of
+from pipejax.checkpoint.run import (
+    CONVERSION,
+    check_beside,
+    open_auxiliary,
+    open_run,
+    report_conversion,
+    require_free,
+    save_params,
+    tokenizer_of,
+)
 from pipejax.checkpoint.store import Restored, Store
 
 __all__ = [
@@ -39,7 +48,9 @@ __all__ = [
     "Damaged",
     "Restored",
     "Store",
+    "check_beside",
     "check_place",
+    "open_auxiliary",
     "open_run",
     "report_conversion",
     "require_free",

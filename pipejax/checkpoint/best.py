@@ -10,6 +10,7 @@ import numpy as np
 from pipejax.checkpoint.manifest import on_host
 from pipejax.checkpoint.store import Store
 from pipejax.config import Config
+from pipejax.model import auxiliary
 from pipejax.system import Tree, distributed
 
 
@@ -62,7 +63,9 @@ class Best:
 
     def _save(self, step: int, score: tuple[float, ...], params: Tree) -> bool:
         metadata = {**self.about, "score": list(score)}
-        done = self.store.save(step, {"params": params}, config=self.config, metadata=metadata, wait=True)
+        whole, own = auxiliary.split(params)
+        items = {"params": whole} | ({} if own is None else {auxiliary.ITEM: own})
+        done = self.store.save(step, items, config=self.config, metadata=metadata, wait=True)
         if done:
             self.score = score
         return done

@@ -10,10 +10,12 @@ import jax
 
 from pipejax import config as config_lib
 from pipejax.checkpoint.arrays import check_place
+from pipejax.checkpoint.fingerprint import digest
 from pipejax.checkpoint.store import Restored, Store
 from pipejax.config import Config
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, source_affixes
 from pipejax.model import lora, quantization
+from pipejax.model.auxiliary import ITEM
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, new_directory, write_text
@@ -66,9 +68,46 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
         raise UserError(directory / kind, found="no intact step", expected="at least one", hint=hint)
     if restored.config.model is None:
         raise UserError(restored.path, found="a config without a model", expected="the architecture of the model")
+    if restored.config.auxiliary is not None and ITEM not in restored.items:
+        expected = "the auxiliary parameters that the config describes"
+        raise UserError(restored.path, found=f"no {ITEM}", expected=expected)
     report_conversion(restored)
     params = restored.items["params"] if packed else quantization.dequantize(restored.items["params"])
-    return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params)})
+    own = {name: tree for name, tree in restored.items.items() if name != "params"}
+    return dataclasses.replace(restored, items={"params": params if apart else lora.merge_factors(params), **own})
+
+
+def open_auxiliary(directory: str | Path, fingerprint: str) -> Tree:
+    """Reads the auxiliary parameters of a run.
+
+    Args:
+      directory: the run directory.
+      fingerprint: the `params_fp` of the model beside which they are used; "": it is not compared.
+
+    Raises:
+      UserError: the run cannot be read, has no auxiliary parameters, or trained them beside another model.
+    """
+    restored = open_run(directory, packed=True)
+    if ITEM not in restored.items:
+        raise UserError(directory, found="no auxiliary parameters", expected="a run with train.freeze = backbone")
+    check_beside(str(directory), digest(restored.arrays["params"]), fingerprint)
+    return restored.items[ITEM]
+
+
+def check_beside(where: str, trained: str, fingerprint: str) -> None:
+    """Raises a UserError if auxiliary parameters were trained beside another model.
+
+    Args:
+      where: the place of the parameters, for the message.
+      trained: the `params_fp` of the model beside which they were trained.
+      fingerprint: the one of the model beside which they are used; "": unknown, so it is not compared.
+    """
+    if fingerprint and trained != fingerprint:
+        raise UserError(
+            where,
+            found=f"auxiliary parameters that were trained beside the model with params_fp = {trained}",
+            expected=f"{fingerprint}, the params_fp of the model beside which they are used",
+        )
 
 
 def report_conversion(restored: Restored) -> None:
@@ -117,6 +156,7 @@ def save_params(
     *,
     tokenizer_source: Path | None = None,
     conversion: int | None = CONVERSION,
+    auxiliary: Tree = None,
 ) -> None:
     """Writes a run directory with parameters as step 0 and with tokenizer files, completely or not at all.
 
@@ -126,6 +166,7 @@ def save_params(
       params: the parameters.
       tokenizer_source: the directory of the tokenizer's files; None: no tokenizer.
       conversion: the version of the conversion of the parameters; None: unknown.
+      auxiliary: the auxiliary parameters, if the config has some.
 
     Raises:
       UserError: the directory is not empty, or cannot be written.
@@ -140,9 +181,9 @@ def save_params(
             if tokenizer_source is not None:
                 shutil.copytree(tokenizer_source, partial / "tokenizer")
             store = Store(partial / "checkpoints", writable=True)
-            saved = store.save(
-                0, {"params": jax.tree.map(jax.numpy.asarray, params)}, config=config, metadata=metadata, wait=True
-            )
+            items = {"params": params} | ({} if auxiliary is None else {ITEM: auxiliary})
+            items = jax.tree.map(jax.numpy.asarray, items)
+            saved = store.save(0, items, config=config, metadata=metadata, wait=True)
             store.close()
             if not saved:
                 raise UserError(directory, f"cannot be written ({store.why_not})")

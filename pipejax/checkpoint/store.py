@@ -23,6 +23,7 @@ from pipejax.checkpoint.steps import Steps
 from pipejax.checkpoint.trouble import hush_stragglers, metadata_digests, reading, reason_of
 from pipejax.config import Config
 from pipejax.data.tokenizer import check_digests, digests
+from pipejax.model.auxiliary import ITEM
 from pipejax.system import Tree, distributed, environment, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, make_directories, read_small, writing
@@ -197,7 +198,8 @@ class Store:
 
         Args:
           step: the number of the step.
-          expect: returns the templates of the wanted items; None: the parameters alone, on the host.
+          expect: returns the templates of the wanted items; None: the parameters alone, with the auxiliary
+            ones if there are some, on the host.
 
         Raises:
           Damaged: the step does not match its manifest.
@@ -208,7 +210,8 @@ class Store:
             manifest = self._manifest(step)
             config = manifest_lib.config_of(manifest, place)
             arrays = manifest["arrays"]
-            templates = expect(config) if expect else {"params": manifest_lib.template(arrays["params"])}
+            kept = [name for name in ("params", ITEM) if name in arrays]
+            templates = expect(config) if expect else {name: manifest_lib.template(arrays[name]) for name in kept}
             for name, template in templates.items():
                 manifest_lib.check_template(name, template, manifest, place)
             items = {name: self._read(manifest, name, template) for name, template in templates.items()}

@@ -45,7 +45,11 @@ if typing.TYPE_CHECKING:
 
 _Section = typing.TypeVar("_Section", bound="DataclassInstance")
 # Sections that may be of any class with this attribute: (attribute, name of the base class).
-OWN = {"method": ("strategy", "Method"), "model": ("module", "Backbone")}
+OWN = {
+    "method": ("strategy", "Method"),
+    "model": ("module", "Backbone"),
+    "auxiliary": ("init_params", "Auxiliary"),
+}
 RULES = "decode.rules"
 # Settings that may name a class as MODULE:CLASS: (attribute, description of the class).
 CLASSES = {
@@ -108,10 +112,12 @@ def load(path: str | Path, overrides: Overrides = (), *, where: str = "--set", i
         raise UserError(path, found="no `config = Config(...)`", expected="one")
     if imports and is_class_name(config.decode.draft):
         find_class(config.decode.draft, "decode.draft")
-    if imports and isinstance(method := config.method, str | dict):  # a class name, or the JSON form of a method
-        name = method if isinstance(method, str) else method.get("class")
-        made_of = {"class": name} if isinstance(method, str) else method
-        config = dataclasses.replace(config, method=_of_class(name, made_of) if name else None)
+    for key in ("method", "auxiliary") if imports else ():
+        if isinstance(own := getattr(config, key), str | dict):  # a class name, or the JSON form of an object
+            name = own if isinstance(own, str) else own.get("class")
+            made_of = {"class": name} if isinstance(own, str) else own
+            changed: JsonObject = {key: _of_class(name, made_of, key) if name else None}
+            config = dataclasses.replace(config, **changed)
     config = with_tuples(config)
     check(config, where=str(path))
     if imports:
@@ -130,7 +136,7 @@ def override(config: Config, overrides: Overrides, *, where: str = "--set") -> C
     for key, value, written in assignments(overrides, where):
         if key == "decode.draft" and is_class_name(value):
             find_class(str(value), key)  # imported here, as the setting was given by the caller and not by a run
-        if key == "method" or _names_backbone(key, value):
+        if key in ("method", "auxiliary") or _names_backbone(key, value):
             config = _set_own(config, key, value)
         else:
             config = _assign(config, key.split("."), value, key, written=written)
@@ -207,8 +213,9 @@ def _values(values: typing.Mapping[str, object], prefix: str, where: str) -> typ
 def to_json(config: Config) -> str:
     """Returns the resolved config as JSON text."""
     values = dataclasses.asdict(config)
-    if config.method is None:  # older releases do not know the key
-        del values["method"]
+    for key in ("method", "auxiliary"):
+        if getattr(config, key) is None:  # older releases do not know the key
+            del values[key]
     for key in OWN:
         if _has_class(getattr(config, key)):
             values[key] = described(getattr(config, key), key)
@@ -259,7 +266,8 @@ def made(section: JsonObject, key: str = "method") -> Any:
       UserError: the module is not imported, or the settings do not fit the class.
     """
     section = {**section, "class": moved.present_class(section["class"])}
-    if (name := section["class"]) not in BACKBONES.values():
+    name = section["class"]
+    if name not in BACKBONES.values() and not name.startswith("pipejax."):
         _check_imported(name, key)
     return _of_class(name, section, key)
 
@@ -385,14 +393,16 @@ def from_json(text: str | bytes, *, where: str) -> Config:
         raise UserError(where, found=error.found, expected=error.expected) from error
     except (ValueError, RecursionError) as error:
         raise UserError(where, f"not valid JSON ({first_line(error)})") from error
-    method = values.pop("method", None) if isinstance(values, dict) else None
+    given = {key: values.pop(key, None) for key in ("method", "auxiliary")} if isinstance(values, dict) else {}
     config: Config = _build(Config, _with_present_keys(values, where), "", where)
-    if method is not None:
-        if not (isinstance(method, dict) and isinstance(method.get("class"), str)):
-            raise UserError(f"{where}: method", found=shown_value(method), expected='an object with "class"')
+    for key, section in given.items():
+        if section is None:
+            continue
+        if not (isinstance(section, dict) and isinstance(section.get("class"), str)):
+            raise UserError(f"{where}: {key}", found=shown_value(section), expected='an object with "class"')
         with contextlib.suppress(UserError):  # the class may be passed later, when the run is opened
-            method = made(method)
-    config = dataclasses.replace(config, method=method)
+            given[key] = made(section, key)
+    config = dataclasses.replace(config, **given)
     check(config, where=where)
     return config
 
@@ -476,7 +486,7 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
     old = getattr(node, keys[0])
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:
-        old = made(old) if isinstance(old, dict) else old
+        old = made(old, keys[0]) if isinstance(old, dict) else old
         if old is None:
             raise UserError(full, found=f"no {keys[0]} in this config", expected="a config with that section")
         if not dataclasses.is_dataclass(old) or isinstance(old, type):

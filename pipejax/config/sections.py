@@ -20,7 +20,7 @@ STOPS = ("empty_row", "literal")
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "adafactor")
 REMATS = ("auto", "none", "dots", "layers")  # fastest first
-FREEZES = ("none", "encoder")
+FREEZES = ("none", "encoder", "backbone")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 LIMITS = ("none", "source")  # restrictions on the tokens of an answer
@@ -153,7 +153,11 @@ class TrainConfig:
         22, least=1, resume=True
     )
     optimizer: str = setting("adamw", choices=OPTIMIZERS)  # "adafactor" needs less memory
-    freeze: str = setting("none", choices=FREEZES)  # "encoder": the encoder and the embedding table are not trained
+    freeze: str = setting(  # "encoder": the encoder and the embedding table are not trained; "backbone": only the
+        # parameters of `auxiliary` are trained
+        "none",
+        choices=FREEZES,
+    )
     lora_rank: int = setting(  # Rank of low-rank factors trained in place of the weights; 0: train the weights.
         0, least=0, most=2**16
     )
@@ -302,6 +306,9 @@ class Config:
     method: Any = setting(  # a custom way to write answers: docs/methods.md; None: the method named by train.method
         None, commands=("decode", "export", "probe")
     )
+    auxiliary: Any = setting(  # parameters beside the model, trained alone: docs/auxiliary.md; None: none
+        None, commands=()
+    )
     grid: GridConfig = section(GridConfig, commands=ANSWERING, read_by="pipelined", records="tokens")
     data: DataConfig = section(DataConfig, commands=("probe",))
     train: TrainConfig = section(TrainConfig, commands=("teach",))
@@ -328,6 +335,15 @@ def check(config: Config, *, where: str) -> None:
     model, method, grid, data = config.model, config.method, config.grid, config.data
     if not (method is None or isinstance(method, dict) or dataclasses.is_dataclass(method)) or isinstance(method, type):
         refuse("method", shown_value(method), "an object, such as LastFirst(delay=2)")
+    auxiliary = config.auxiliary
+    if auxiliary is not None and not (isinstance(auxiliary, dict) or hasattr(auxiliary, "init_params")):
+        refuse("auxiliary", shown_value(auxiliary), "an object of a subclass of Auxiliary")
+    if (config.train.freeze == "backbone") != (auxiliary is not None):
+        with_or_without = "with" if auxiliary is not None else "without"
+        expected = "train.freeze = backbone and auxiliary=MODULE:CLASS, or neither of them"
+        refuse("train.freeze", f"{config.train.freeze} {with_or_without} auxiliary parameters", expected)
+    if auxiliary is not None and config.train.lora_rank:
+        refuse("train.lora_rank", config.train.lora_rank, "0 with auxiliary parameters, which are trained alone")
     if model is not None:
         for key in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             if getattr(model, key) >= model.vocab_size:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipejax.checkpoint import CONVERSION
 from pipejax.convert import description, generation, peft_adapters
-from pipejax.convert.huggingface import TOKENIZER_FILES, from_hf, locate
+from pipejax.convert.huggingface import AUXILIARY, TOKENIZER_FILES, from_hf, locate
 from pipejax.convert.tensor_files import ADAPTER, WHOLE, weight_files
 from pipejax.data import hub
 from pipejax.system import VERSION, compile_cache
@@ -18,7 +18,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, new_directory, require_own
 
 # The small files that affect a conversion.
-SETTINGS = ("config.json", generation.FILE, description.FILE, peft_adapters.CONFIG, *TOKENIZER_FILES)
+SETTINGS = ("config.json", generation.FILE, description.FILE, peft_adapters.CONFIG, AUXILIARY, *TOKENIZER_FILES)
 PIECE = 2**24  # bytes that one thread hashes at a time
 
 

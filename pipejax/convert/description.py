@@ -132,8 +132,10 @@ def write_files(
 ) -> list[str]:
     """Writes the files beside model.safetensors; returns remarks for the log, one per line."""
     facts = strict_json.loads(config_lib.to_json(kept(config)))
-    sections = {section: facts[section] for section in ("grid", "decode", "method") if section in facts}
-    sections |= {"data": {key: facts["data"][key] for key in DATA}, "train": {"method": config.train.method}}
+    sections = {section: facts[section] for section in ("grid", "decode", "method", "auxiliary") if section in facts}
+    trained = ("method", "freeze") if "auxiliary" in facts else ("method",)
+    sections |= {"data": {key: facts["data"][key] for key in DATA}}
+    sections |= {"train": {key: facts["train"][key] for key in trained}}
     values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     is_adapter = peft_adapters.is_adapter(directory)
@@ -207,7 +209,10 @@ def kept(config: Config) -> Config:
         method=config.method,
         grid=config.grid,
         data=DataConfig(**{key: getattr(config.data, key) for key in DATA}),
-        train=TrainConfig(method=config.train.method),
+        auxiliary=config.auxiliary,
+        train=TrainConfig(
+            method=config.train.method, freeze="none" if config.auxiliary is None else config.train.freeze
+        ),
         decode=decode,
     )
 

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from pipejax.checkpoint import Restored, check_place, open_run, require_free, save_params
-from pipejax.checkpoint.fingerprint import digest
+from pipejax.checkpoint import Restored, check_beside, check_place, open_run, require_free, save_params
+from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
 from pipejax.convert import description, generation, peft_adapters
 from pipejax.convert.foreign_quantization import find_quantization
@@ -27,9 +27,11 @@ from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
+from pipejax.model.auxiliary import ITEM
 from pipejax.model.backbone import Backbone
 from pipejax.model.parameters import check_shape
 from pipejax.registry import BACKBONES
+from pipejax.system import Tree
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import VOCABULARY, absolute, look, new_directory, read_small, require_own
@@ -48,7 +50,8 @@ TOKENIZER_FILES = (
 )
 SENTINEL = re.compile(r"<extra_id_\d+>")  # an added token of T5's tokenizers
 # Files of a model to download, if they exist.
-OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*")
+OF_HUB = ("*.json", *TOKENIZER_FILES, "model*.safetensors", "adapter_model.*", "auxiliary.safetensors")
+AUXILIARY = "auxiliary.safetensors"  # auxiliary parameters; its metadata have the `params_fp` of the model
 
 
 def read_hf(directory: str | Path, backbone: type[Backbone] | None = None) -> tuple[Backbone, Params]:
@@ -107,6 +110,7 @@ def write_hf(
     *,
     run: Config | None = None,
     origin: description.ModelOrigin = description.UNKNOWN,
+    auxiliary: Tree = None,
 ) -> None:
     """Writes a directory that transformers loads, completely or not at all.
 
@@ -117,15 +121,18 @@ def write_hf(
       tokenizer_dir: the tokenizer's files to copy; None: none.
       run: the config whose settings are kept in pipejax.json and described in README.md; None: neither file is written.
       origin: facts for README.md.
+      auxiliary: the auxiliary parameters of the run; None: it has none. They are written to AUXILIARY.
 
     Raises:
       UserError: the directory is not empty or cannot be written, or a parameter is not finite.
     """
+    beside = None if auxiliary is None else (flatten_dict(auxiliary, sep="/"), digest(fingerprints(params)))
     generate = generation.of_run(run) if run else generation.of_model(config)
     flat = flatten_dict(params, sep="/")
     config = config.written(flat)
     files = {"config.json": _config_facts(config), generation.FILE: generate}
-    _write_directory(out, files, description.WEIGHTS, _to_tensors(config, flat), tokenizer_dir, run=run, origin=origin)
+    tensors = _to_tensors(config, flat)
+    _write_directory(out, files, description.WEIGHTS, tensors, tokenizer_dir, run=run, origin=origin, auxiliary=beside)
 
 
 def _config_facts(model: Backbone) -> dict[str, object]:
@@ -155,6 +162,7 @@ def _write_directory(
     *,
     run: Config | None,
     origin: description.ModelOrigin,
+    auxiliary: tuple[Mapping[str, np.ndarray], str] | None = None,
 ) -> None:
     """Writes the files of a model directory, the tokenizer and the weights, completely or not at all.
 
@@ -166,6 +174,7 @@ def _write_directory(
       tokenizer_dir: the tokenizer's files to copy; None: none.
       run: the config for pipejax.json and README.md; None: neither is written.
       origin: facts for README.md.
+      auxiliary: the auxiliary parameters by path, and the `params_fp` of the model; None: there are none.
     """
     out = absolute(out)
     require_free(out)
@@ -174,7 +183,12 @@ def _write_directory(
             for name, values in files.items():
                 (staging / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
             save_file(tensors, staging / weights, metadata={"format": "pt"})  # transformers requires this
-            shutil.copymode(staging / next(iter(files)), staging / weights)  # safetensors sets the mode 0600
+            if auxiliary is not None:
+                own, fingerprint = auxiliary
+                arrays = {path: np.asarray(x) for path, x in own.items()}
+                save_file(arrays, staging / AUXILIARY, metadata={"format": "pt", "params_fp": fingerprint})
+            for name in (weights, *([AUXILIARY] if auxiliary else [])):  # safetensors sets the mode 0600
+                shutil.copymode(staging / next(iter(files)), staging / name)
             if tokenizer_dir is not None:
                 _copy_tokenizer(Path(tokenizer_dir), staging)
             if run:
@@ -234,10 +248,31 @@ def from_hf(
         name = absolute(source if look(source) else str(source).partition("@")[0]).name
         config = dataclasses.replace(_run_settings(directory, model, given), name=name)
         try:
-            save_params(out, config, params, tokenizer_source=tokenizer)
+            auxiliary = None if config.auxiliary is None else _read_auxiliary(given / AUXILIARY, params)
+            save_params(out, config, params, tokenizer_source=tokenizer, auxiliary=auxiliary)
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, also for a full disk
             raise UserError(out, f"cannot be written ({first_line(error)})") from error
     return _size_in_words(params)
+
+
+def _read_auxiliary(file: Path, params: Params) -> Params:
+    """Reads the auxiliary parameters that `to_hf` wrote beside a model.
+
+    Raises:
+      UserError: the file is missing, or the parameters were trained beside other weights.
+    """
+    if look(file) != "file":
+        raise UserError(file, "no such file", expected=f"the auxiliary parameters that {description.FILE} describes")
+    require_own(file)
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            found = {path: opened.get_tensor(path) for path in opened.keys()}  # noqa: SIM118  # it has no iterator
+            trained = (opened.metadata() or {}).get("params_fp", "")
+    except (OSError, SafetensorError) as error:
+        raise UserError(file, f"cannot be read ({first_line(error)})") from error
+    check_beside(str(file), trained, digest(fingerprints(params)))
+    nested: Params = unflatten_dict(found, sep="/")
+    return nested
 
 
 def to_hf(
@@ -278,7 +313,7 @@ def to_hf(
     else:
         if narrow := {dtype for dtype, *_ in restored.arrays["params"].values()} - {"float32"}:
             note(f"{checkpoint}: its weights are {' and '.join(sorted(narrow))}; they are written in float32")
-        write_hf(model, params, out, files, run=restored.config, origin=origin)
+        write_hf(model, params, out, files, run=restored.config, origin=origin, auxiliary=restored.items.get(ITEM))
     return _size_in_words(params)
 
 

@@ -10,6 +10,7 @@ from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.checkpoint.manifest import on_host
 from pipejax.convert.tensor_files import check_finite
 from pipejax.model import quantization
+from pipejax.model.auxiliary import ITEM
 
 
 def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", best: bool = False) -> None:
@@ -35,6 +36,7 @@ def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", 
         )
     config = dataclasses.replace(restored.config, decode=dataclasses.replace(restored.config.decode, weights=weights))
     conversion = restored.metadata.get("conversion")
-    save_params(out, config, held, tokenizer_source=restored.tokenizer_files(), conversion=conversion)
+    files, own = restored.tokenizer_files(), restored.items.get(ITEM)  # small, and not rounded
+    save_params(out, config, held, tokenizer_source=files, conversion=conversion, auxiliary=own)
     before, after = (sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e6 for tree in (params, held))
     print(f"{out}: {after:.1f} MB of parameters in {weights}; in float32 they have {before:.1f} MB")

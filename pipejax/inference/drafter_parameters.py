@@ -57,12 +57,13 @@ class SmallModel:
         return self.backend.decoder(self.module, self.decoding, memory)
 
 
-def load(config: Config, fingerprint: str = "") -> OpenDrafter | None:
+def load(config: Config, fingerprint: str = "", auxiliary: Tree = None) -> OpenDrafter | None:
     """Opens the drafter of `decode.draft` and its parameters; returns None if it is "none".
 
     Args:
       config: the config of the model that it drafts for.
       fingerprint: the `params_fp` of this model; "": unknown.
+      auxiliary: the auxiliary parameters of its checkpoint; None: it has none.
 
     Raises:
       UserError: the drafter or its parameters cannot be used.
@@ -82,7 +83,7 @@ def load(config: Config, fingerprint: str = "") -> OpenDrafter | None:
         name = type(drafter).__name__
         raise UserError(f"{name}.load", "no such method", expected="it, since the drafter wants parameters")
     try:
-        params = jax.tree.map(jnp.asarray, read(directory, TargetModel(config, fingerprint)))
+        params = jax.tree.map(jnp.asarray, read(directory, TargetModel(config, fingerprint, auxiliary)))
     except UserError as error:
         raise error.within("decode.draft") from error
     except Exception as error:  # code of a user may raise any exception

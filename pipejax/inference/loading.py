@@ -14,6 +14,7 @@ from pipejax.inference.generator import Generator
 from pipejax.inference.settings import WITH_WEIGHTS
 from pipejax.methods import Method
 from pipejax.model import lora
+from pipejax.model.auxiliary import ITEM
 from pipejax.system import compile_cache, trials
 from pipejax.system.errors import UserError
 
@@ -52,7 +53,11 @@ def load(
         found = {name: reading.read(directory, restored, tokenizer) for name, directory in adapters.items()}
         params = lora.stack(params, [own.factors for own in found.values()])
     fingerprint = digest(restored.arrays["params"])
-    drafter = None if config.decode.draft == "none" else drafter_parameters.load(config, fingerprint)
+    drafter = (
+        None
+        if config.decode.draft == "none"
+        else drafter_parameters.load(config, fingerprint, restored.items.get(ITEM))
+    )
     generator = Generator(config, params, tokenizer, backend=None, drafter=drafter)
     generator.checkpoint = str(path)
     generator.trained = restored.config

@@ -20,6 +20,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import texts
 from pipejax.inference.generator import Generator
 from pipejax.metrics import HEADLINES
+from pipejax.model import auxiliary
 from pipejax.offline.evaluation import evaluate
 from pipejax.system import Tree, distributed
 from pipejax.system.progress import Progress
@@ -130,10 +131,11 @@ class Examiner:
         """
         if stopped():
             return False
+        own, _ = auxiliary.split(params)
         if self.generator is None:
-            self.generator = Generator(bound_decoding(self.config, self.encoded), params, self.tokenizer)
+            self.generator = Generator(bound_decoding(self.config, self.encoded), own, self.tokenizer)
         else:
-            self.generator.programs.set_params(params)
+            self.generator.programs.set_params(own)
 
         answers, total = 0, len(self.examples)
 
@@ -171,7 +173,7 @@ class Examiner:
         score = tuple(distributed.same([values[headline], -loss]))
         if self.best is not None:
             self.best.offer(step, score, params)
-        params_fp = digest(fingerprints(params))
+        params_fp = digest(fingerprints(own))
         line = {"event": "evaluation", "step": step, "dev_loss": loss, **values, "params_fp": params_fp}
         used = self.generator.config
         bounds = {"time_max": used.grid.time_max, "sub_max": used.grid.sub_max, "max_length": used.decode.max_length}

@@ -27,6 +27,7 @@ from pipejax.data.own_files import FilesTask
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.metrics import require
 from pipejax.model import dropout, sharding
+from pipejax.model.auxiliary import split
 from pipejax.system import Tree, distributed, environment, trials
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
@@ -36,6 +37,7 @@ from pipejax.training.optimizer import warmup
 from pipejax.training.run_directory import RunDirectory
 from pipejax.training.run_log import Line
 from pipejax.training.start import Start, start_run
+from pipejax.training.step import items_of
 from pipejax.training.stop import Stop
 from pipejax.training.trackers import Trackers
 
@@ -335,8 +337,7 @@ class Run:
         return self.step % self.config.train.checkpoint_every == 0 and self.step < self.config.train.steps
 
     def _save(self, *, wait: bool = False) -> bool:
-        items = {"params": self.state.params, "state": self.state.optimizer}
-        return self.store.save(self.step, items, config=self.config, metadata=self.metadata, wait=wait)
+        return self.store.save(self.step, items_of(self.state), config=self.config, metadata=self.metadata, wait=wait)
 
     def _program(self, batch: Batch) -> jax.stages.Compiled:
         """Returns the compiled step for the shapes of this batch; shows a note while it is compiled."""
@@ -376,5 +377,5 @@ def _evaluates_at(step: int, config: Config) -> bool:
 
 
 def _last_line(event: str, step: int, params: Tree, seconds: dict[str, float]) -> Line:
-    params_fp = digest(fingerprints(params))
+    params_fp = digest(fingerprints(split(params)[0]))
     return {"event": event, "step": step, "seconds": dict(seconds), "params_fp": params_fp}

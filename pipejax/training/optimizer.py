@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.config import TrainConfig
-from pipejax.model import lora
+from pipejax.model import auxiliary, lora
 from pipejax.model.backbone import VECTORS
 from pipejax.model.sharding import path_of
 from pipejax.system import Tree
@@ -16,7 +16,10 @@ from pipejax.system.extras import extra
 with extra("train", "training"):
     import optax
 
-FROZEN = {"none": (), "encoder": ("encoder/", "shared/")}  # prefixes of the paths of parameters that are frozen
+FROZEN = {  # prefixes of the paths of parameters that are frozen
+    "none": (),
+    "encoder": ("encoder/", "shared/"),
+}
 
 
 def warmup(config: TrainConfig) -> int:
@@ -83,6 +86,8 @@ def updates_made(state: optax.OptState) -> jax.Array:
 
 def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
     """Returns a predicate on parameter paths: whether `train.freeze` and `train.lora_rank` leave it trained."""
+    if config.freeze == "backbone":
+        return lambda path: path.startswith(f"{auxiliary.ITEM}/")
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))
 
 

@@ -19,7 +19,7 @@ from pipejax.system import Tree, distributed
 from pipejax.system.errors import UserError
 from pipejax.training.memory import choose_remat, device_memory
 from pipejax.training.run_directory import RunDirectory, check_places, check_resume, choose_end, resolve_model
-from pipejax.training.step import Trainer, TrainState
+from pipejax.training.step import Trainer, TrainState, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _resume(trainer: Trainer, own: Restored, directory: RunDirectory, data: Mapp
     # Runs of older releases derived the id from the path.
     by_place = hashlib.sha256(str(directory.path).encode()).hexdigest()[:16]
     init, run = str(own.metadata.get("init", "")), str(own.metadata.get("run", by_place))
-    state = TrainState(own.items["params"], own.items["state"])
+    state = state_of(own.items)
     checkpoint.report_conversion(own)
     return Start(trainer, state, own.step, tokenizer, own.config, shapes, init, own.metadata.get("conversion"), run)
 
@@ -152,6 +152,12 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
         config = _with_special_tokens(resolve_model(config, origin.config), origin.config.data.special_tokens)
+    elif config.auxiliary is not None:
+        raise UserError(
+            "auxiliary",
+            found="auxiliary parameters without train.init_from",
+            expected="train.init_from with the checkpoint beside which they are trained",
+        )
     elif config.train.lora_rank:
         raise UserError(
             "train.lora_rank",

@@ -21,7 +21,8 @@ from pipejax.data.batches import abstract_batch, pack_size
 from pipejax.data.shapes import Pair
 from pipejax.methods import losses
 from pipejax.methods.losses import Loss
-from pipejax.model import lora, sharding
+from pipejax.model import auxiliary, lora, sharding
+from pipejax.model.auxiliary import Auxiliary, Outputs
 from pipejax.model.backbone import Module, choose_blocks
 from pipejax.model.dropout import STREAM, numbered
 from pipejax.model.parameters import check_paths, check_read, initial
@@ -54,6 +55,17 @@ class TrainState:
     optimizer: optax.OptState
 
 
+def items_of(state: TrainState) -> dict[str, Tree]:
+    """Returns the items of a checkpoint: "params", "state" of the optimizer, and "auxiliary" if there are some."""
+    params, own = auxiliary.split(state.params)
+    return {"params": params, "state": state.optimizer} | ({} if own is None else {auxiliary.ITEM: own})
+
+
+def state_of(items: Mapping[str, Tree]) -> TrainState:
+    """Returns the state of the items of a checkpoint; see `items_of`."""
+    return TrainState(auxiliary.join(items["params"], items.get(auxiliary.ITEM)), items["state"])
+
+
 def batch_loss(
     model: Module,
     params: Tree,
@@ -64,6 +76,7 @@ def batch_loss(
     part: Array | None = None,
     *,
     most_logits: int | None = None,
+    beside: Auxiliary | None = None,
 ) -> tuple[Array, Array]:
     """Returns the summed loss and the number of target tokens of a batch of flat slots (paper section 3.3).
 
@@ -77,6 +90,7 @@ def batch_loss(
       position: gives the decoder's positions from rows and times.
       part: the index of this part of a batch; None: the batch is whole.
       most_logits: the most logits computed at once, see `losses.in_parts`.
+      beside: auxiliary parameters, in `params`; the result is then their loss and its divisor. None: there are none.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -91,24 +105,27 @@ def batch_loss(
         # The example, within its row of slots, of each source token.
         owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])
         of_source = example[:, :, None] == owner
+    params, own = auxiliary.split(params)
     variables = {"params": params}
     rngs = None
     if dropout is not None:
         rngs = {"dropout": dropout if part is None else jax.random.fold_in(dropout, part), STREAM: dropout}
     numbers = batch.get("number", jnp.arange(source.shape[0]))
-    with numbered(numbers, source.shape[1], example):
-        hidden: Array = model.apply(
+    given = source, source_mask, batch["inputs"], mask, position(row, time_), of_source
+    hidden: Array
+    if beside is not None:
+        hidden, kept = model.apply(
             variables,
-            source,
-            source_mask,
-            batch["inputs"],
-            mask,
-            position(row, time_),
-            of_source,
-            deterministic=dropout is None,
-            rngs=rngs,
+            *given,
             method="hidden",
+            mutable=["intermediates"],
+            capture_intermediates=lambda module, name: module.path == ("encoder",) and name == "__call__",
         )
+        encoded = kept["intermediates"]["encoder"]["__call__"][0]
+        total, divisor = beside.loss(own, Outputs(encoded, hidden, batch))
+        return jnp.asarray(total, jnp.float32), jnp.asarray(divisor, jnp.float32)
+    with numbered(numbers, source.shape[1], example):
+        hidden = model.apply(variables, *given, deterministic=dropout is None, rngs=rngs, method="hidden")
 
     def logits(hidden: Array) -> Array:
         answer: Array = model.apply(variables, hidden, method="logits")
@@ -150,6 +167,7 @@ def train_step(
     rate: optax.Schedule = lambda count: 0.0,
     branch: bool = True,
     most_logits: int | None = None,
+    beside: Auxiliary | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Makes one update with the mean loss over the real target tokens of the global batch.
 
@@ -176,6 +194,7 @@ def train_step(
       rate: the learning rate by update count, for the metrics only.
       branch: how an update that is not finite is skipped.
       most_logits: the most logits computed at once, see `losses.in_parts`.
+      beside: the auxiliary parameters, which are then trained by their loss; None: there are none.
 
     Returns:
       The new state, and the scalars "loss", "tokens", "grad_norm", "good" and "learning_rate".
@@ -184,7 +203,7 @@ def train_step(
 
     def summed(trained: Tree, batch: Arrays, part: Array | None = None) -> tuple[Array, Array]:
         params, own = place(combine(trained, fixed)), key if model.dropout else None
-        return batch_loss(model, params, batch, own, loss, position, part, most_logits=most_logits)
+        return batch_loss(model, params, batch, own, loss, position, part, most_logits=most_logits, beside=beside)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -250,9 +269,8 @@ class Trainer:
         self._is_trained = trained_paths(train)
         self.key = jax.random.key(train.seed)
         self.abstract = jax.eval_shape(lambda key: self._initial_state(self.model.config.init_params(key)), self.key)
-        check_paths(
-            "model", {path: x.shape for path, x in flatten_dict(self.abstract.params, sep="/").items()}, config.model
-        )
+        whole, _ = auxiliary.split(self.abstract.params)
+        check_paths("model", {path: x.shape for path, x in flatten_dict(whole, sep="/").items()}, config.model)
         if train.lora_rank and not is_unpatched(self.model):  # the layers of other modules may not read the factors
             check_read("train.lora_rank", self.model, self.abstract.params, (f"/{lora.A}", f"/{lora.B}"))
         self.shardings = self._shardings()
@@ -275,6 +293,7 @@ class Trainer:
             place=place,
             branch=platform == "cpu",
             most_logits=losses.most_logits(platform),
+            beside=config.auxiliary,
         )
         self._step = jax.jit(
             step,
@@ -285,14 +304,20 @@ class Trainer:
         self._programs = CompiledPrograms()
         self._prepared = set[Pair]()  # the pairs whose programs the background thread has compiled or will
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
-        whole = make()  # without dropout
-        self._loss = jax.jit(lambda params, batch: batch_loss(whole, place(params), batch, None, loss, position))
+        undropped = make()  # without dropout
+        self._loss = jax.jit(
+            lambda params, batch: batch_loss(
+                undropped, place(params), batch, None, loss, position, beside=config.auxiliary
+            )
+        )
 
     def _initial_state(self, params: Tree) -> TrainState:
-        """Returns the initial state of these parameters: adds the low-rank factors and initialises the optimizer."""
+        """Returns the initial state of parameters: adds factors or auxiliary parameters, initialises the optimizer."""
         # 0 is no step's number; the initial weights are drawn with it
         key = jax.random.fold_in(jax.random.fold_in(self.key, 0), 1)
         params = lora.add(params, self.config.train.lora_rank, key, self._is_trained)
+        if self.config.auxiliary is not None:
+            params = auxiliary.join(params, self.config.auxiliary.init_params(key, self.config.model))
         return TrainState(params, self.optimizer.init(self.trained(params)))
 
     def trained(self, params: Tree) -> Tree:
@@ -301,7 +326,10 @@ class Trainer:
 
     def _shardings(self) -> TrainState:
         """Returns the shardings of the state; moments are sharded as their parameters."""
-        params = sharding.param_shardings(self.model.config, self.abstract.params, self.mesh)
+        whole, own = auxiliary.split(self.abstract.params)
+        params = sharding.param_shardings(self.model.config, whole, self.mesh)
+        if own is not None:
+            params = auxiliary.join(params, sharding.param_shardings(self.config.auxiliary, own, self.mesh))
         replicated = sharding.replicated(self.mesh)
         optimizer = optax.tree.map_params(
             self.optimizer,
@@ -324,11 +352,14 @@ class Trainer:
         return jax.jit(self._initial_state, donate_argnums=0, out_shardings=self.shardings)(params)
 
     def templates(self) -> dict[str, Tree]:
-        """Returns the shapes, dtypes and shardings of "params" and "state", for restoring a checkpoint."""
-        placed = jax.tree.map(
+        """Returns the shapes, dtypes and shardings of the items of a checkpoint, for restoring them."""
+        return items_of(self._placed())
+
+    def _placed(self) -> TrainState:
+        """Returns the shapes, dtypes and shardings of the state."""
+        return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.abstract, self.shardings
         )
-        return {"params": placed.params, "state": placed.optimizer}
 
     def step(self, state: TrainState, batch: Arrays, key: Array) -> tuple[TrainState, dict[str, Array]]:
         """Makes one step, compiling the program first if needed; `state` is donated."""
@@ -384,7 +415,7 @@ class Trainer:
         }
         key = jax.ShapeDtypeStruct((), self.key.dtype, sharding=sharding.replicated(self.mesh))
         with precision(self.model.dtype):
-            return self._step.trace(TrainState(*(self.templates()[name] for name in ("params", "state"))), arrays, key)
+            return self._step.trace(self._placed(), arrays, key)
 
     def dev_loss(self, params: Tree, arrays: dict[str, np.ndarray]) -> tuple[Array, Array]:
         """Returns the summed loss and the token count of a host batch, without dropout."""

@@ -53,6 +53,7 @@ class TargetModel:
 
     config: Config
     fingerprint: str = ""  # of its parameters, the `params_fp` of its checkpoint; "": unknown
+    auxiliary: Tree = None  # the auxiliary parameters of its checkpoint; None: it has none
 
 
 class Drafter(Protocol):
