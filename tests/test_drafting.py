@@ -30,6 +30,7 @@ from pipejax.decoding import (
     with_drafts,
 )
 from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
+from pipejax.decoding.gathering import NOWHERE, Filled, hide
 from pipejax.inference import answers
 from pipejax.inference.backends import XLA, call_costs
 from pipejax.inference.generator import Generator
@@ -558,3 +559,22 @@ def test_source_ids_are_padded_to_the_memory_for_drafters_only(is_drafted):
         return
     np.testing.assert_array_equal(read.ids, [[[5, 6, 1, 0, 0, 0, 0, 0], [7, 1, 0, 0, 0, 0, 0, 0]]])
     np.testing.assert_array_equal(read.length, lengths)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rejected_queries_are_hidden_from_later_queries(apart: bool) -> None:
+    """Beside plain lists: the slots of rejected queries get the row NOWHERE, and nothing else changes."""
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        live, start = rng.random((3, 4)) < 0.6, rng.integers(0, 9, 3 if apart else 1)
+        rejected, (row, time) = live & (rng.random((3, 4)) < 0.5), rng.integers(0, 9, (2, 3, 12))
+        expected = row.copy()
+        for b in range(3):
+            slot = start[b if apart else 0]
+            for s in np.flatnonzero(live[b]):  # live queries are written one behind the other
+                expected[b, slot] = NOWHERE if rejected[b, s] else expected[b, slot]
+                slot += 1
+        before = Filled(*(jnp.asarray(x, jnp.int32) for x in (row, time)))
+        found = hide(jnp.asarray(rejected), jnp.asarray(live), before, jnp.asarray(start, jnp.int32))
+        np.testing.assert_array_equal(found.row, expected)
+        np.testing.assert_array_equal(found.time, time)

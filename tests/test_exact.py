@@ -197,6 +197,7 @@ def test_white_space_and_compatible_forms_do_not_hide_a_name(tmp_path, capsys, n
         *[(None, "a: null", True), (None, "a:", True), (None, "a: 0", False), ([1, 2], "a: 1, 2.0", True)],
         *[
             (["x", "y"], "a: x, y", True),
+            (["x"], "a: x", True),
             (["x", "y"], "a: y, x", False),
             ([], "a:", True),
             ({"b": 1}, 'a: {"b": 1}', True),

@@ -98,6 +98,9 @@ def test_jax_detects_cloud_tpu_processes(joined, monkeypatch):
         ((None, None, None), {"PIPEJAX_PROCESSES": "0"}, r"--processes: found 0; expected at least 1"),
         ((None, 0, None), {}, r"--processes: found 0; expected at least 1"),
         ((None, 10**30, None), {}, r"--processes: found 1000"),
+        ((None, 2**20, None), {}, r"--processes: found 1048576"),
+        # A step of a single process does not say how many processes the run has.
+        (("host:1", None, None), {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, r"--processes: found none"),
         (("host:70000", 2, 1), {}, r"--coordinator: found 'host:70000'; expected a port from 1 to 65535"),
         (("host:0", 2, 1), {}, r"--coordinator: found 'host:0'; expected a port from 1 to 65535"),
         (("[::1]", 2, 1), {}, r"--coordinator: found '\[::1\]'; expected HOST:PORT"),
