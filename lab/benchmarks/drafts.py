@@ -92,6 +92,10 @@ class Told:
         """That of the memory."""
         return self.inner.mask
 
+    @property
+    def adapter(self) -> None:
+        """There are no adapters."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Saying:
