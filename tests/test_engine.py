@@ -115,7 +115,7 @@ def test_requests_against_repetition_beside_others(generator):
     engine.close(drain=True, seconds=60)
     changed = 0
     for (ids, more), record in zip(pairs, found, strict=True):
-        (expected,) = generator.decode([ids], strategy="pipelined", **more)
+        (expected,) = generator.decode([ids], method="pipelined", **more)
         assert record["row_ids"] == expected["row_ids"] and record["steps"] == expected["steps"]
         changed += record["row_ids"] != found[pairs.index((ids, {}))]["row_ids"]
     assert changed > 3
