@@ -12,7 +12,7 @@ from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.data import demo
 from pipejax.decoding import FORBIDDEN, Rule, create_rule, strategy_checks
 from pipejax.inference import decoding_options
-from pipejax.inference.answers import record_of
+from pipejax.inference.answers import Record, record_of
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
 from pipejax.methods import Ids, PipelinedMethod, SequentialMethod
@@ -51,17 +51,21 @@ def check_rule(kind: type[Rule], *, sources: int = 8) -> str:
         _check_apply(rule, np.random.default_rng(1))
         has_state = bool(jax.tree.leaves(rule.init(1, 1)))
         runs: Records = {}
-        for name, settings in (("decode", decode), *(() if has_state else (("drafts", drafts),))):
-            strategy = methods.make_strategy(method, settings, ids)
-            options = decoding_options.of_batch(checked, given, method, strategy, config=config, tokenizer=words)
-            options = dataclasses.replace(options, rules=(rule,))
-            found = generator.programs.decode(
-                given, strategy, batch_size=len(given), across=1, report=Report(), options=options
-            )
-            runs[name] = [
-                record_of(source, method, found, i, start=strategy.start, config=config, tokenizer=words)
-                for i, source in enumerate(checked)
-            ]
+        # Drafts are verified one source at a time, since a larger batch compiles more programs.
+        for name, settings, size in (("decode", decode, sources), *(() if has_state else (("drafts", drafts, 1),))):
+            strategy, records = methods.make_strategy(method, settings, ids), list[Record]()
+            for first in range(0, sources, size):
+                part, own = checked[first : first + size], given[first : first + size]
+                options = decoding_options.of_batch(part, own, method, strategy, config=config, tokenizer=words)
+                options = dataclasses.replace(options, rules=(rule,))
+                found = generator.programs.decode(
+                    own, strategy, batch_size=size, across=1, report=Report(), options=options
+                )
+                records += [
+                    record_of(source, method, found, i, start=strategy.start, config=config, tokenizer=words)
+                    for i, source in enumerate(part)
+                ]
+            runs[name] = records
         runs["stream"] = stream(generator, method, checked, (rule,))
         compared += compare_records(TOY, params, method, checked, runs, rule, (rule,))
     return f"{kind.__name__}: {compared} answers agree with recomputation"
