@@ -49,9 +49,10 @@ def without_repetition(
             old, by = changed[token], changed.dtype.type(penalty)
             changed[token] = old * by if old < 0 else old / by
     if ngram and len(own) >= ngram - 1 and all(counts[len(own) - ngram + 1 :]):
-        context = own[len(own) - ngram + 1 :]
+        context, repeats = own[len(own) - ngram + 1 :], set[int]()
         for tokens, there in texts:
             for i in range(len(tokens) - ngram + 1):
                 if all(there[i : i + ngram]) and tokens[i : i + ngram - 1] == context:
-                    changed[tokens[i + ngram - 1]] = changed[tokens[i + ngram - 1]] + forbidden
+                    repeats.add(tokens[i + ngram - 1])
+        changed[[*repeats]] += forbidden
     return changed
