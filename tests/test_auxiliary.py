@@ -1,7 +1,9 @@
 """Parameters beside a frozen backbone: their training, their item in checkpoints, and where they are refused."""
 
 import dataclasses
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -156,3 +158,34 @@ def test_settings_that_do_not_go_together_are_one_line(base: Path, tmp_path: Pat
         fit(config_lib.override(RUN_ON_ONE, named), tmp_path / "run")
     with refuses("auxiliary", found="not a subclass of Auxiliary"):
         config_lib.override(RUN_ON_ONE, ["auxiliary=support.foreign_auxiliary:FromEven"])
+
+
+def test_the_class_of_the_documentation_has_the_loss_that_it_states() -> None:
+    """Two sources in two rows of a batch: the mean cross-entropy of "this source token is in the answer"."""
+    page = (Path(__file__).parents[1] / "docs" / "auxiliary.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:1]
+    found: dict[str, Any] = {"__name__": "in_answer"}
+    exec(code, found)
+    head, chance = found["InAnswer"](), np.random.default_rng(0)
+    assert head.init_params(jax.random.key(0), MODEL)["vector"].shape == (MODEL.d_model,)
+    source, lengths = np.asarray([[5, 9, 7, 1], [8, 8, 1, 0]]), [4, 3]
+    answers = [[9, 5, 1], [7, 1, 1]]
+    batch = {
+        "source": source,
+        "source_length": np.asarray(lengths),
+        "inputs": np.zeros((2, 3), np.int32),
+        "targets": np.asarray(answers),
+        "weights": np.asarray([[1, 1, 1], [1, 1, 0]], np.float32),
+        "slots": np.asarray([3, 2]),
+        "example": np.zeros((2, 3), np.int32),
+    }
+    encoded, vector = chance.normal(size=(2, 4, MODEL.d_model)), chance.normal(size=MODEL.d_model)
+    losses: list[float] = []
+    for b, length in enumerate(lengths):
+        for i in range(length):
+            chance_in = 1 / (1 + np.exp(-encoded[b, i] @ vector))
+            is_in = source[b, i] > 1 and source[b, i] in answers[b]
+            losses.append(-np.log(chance_in if is_in else 1 - chance_in))
+    outputs = SimpleNamespace(batch=batch, encoded=jax.numpy.asarray(encoded))
+    total, count = head.loss({"vector": jax.numpy.asarray(vector)}, outputs)
+    assert float(total) == pytest.approx(sum(losses), rel=1e-5) and int(count) == len(losses)

@@ -1,8 +1,9 @@
 """A running batch beside numbers: memories that join, the programs compiled for it, and a cache that grows."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -42,6 +43,13 @@ def programs(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> BatchProg
 
 def of(length: int) -> Any:
     return SimpleNamespace(length=length)
+
+
+@dataclasses.dataclass
+class NoCarry:
+    """A carry without rules, for steps that are scripted."""
+
+    states: tuple[()] = ()
 
 
 class Calls:
@@ -89,11 +97,11 @@ def test_cache_is_full_only_at_its_largest_size(batch: RunningBatch, monkeypatch
 
     def step(*given: Any) -> Any:
         seen.append(batch._slots)
-        return None, np.zeros(2, bool), np.int32(0 if batch._slots >= needed else 5), of(0)
+        return None, np.zeros(2, bool), np.int32(0 if batch._slots >= needed else 5), NoCarry()
 
     monkeypatch.setattr(BatchPrograms, "step", step)
     monkeypatch.setattr(BatchPrograms, "grow", lambda self, call, encoded, carry, slots: carry)
-    batch._encoded, batch._carry, batch._slots, batch._in_use[0] = of(64), of(0), sizes[0], True
+    batch._encoded, batch._carry, batch._slots, batch._in_use[0] = of(64), cast(Any, NoCarry()), sizes[0], True
     assert batch._run_steps(5)[2] == 5 and seen == [*sizes]
     needed = sizes[-1] + 1
     with pytest.raises(
