@@ -338,6 +338,26 @@ def test_real_method_keeps_the_rules(case: str) -> None:
         testing.check_one(each, checked)
 
 
+@dataclasses.dataclass(frozen=True)
+class FewValues(Staggered):
+    """A method with settings that limit answers, and that accept few values."""
+
+    most: int = 4
+    times: int = 8
+
+    def __post_init__(self) -> None:
+        if self.times % self.most:
+            raise ValueError("times must be a multiple of most")
+
+    def learned(self) -> dict[str, object]:
+        limits = "method.most", "method.times"
+        return {key: value for key, value in super().learned().items() if key not in limits}
+
+
+def test_values_that_a_method_refuses_are_not_tried() -> None:
+    testing.check_one(demand(METHOD_DEMANDS, "learned settings"), MethodCase(FewValues(rows=3, width=3)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REAL_METHODS)
 def test_real_method_passes(case: str) -> None:

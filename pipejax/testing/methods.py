@@ -173,14 +173,18 @@ def _check_stable(case: MethodCase) -> None:
 def _check_learned_settings(case: MethodCase) -> None:
     """Lays targets out with another value of each number or flag among the method's fields.
 
-    Cut targets are left out, since settings that only limit answers may cut them elsewhere.
+    Cut targets are left out, since settings that only limit answers may cut them elsewhere. Values that the class does
+    not accept are left out, too.
     """
     for field in dataclasses.fields(case.method):
         value = getattr(case.method, field.name)
         if not isinstance(value, int | float) or f"method.{field.name}" in case.method.learned():
             continue
         changed = {field.name: not value if isinstance(value, bool) else value + 1}
-        other = dataclasses.replace(case.method, **changed)
+        try:
+            other = dataclasses.replace(case.method, **changed)
+        except Exception:  # a class of a user refuses values by errors of any type
+            continue
         for layout in case.layouts:
             try:
                 target = dataclasses.replace(layout, method=other).target
