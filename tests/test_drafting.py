@@ -588,7 +588,7 @@ def test_draft_lengths_generate_the_most_tokens_for_the_cost() -> None:
         count, odds, hangs = rng.integers(0, 9, (3, 5)), rng.random((3, 5), np.float32), rng.random((3, 5)) < 0.3
         needed, fixed = int(rng.integers(1, 20)), float(rng.choice([0.5, 3.0, 7.0, 20.0, 60.0]))
         chances = [
-            [float(p) ** (k + h) for k in range(1, n + 1)]
+            [float(p) ** (k + int(h)) for k in range(1, n + 1)]
             for n, p, h in zip(count.flat, odds.flat, hangs.flat, strict=True)
         ]
 
