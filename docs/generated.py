@@ -4,7 +4,7 @@ It adds these directives:
 
     config-section: every key of a section, with its range, its default, and the comment beside it in the schema
     public-names: what `import pipejax` gives, by autodoc
-    demands: the rules by which `pipejax.testing` checks a method or a backbone
+    requirements: the rules by which `pipejax.testing` checks a method or a backbone
     command-help: what a command says of itself
     results: the table of a file in lab/benchmarks/results
     gpu-results: the tables of what lab/benchmarks/gpu.sh measured, or a line that there are none
@@ -57,7 +57,7 @@ class PublicNames(SphinxDirective):
         return self.parse_text_to_nodes(reference.public_names())
 
 
-class Demands(SphinxDirective):
+class Requirements(SphinxDirective):
     """The rules by which `pipejax.testing` checks a piece; the argument is "method" or "backbone"."""
 
     required_arguments = 1
@@ -67,7 +67,7 @@ class Demands(SphinxDirective):
         self.env.note_dependency(reference.__file__)
         self.env.note_dependency(testing.methods.__file__)
         self.env.note_dependency(testing.backbones.__file__)
-        return self.parse_text_to_nodes(reference.demands(self.arguments[0]))
+        return self.parse_text_to_nodes(reference.requirements(self.arguments[0]))
 
 
 class CommandHelp(SphinxDirective):
@@ -177,7 +177,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("config-section", ConfigSection)
     app.add_directive("public-names", PublicNames)
-    app.add_directive("demands", Demands)
+    app.add_directive("requirements", Requirements)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("results", Results)
     app.add_directive("gpu-results", GpuResults)

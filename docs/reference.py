@@ -31,13 +31,13 @@ def public_names() -> str:
     return "\n".join([*lines, "```"])
 
 
-def demands(piece: str) -> str:
+def requirements(piece: str) -> str:
     """A list of the rules by which `pipejax.testing` checks a "method" or a "backbone"."""
-    tables: dict[str, Sequence[testing.Demand[Any]]] = {
-        "method": testing.METHOD_DEMANDS,
-        "backbone": testing.BACKBONE_DEMANDS,
+    tables: dict[str, Sequence[testing.Requirement[Any]]] = {
+        "method": testing.METHOD_REQUIREMENTS,
+        "backbone": testing.BACKBONE_REQUIREMENTS,
     }
-    return "\n".join(f"- **{demand.name}**: {demand.text}" for demand in tables[piece])
+    return "\n".join(f"- **{requirement.name}**: {requirement.text}" for requirement in tables[piece])
 
 
 def _kind(value: object) -> str:

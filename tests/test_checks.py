@@ -19,7 +19,7 @@ from pipejax.decoding import TRUNCATIONS, Decoded, Pipelined
 from pipejax.methods import Beams, Method, PipelinedMethod, RowPrefixes, SequentialMethod, Target
 from pipejax.methods.losses import cross_entropy
 from pipejax.model import layers, t5
-from pipejax.testing import BACKBONE_DEMANDS, METHOD_DEMANDS, BackboneCase, MethodCase
+from pipejax.testing import BACKBONE_REQUIREMENTS, METHOD_REQUIREMENTS, BackboneCase, MethodCase
 from support.branching import Branching
 from support.foreign import Lines, Uneven
 from support.staggered import Staggered
@@ -279,7 +279,7 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
 }
 
 
-def demand(table: Any, name: str) -> Any:
+def requirement(table: Any, name: str) -> Any:
     return next(each for each in table if each.name == name)
 
 
@@ -294,7 +294,7 @@ def one_of_each_rule(table: dict[str, tuple[Piece, str]]) -> list[Any]:
 def test_broken_method_is_refused_by_its_rule(case: str) -> None:
     make, rule = BROKEN_METHODS[case]
     with pytest.raises(UserError) as caught:
-        testing.check_one(demand(METHOD_DEMANDS, rule), MethodCase(make()))
+        testing.check_one(requirement(METHOD_REQUIREMENTS, rule), MethodCase(make()))
     assert str(caught.value).endswith(f"rule: {rule})") and "\n" not in str(caught.value), str(caught.value)
 
 
@@ -303,7 +303,7 @@ def test_broken_method_is_refused_by_its_rule(case: str) -> None:
 def test_broken_method_is_refused_by_the_whole_check(case: str) -> None:
     """The refusal names the broken rule, or an earlier one."""
     make, rule = BROKEN_METHODS[case]
-    names = [each.name for each in METHOD_DEMANDS]
+    names = [each.name for each in METHOD_REQUIREMENTS]
     with pytest.raises(UserError, match=rf"rule: ({'|'.join(names[: names.index(rule) + 1])})\)$"):
         testing.check_method(make())
 
@@ -334,7 +334,7 @@ def test_real_method_keeps_the_rules(case: str) -> None:
     """Checks all rules except "answers", which takes longer."""
     method, targets = REAL_METHODS[case]
     checked = MethodCase(method, targets=targets)
-    for each in METHOD_DEMANDS[:-1]:
+    for each in METHOD_REQUIREMENTS[:-1]:
         testing.check_one(each, checked)
 
 
@@ -581,7 +581,7 @@ BROKEN_BACKBONES: dict[str, tuple[Piece, str]] = {
 def test_broken_backbone_is_refused_by_its_rule(case: str) -> None:
     make, rule = BROKEN_BACKBONES[case]
     with pytest.raises(UserError) as caught:
-        testing.check_one(demand(BACKBONE_DEMANDS, rule), BackboneCase(make()))
+        testing.check_one(requirement(BACKBONE_REQUIREMENTS, rule), BackboneCase(make()))
     assert str(caught.value).endswith(f"rule: {rule})") and "\n" not in str(caught.value), str(caught.value)
 
 
@@ -590,6 +590,6 @@ def test_broken_backbone_is_refused_by_its_rule(case: str) -> None:
 def test_broken_backbone_is_refused_by_the_whole_check(case: str) -> None:
     """The refusal names the broken rule, or an earlier one."""
     make, rule = BROKEN_BACKBONES[case]
-    names = [each.name for each in BACKBONE_DEMANDS]
+    names = [each.name for each in BACKBONE_REQUIREMENTS]
     with pytest.raises(UserError, match=rf"rule: ({'|'.join(names[: names.index(rule) + 1])})\)$"):
         testing.check_backbone(make())

@@ -647,8 +647,8 @@ def backbone(decoder: Any = t5.Decoder, encoder: Any = t5.Encoder, **parts: Any)
 
 def check(rule: str, config: Any) -> None:
     """Checks a backbone by one rule."""
-    demand = next(demand for demand in testing.BACKBONE_DEMANDS if demand.name == rule)
-    testing.check_one(demand, testing.BackboneCase(config))
+    requirement = next(requirement for requirement in testing.BACKBONE_REQUIREMENTS if requirement.name == rule)
+    testing.check_one(requirement, testing.BackboneCase(config))
 
 
 def renamed(self: Any) -> Any:

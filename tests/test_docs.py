@@ -12,7 +12,7 @@ import rooms
 
 import pipejax
 from pipejax import config
-from pipejax.testing import BACKBONE_DEMANDS, METHOD_DEMANDS
+from pipejax.testing import BACKBONE_REQUIREMENTS, METHOD_REQUIREMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = [field.name for field in dataclasses.fields(config.Config) if field.name not in config.SETTINGS]
@@ -53,12 +53,12 @@ def test_api_reference_has_every_public_name() -> None:
     assert not {*re.findall(r":: pipejax\.(\w+)$", page, re.MULTILINE)} & {*pipejax.__all__}, "described twice"
 
 
-@pytest.mark.parametrize("piece, table", [("method", METHOD_DEMANDS), ("backbone", BACKBONE_DEMANDS)])
+@pytest.mark.parametrize("piece, table", [("method", METHOD_REQUIREMENTS), ("backbone", BACKBONE_REQUIREMENTS)])
 def test_rules_of_checks_are_listed(piece: str, table: Any) -> None:
-    found = re.findall(r"^- \*\*(.+?)\*\*: ([^\n]+\.)$", reference.demands(piece), re.MULTILINE)
-    assert found == [(demand.name, demand.text) for demand in table] and len(dict(found)) == len(found)
+    found = re.findall(r"^- \*\*(.+?)\*\*: ([^\n]+\.)$", reference.requirements(piece), re.MULTILINE)
+    assert found == [(requirement.name, requirement.text) for requirement in table] and len(dict(found)) == len(found)
     assert (
-        f"```{{demands}} {piece}\n```\n"
+        f"```{{requirements}} {piece}\n```\n"
         in (ROOT / "docs" / {"method": "methods.md", "backbone": "backbones.md"}[piece]).read_text()
     )
 

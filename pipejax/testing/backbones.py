@@ -29,7 +29,6 @@ from pipejax.model.sharding import make_mesh, param_shardings
 from pipejax.model.slots import Blocks, Slots
 from pipejax.system import Tree
 from pipejax.testing.answers import compare_records
-from pipejax.testing.demands import Demand, check_all
 from pipejax.testing.facts import check_facts
 from pipejax.testing.recomputation import (
     LONGEST,
@@ -40,6 +39,7 @@ from pipejax.testing.recomputation import (
     random_params,
     teacher_forced,
 )
+from pipejax.testing.requirements import Requirement, check_all
 
 LENGTHS = (LONGEST, 23)  # of the sources
 DELAYS = (40, 2)  # of the targets
@@ -137,7 +137,7 @@ class BackboneCase:
 
 
 def check_backbone(config: Backbone, *, sources: int = 8) -> str:
-    """Checks a backbone by the rules of BACKBONE_DEMANDS, which docs/backbones.md lists.
+    """Checks a backbone by the rules of BACKBONE_REQUIREMENTS, which docs/backbones.md lists.
 
     Args:
       config: the backbone, with small sizes.
@@ -150,7 +150,7 @@ def check_backbone(config: Backbone, *, sources: int = 8) -> str:
       UserError: the backbone breaks a rule. The message names the part, the result, the expected result and the rule.
     """
     case = BackboneCase(config, sources)
-    check_all(BACKBONE_DEMANDS, case)
+    check_all(BACKBONE_REQUIREMENTS, case)
     count = len(flatten_dict(case.params))
     return f"{type(config).__name__}: {count} parameters, and {compare_answers(case)} answers agree with recomputation"
 
@@ -391,43 +391,47 @@ def _with(x: np.ndarray, place: tuple[int, ...], value: int) -> np.ndarray:
     return changed
 
 
-BACKBONE_DEMANDS: tuple[Demand[BackboneCase], ...] = (
-    Demand(
+BACKBONE_REQUIREMENTS: tuple[Requirement[BackboneCase], ...] = (
+    Requirement(
         "names",
         "Parameters are float32, with the paths and shapes of `tensors`; each has its own name in files, and axes.",
         _check_names,
     ),
-    Demand(
+    Requirement(
         "kept facts",
         "`read_facts` and `fitted` restore every field from `facts`.",
         lambda case: check_facts(case.config),
     ),
-    Demand("dtypes", "Outputs have the shapes and dtypes of the outputs of `T5`.", _check_dtypes),
-    Demand("padding of sources", "Logits do not depend on the padding of sources.", _check_padding),
-    Demand(
+    Requirement("dtypes", "Outputs have the shapes and dtypes of the outputs of `T5`.", _check_dtypes),
+    Requirement("padding of sources", "Logits do not depend on the padding of sources.", _check_padding),
+    Requirement(
         "whole sources",
         "Logits depend on every token of their source, however long it is, and on no other source.",
         _check_sources,
     ),
-    Demand(
+    Requirement(
         "visible slots", "Logits of a slot depend on its own token, and on no slot that it does not see.", _check_sight
     ),
-    Demand("order of slots", "Logits do not depend on the order of slots.", _check_order),
-    Demand(
+    Requirement("order of slots", "Logits do not depend on the order of slots.", _check_order),
+    Requirement(
         "differences of positions",
         f"If `is_relative`, logits do not change if all positions are shifted, by up to {max(SHIFTS)}.",
         _check_positions,
     ),
-    Demand("packing", "Targets that are packed into one row of slots see only their own sources.", _check_packing),
-    Demand("steps", "Decoding by steps, also undone ones, gives the logits of the teacher-forced pass.", _check_steps),
-    Demand("bfloat16", "Logits in bfloat16 differ from those in float32 only by rounding.", _check_bfloat16),
-    Demand("gradient", "The gradient of each parameter is the slope of the loss.", _check_gradient),
-    Demand("remat", "Loss and gradient are the same with each value of `train.remat`.", _check_remat),
-    Demand(
+    Requirement("packing", "Targets that are packed into one row of slots see only their own sources.", _check_packing),
+    Requirement(
+        "steps", "Decoding by steps, also undone ones, gives the logits of the teacher-forced pass.", _check_steps
+    ),
+    Requirement("bfloat16", "Logits in bfloat16 differ from those in float32 only by rounding.", _check_bfloat16),
+    Requirement("gradient", "The gradient of each parameter is the slope of the loss.", _check_gradient),
+    Requirement("remat", "Loss and gradient are the same with each value of `train.remat`.", _check_remat),
+    Requirement(
         "dropout", "Dropout changes logits if it is on, and its masks are the same with `train.remat`.", _check_dropout
     ),
-    Demand(
+    Requirement(
         "attention in blocks", "If `head_width` is not 0, attention in blocks gives the same logits.", _check_blocks
     ),
-    Demand("answers", "Records of pipelined decoding equal a full recomputation.", lambda case: compare_answers(case)),
+    Requirement(
+        "answers", "Records of pipelined decoding equal a full recomputation.", lambda case: compare_answers(case)
+    ),
 )

@@ -19,9 +19,9 @@ from pipejax.system import Tree
 from pipejax.system.errors import UserError
 from pipejax.testing import layouts, losses, scripted
 from pipejax.testing.answers import Records, compare_records, stream
-from pipejax.testing.demands import Demand, check_all
 from pipejax.testing.layouts import Layout
 from pipejax.testing.recomputation import SHORT, TOY, draw_ids, random_params
+from pipejax.testing.requirements import Requirement, check_all
 
 MOST, FEW = 64, 8  # the most tokens of a target, and of a target that is cut
 SIZES = (1, 2, 3, 1, 4, 2, 3, 5)  # numbers of rows of the default targets
@@ -120,7 +120,7 @@ class MethodCase:
 def check_method(
     method: Method, *, model: Backbone = TOY, targets: Sequence[Sequence[str]] = (), sources: int = 8
 ) -> str:
-    """Checks a method on a toy model by the rules of METHOD_DEMANDS, which docs/methods.md lists.
+    """Checks a method on a toy model by the rules of METHOD_REQUIREMENTS, which docs/methods.md lists.
 
     Args:
       method: the method. It should have few rows and times, as each step is recomputed.
@@ -135,7 +135,7 @@ def check_method(
       UserError: the method breaks a rule. The message names the part, the result, the expected result and the rule.
     """
     case = MethodCase(method, model, targets, sources)
-    check_all(METHOD_DEMANDS, case)
+    check_all(METHOD_REQUIREMENTS, case)
     whole, (compared, runs) = sum(layout.is_whole for layout in case.layouts), case.compared
     return f"{type(method).__name__}: {whole} layouts and {compared} answers agree with recomputation ({runs})"
 
@@ -291,80 +291,80 @@ def _check_rows_of(case: MethodCase) -> None:
                 refuse(case.method, f"rows_of: {layout.where}: row {row}", tokens, f"{expected} first, as in the row")
 
 
-METHOD_DEMANDS: tuple[Demand[MethodCase], ...] = (
-    Demand(
+METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
+    Requirement(
         "interface",
         "The strategy has all parts, shapes and dtypes that `Strategy` and `can` require.",
         _check_interface,
     ),
-    Demand(
+    Requirement(
         "accounting",
         "`steps`, `calls` and `truncated` are those of Algorithm 1 for a strategy that can be drafted. For any other, "
         "`calls` is the number of calls of `query`, `steps` is at least `calls` and at most the last time of a query, "
         "and `truncated` is None exactly if all rows have ended.",
         _check_accounting,
     ),
-    Demand(
+    Requirement(
         "examples apart",
         "An example of a batch has the same answer alone. Entries of queries that are not live are not read.",
         lambda case: scripted.check_batches(case.strategy, case.model.vocab_size),
     ),
-    Demand("stopped examples", "`stop` ends the given examples, and no others.", _check_stop),
-    Demand(
+    Requirement("stopped examples", "`stop` ends the given examples, and no others.", _check_stop),
+    Requirement(
         "loss is a sum",
         "`loss` returns a sum and its divisor, which add up over examples and over slots.",
         lambda case: losses.check_sum(case.method, case.losses),
     ),
-    Demand(
+    Requirement(
         "loss ignores padding",
         "Slots with weight 0 change neither the loss nor its divisor.",
         lambda case: losses.check_padding(case.method, case.losses),
     ),
-    Demand(
+    Requirement(
         "loss teaches the targets",
         "At every slot with a weight, the gradient of `loss` raises the logit of a right token most. The divisor does "
         "not depend on logits.",
         lambda case: losses.check_targets(case.method, case.slots, case.losses),
     ),
-    Demand("layout is fixed", "`target` returns the same layout for the same rows.", _check_stable),
-    Demand(
+    Requirement("layout is fixed", "`target` returns the same layout for the same rows.", _check_stable),
+    Requirement(
         "learned settings",
         "`learned` has each setting of the method on which the layout of a target depends.",
         _check_learned_settings,
     ),
-    Demand("cuts are reported", "`was_cut` is True if fewer tokens change the layout.", _check_cuts),
-    Demand(
+    Requirement("cuts are reported", "`was_cut` is True if fewer tokens change the layout.", _check_cuts),
+    Requirement(
         "whole answers",
         "`truncated` is None if decoding gives all tokens of a target that has fewer rows than the grid.",
         _check_truncated,
     ),
-    Demand(
+    Requirement(
         "same visible tokens",
         "Each slot with a weight sees the same tokens, at the same rows and times, in training and in decoding.",
         _check_layouts,
     ),
-    Demand(
+    Requirement(
         "rows are kept",
         "If each slot generates its right token, `order` and `read` return the rows of the target. `read` leaves out "
         "no row.",
         _check_read,
     ),
-    Demand(
+    Requirement(
         "answers are learned",
         "Each token that determines the answer, the ends of rows included, has a slot with a weight, unless decoding "
         "forces it.",
         _check_learned,
     ),
-    Demand(
+    Requirement(
         "prefixes are kept", "`add_prefixes` keeps the prefixes and the number of rows of a source.", _check_prefixes
     ),
-    Demand(
+    Requirement(
         "limit allows separators",
         "`extra_allowed_ids` has the tokens of a target that are neither tokens of its rows nor ends.",
         _check_allowed,
     ),
-    Demand("rows of slots", "`rows_of` assigns the tokens of each row to this row.", _check_rows_of),
-    Demand(
+    Requirement("rows of slots", "`rows_of` assigns the tokens of each row to this row.", _check_rows_of),
+    Requirement(
         "answers",
         "Records, with drafts and in streams too, equal a full recomputation: rows, `steps`, `calls`, `truncated` and "
         "scores.",

@@ -1,4 +1,4 @@
-"""`Demand`: a named rule that a custom method or backbone must follow, with the function that checks it."""
+"""`Requirement`: a named rule that a custom method or backbone must follow, with the function that checks it."""
 
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
@@ -8,7 +8,7 @@ from pipejax.system.errors import UserError
 Case = TypeVar("Case")
 
 
-class Demand(NamedTuple, Generic[Case]):
+class Requirement(NamedTuple, Generic[Case]):
     """A rule of `check_method` or `check_backbone`."""
 
     name: str  # a noun phrase, which the refusal names
@@ -16,22 +16,22 @@ class Demand(NamedTuple, Generic[Case]):
     check: Callable[[Case], object]  # raises a UserError if the piece breaks the rule
 
 
-def check_all(demands: Iterable[Demand[Case]], case: Case) -> None:
+def check_all(requirements: Iterable[Requirement[Case]], case: Case) -> None:
     """Checks the rules in order.
 
     Raises:
       UserError: the piece breaks a rule; the message ends with the name of the rule.
     """
-    for demand in demands:
-        check_one(demand, case)
+    for requirement in requirements:
+        check_one(requirement, case)
 
 
-def check_one(demand: Demand[Case], case: Case) -> None:
+def check_one(requirement: Requirement[Case], case: Case) -> None:
     """Checks a rule. Raises a UserError that ends with the name of the rule if the piece breaks it."""
     try:
-        demand.check(case)
+        requirement.check(case)
     except UserError as error:
-        hint = "; ".join(part for part in (error.hint, f"rule: {demand.name}") if part)
+        hint = "; ".join(part for part in (error.hint, f"rule: {requirement.name}") if part)
         raise UserError(
             error.place, error.problem, found=error.found, expected=error.expected, hint=hint
         ) from error.__cause__
