@@ -1,7 +1,10 @@
 """The T5 against transformers' torch T5, and the visibility that the pipelined mask allows."""
 
 import dataclasses
+from functools import partial
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from pipejax import grid
 from pipejax.config import DecodeConfig, GridConfig, T5Config
 from pipejax.convert.huggingface import read_hf
-from pipejax.model import layers, precision, t5
+from pipejax.model import layers, precision, stack, t5
 from pipejax.model.sharding import path_of
 from support import oracle
 from support.one_program import compiled
@@ -274,3 +277,30 @@ def test_logits_are_not_rounded_to_the_compute_dtype(tied):
     model = t5.T5(config, dtype=jnp.bfloat16)
     logits = model.apply({"params": params}, source, np.ones((1, 4), bool), flat.inputs[None], seen, position)
     assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9
+
+
+class Pair(nn.Module):
+    """A layer with two matrices of one shape and a vector."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Any, deterministic: bool) -> Any:
+        one, two = (self.param(name, nn.initializers.normal(0.3), (4, 4)) for name in ("one", "two"))
+        return jnp.tanh(x @ one) @ two + self.param("shift", nn.initializers.normal(1.0), (4,))
+
+
+@pytest.mark.parametrize("remat", ["layers", "dots"])
+def test_grouped_parameters_of_a_scan_change_nothing(remat: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
+    params = [Pair().init(jax.random.key(n), x, True)["params"] for n in range(3)]
+
+    def total(params: Any, **options: Any) -> Any:
+        layers = [Pair().bind({"params": own}) for own in params]
+        scan: dict[str, Any] = {"deterministic": True, "keys": lambda: jax.random.key(0), "pin": t5.unpinned}
+        return (stack.apply_layers(layers, x, **scan, **options) ** 2).sum()
+
+    expected = jax.value_and_grad(total)(params, remat="none")
+    for grouped in (True, False):
+        found = jax.value_and_grad(partial(total, remat=remat, grouped=grouped))(params)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)

@@ -288,8 +288,10 @@ def attend_in_blocks(
     # The layers transpose the arrays that their products return, and the compiler cancels both transpositions.
     queries, keys = queries.swapaxes(1, 2), keys.swapaxes(1, 2)
     values = None if values is None else values.swapaxes(1, 2)
-    if split is None or split.mesh.size == 1:
+    if seen.blocks.is_alone:
         return _attend_alone(queries, keys, values, seen, lines, rate).swapaxes(1, 2)
+
+    assert split is not None
 
     def own(queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None) -> Array:
         return _attend_alone(queries, keys, values, seen, lines, rate)
@@ -337,23 +339,23 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)._replace(other=BACKWARD_BLOCK)
     facts, order = Facts.of(seen, lines), seen.plan.backward
     gradient = gradient.astype(keys.dtype)
-    # f32 [B, H, Q], the term of the softmax's gradient that is subtracted from each row: the sum over keys of a weight
-    # times its gradient, which equals the sum over channels of an output times its gradient.
-    products = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
-    given = queries, keys, values, gradient, sums, products
+    given = queries, keys, values, gradient, sums
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
     near = sizes.batch, sizes.heads
     shapes = [
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        jax.ShapeDtypeStruct(sums.shape, jnp.float32),
         jax.ShapeDtypeStruct((*near, 2, grid[0] * sizes.own), jnp.float32),
     ]
     if has_band := seen.queries.consecutive and seen.keys.consecutive and facts.longest > 0:
         shapes += [jax.ShapeDtypeStruct((*near, grid[0] * sizes.own, 2 * facts.longest), queries.dtype)]
-    d_queries, beyond, *band = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)(facts, order, *given)
+    of_queries = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)
+    d_queries, products, beyond, *band = of_queries(facts, order, *given, found)
+    known = *given, products
     of_keys_and_values = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values) if x is not None]
     grid_of_keys = pl.cdiv(sizes.keys, sizes.own), sizes.heads, sizes.batch
     d_keys, *rest = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys_and_values, sizes)(
-        facts, seen.plan.across, *given
+        facts, seen.plan.across, *known
     )
     (d_values,) = rest or [None]
     if (distances := seen.distances) is None:
@@ -367,7 +369,7 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
         groups = pl.cdiv(buckets, GROUP)
         shape = jax.ShapeDtypeStruct((*near, groups * GROUP, grid[0] * sizes.own), jnp.float32)
         grid = grid[0] * groups, *grid[1:]
-        within = _call(partial(_backward_buckets, sizes=sizes), grid, shape, sizes)(facts, order, *given)
+        within = _call(partial(_backward_buckets, sizes=sizes), grid, shape, sizes)(facts, order, *known)
         d_table = within.sum(axis=(0, 3)).T[:buckets]
     of_ends = jnp.arange(buckets)[:, None, None] == distances.bucket[jnp.asarray([0, -1])][:, None]
     d_table += jnp.where(of_ends, beyond.sum(axis=(0, 3)).T, 0.0).sum(axis=1)
@@ -621,7 +623,7 @@ class QueryBlock(NamedTuple):
     rows: Array  # [q, K], the queries
     gradient: Array  # [q, K], the gradient of the outputs
     sums: Array  # f32 [q], see `_attend`
-    products: Array  # f32 [q], the term of the softmax's gradient that is subtracted from each row: see `_backward`
+    products: Array  # f32 [q], the term of the softmax's gradient that is subtracted from each row
 
     @classmethod
     def load(cls, facts: Facts, refs: Sequence[Ref], example: Array, head: Array, q: Array, count: int) -> "QueryBlock":
@@ -707,14 +709,18 @@ def _backward_queries(
     values_ref: Ref | None,
     gradient_ref: Ref,
     sums_ref: Ref,
-    products_ref: Ref,
+    found_ref: Ref,
     d_queries_ref: Ref,
+    products_ref: Ref,
     beyond_ref: Ref,
     band_ref: Ref | None = None,
     *,
     sizes: TileSizes,
 ) -> None:
     """Computes the gradient of a block of queries.
+
+    Also stores `products`, f32 [B, H, Q], which the other kernels read: the sum over keys of a weight times its
+    gradient, which equals the sum over channels of an output times its gradient.
 
     Also stores, f32 [B, H, 2, queries], the sums of the scores' gradient over the keys whose differences are -W or
     less, and over the keys whose differences are W or more. Without a band, a block of keys counts only if this holds
@@ -725,8 +731,13 @@ def _backward_queries(
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
-    refs = queries_ref, gradient_ref, sums_ref, products_ref
-    queries = QueryBlock.load(facts, refs, example, head, q, sizes.queries)
+    rows, gradient, found = (
+        _rows(ref, example, head, q, sizes.queries) for ref in (queries_ref, gradient_ref, found_ref)
+    )
+    products = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=1)
+    plgpu.store(products_ref.at[example, head, q], products, mask=q < sizes.queries)
+    before = _entries(sums_ref, example, head, q, sizes.queries)
+    queries = QueryBlock(_of(facts.queries, example, q), rows, gradient, before, products)
 
     def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_query, *sums = carry

@@ -23,6 +23,11 @@ class Blocks:
     split: NamedSharding | None = None  # the sharding of a batch over devices; each attends for its examples
     interpret: bool = False  # whether the kernels run as ordinary JAX computations: on any device, but slowly
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one device computes everything."""
+        return self.split is None or self.split.mesh.size == 1
+
 
 @flax.struct.dataclass
 class Slots:

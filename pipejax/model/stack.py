@@ -23,6 +23,7 @@ def apply_layers(
     keys: Callable[[], Array],
     pin: Callable[[Array], Array],
     own: Sequence[Tree] = (),
+    grouped: bool = False,
 ) -> Array:
     """Applies equal layers: x = layer(x, *own, *seen, deterministic), or the first value if a layer returns a tuple.
 
@@ -39,6 +40,8 @@ def apply_layers(
       keys: returns the key of the rng "dropout", which is split for the layers, like the key of `dropout.STREAM`.
       pin: a sharding constraint, applied to the input of each layer of a scan.
       own: a tree of arrays for each layer, passed before `seen`, in which layers may differ.
+      grouped: whether a scan stacks the parameters of equal shape in one array. On a GPU, one kernel then takes all of
+        them out of their stack, and one kernel writes their gradients. On a mesh they may be sharded differently.
 
     Returns:
       [B, L, D], the output of the last layer.
@@ -56,16 +59,29 @@ def apply_layers(
     layer = _apart(layers[0])
     # Cast before stacking: a stack is a copy, and the gradients of matrices have the compute dtype in both cases.
     params = [cast_params(each.variables["params"], layer.dtype) for each in layers]
-    stacked, numbers = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) for trees in (params, given))
+    leaves = [jax.tree.leaves(each) for each in params]
+    tree, groups = jax.tree.structure(params[0]), _alike(leaves[0], grouped=grouped)
+    stacked = [jnp.stack([jnp.stack([own[i] for i in group]) for own in leaves]) for group in groups]
+    numbers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *given)
 
-    def body(x: Array, given: tuple[Tree, tuple[Tree, ...], dict[str, Array]]) -> tuple[Array, None]:
-        params, each, rngs = given
+    def body(x: Array, given: tuple[list[Array], tuple[Tree, ...], dict[str, Array]]) -> tuple[Array, None]:
+        grouped, each, rngs = given
+        apart = {i: of_group[k] for group, of_group in zip(groups, grouped, strict=True) for k, i in enumerate(group)}
+        params = jax.tree.unflatten(tree, [apart[i] for i in range(len(apart))])
         return _first(layer.apply({"params": params}, pin(x), *each, *seen, deterministic, rngs=rngs)), None
 
     policies = jax.checkpoint_policies
     kept = policies.nothing_saveable if remat == "layers" else policies.dots_with_no_batch_dims_saveable
     # The scan already prevents XLA from merging the second computation of a layer with the first.
     return jax.lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), x, (stacked, numbers, rngs))[0]
+
+
+def _alike(leaves: Sequence[Array], *, grouped: bool) -> list[list[int]]:
+    """The indices of leaves in groups of equal shape and dtype; if not `grouped`, in groups of one."""
+    groups: dict[object, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        groups.setdefault((leaf.shape, leaf.dtype) if grouped else number, []).append(number)
+    return list(groups.values())
 
 
 def _split_rngs(layers: Sequence[Any], keys: Callable[[], Array]) -> dict[str, Array]:

@@ -205,7 +205,9 @@ class Stack(nn.Module):
         """Applies dropout, all layers, the norm and dropout to x [B, Q, D]. `seen`: the layers' further arguments."""
         x = self.drop(x, deterministic=deterministic)
         keys = partial(self.make_rng, "dropout")
-        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, remat=self.remat, keys=keys, pin=self.pin)
+        scan: dict[str, Any] = {"remat": self.remat, "pin": self.pin}
+        scan["grouped"] = self.blocks is not None and self.blocks.is_alone
+        x = apply_layers(self.layers, x, *seen, deterministic=deterministic, keys=keys, **scan)
         return self.drop(self.norm(x), deterministic=deterministic)
 
 
