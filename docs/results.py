@@ -162,6 +162,43 @@ def instructions(results: list[dict[str, Any]]) -> list[str]:
     return table(head, rows, words=3)
 
 
+def training_steps(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.programs --train`: what a compiled training step does on each GPU, in each tree."""
+    head = ["", *(f"{r['target']}, {'now' if r['tree'] == '.' else r['tree']}" for r in results)]
+    kinds = {kind.replace("__gpu$xla.gpu.triton", "").strip(): kind for r in results for kind in r["kinds"]}
+    names = {"product": "products", "elementwise": "elementwise", "reduction": "reductions", "copy": "copies"}
+    names |= {"custom call": "attention in blocks"}
+    rows = [
+        ["kernels started", *(f"{r['starts']:,}" for r in results)],
+        ["of which move less than 0.1 MB", *(f"{r['small_starts']:,}" for r in results)],
+        ["GB read and written", *(f"{r['moved'] / 1e9:.0f}" for r in results)],
+    ]
+    for kind, name in names.items():
+        sizes = [r["kinds"].get(kinds.get(kind, ""), {}).get("bytes", 0) for r in results]
+        rows.append([f"of which {name}", *(f"{size / 1e9:.0f}" for size in sizes)])
+    rows.append(["GiB of temporary memory", *(f"{r['memory']['temp'] / 2**30:.2f}" for r in results)])
+    kernels = dict.fromkeys((own["attention"], own["kernel"]) for r in results for own in r["attention"])
+    for attention, kernel in kernels:
+        found = [
+            [own for own in r["attention"] if (own["attention"], own["kernel"]) == (attention, kernel)] for r in results
+        ]
+        cells = [" and ".join(f"{n:.1f}" for n in one[0]["by_loop"]) if one else "" for one in found]
+        rows.append([f"instructions a score, {attention}, {kernel.strip('_').replace('_', ' ')}", *cells])
+    rows.append(["bytes of spilled registers", *(sum(own["spilled_bytes"] for own in r["attention"]) for r in results)])
+    return table(head, rows, words=1)
+
+
+def remat(results: list[dict[str, Any]]) -> list[str]:
+    """Of `lab.benchmarks.cards`: the choice of `train.remat=auto`, and the estimates of all choices."""
+    head = ["step", "card", "GiB for JAX", "chosen", *(f"GiB with {name}" for name in results[0]["gib"])]
+    rows = []
+    for r in results:
+        sizes = (f"{size:.1f}" for size in r["gib"].values())
+        chosen = r["remat"] if r["fits"] else f"{r['remat']}, which does not fit"
+        rows.append([r["step"], r["card"], f"{r['jax_gib']:.1f}", chosen, *sizes])
+    return table(head, rows, words=2)
+
+
 def first_answers(results: list[dict[str, Any]]) -> list[str]:
     """Of `lab.benchmarks.first_use`, the fastest first: seconds of a process, and of its parts where it tells them."""
     rows = []
@@ -188,6 +225,8 @@ KINDS = {
     "both": batches,
     "whole_s": first_answers,
     "programs_tpu.json": steps,
+    "training_step.json": training_steps,
+    "remat.json": remat,
     "distance": distance_probes.table,
     "decode_s": decoding,
     "documents": documents,

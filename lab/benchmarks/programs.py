@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
             else:
                 found = compiled_by(Path(tree), target, name_of_model, name_of_dtype, name.split(", ")[1])
             result = {"target": target, "model": name_of_model, "dtype": name_of_dtype, "program": name}
-            result |= ({"tree": tree} if trees != ["."] else {}) | {"compile_s": found.seconds}
+            result |= ({"tree": name_of_tree(tree)} if trees != ["."] else {}) | {"compile_s": found.seconds}
             result |= report(found.text, found.memory) | more
             if is_gpu and not flags.arrays:
                 result["attention"] = instructions.of_program(found.text, found.ptx)
@@ -171,7 +171,8 @@ def main(argv: Sequence[str]) -> int:
                 for number, module in enumerate(found.ptx):
                     (Path(flags.dump) / f"{stem}-{number}.ptx").write_text(module)
     if flags.json:
-        command = "python -m lab.benchmarks.programs " + " ".join(argv)
+        named = ",".join(map(name_of_tree, flags.trees.split(",")))
+        command = "python -m lab.benchmarks.programs " + " ".join(named if x == flags.trees else x for x in argv)
         save(flags.json, {"results": results, "jax": jax.__version__, "command": command})
     return int(any(troubles(result) for result in results if not result["program"].startswith("encode")))
 
@@ -188,6 +189,11 @@ def step_of(name: str, config: T5Config, dtype: str, device: jax.Device, *, arra
         return found
 
     return Case(f"train, {name}{', arrays' * arrays}", compiled, lambda: dict(limits))
+
+
+def name_of_tree(tree: str) -> str:
+    """The name of a tree in results: its last directory, or "." for this one."""
+    return Path(tree).name or "."
 
 
 class Compiled(NamedTuple):

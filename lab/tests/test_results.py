@@ -1,7 +1,11 @@
 """The tables of the page of results: every file has one, with the command."""
 
+import json
+
 import pytest
 import results
+
+from lab.benchmarks import cards
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in results.DIRECTORY.glob("*.json") if path.stem != "gpu"))
@@ -37,3 +41,32 @@ def test_the_most_memory_at_once() -> None:
     ]
     (line,) = results.memory(given)[2:]
     assert line == "| base | float32 | sequential | 12 | 17 | 21 | 1,534 to 1,802 |"
+
+
+@pytest.mark.slow
+def test_choices_of_remat_are_current() -> None:
+    """The file has the estimates that `pipejax plan` has today."""
+    kept = json.loads((results.DIRECTORY / "remat.json").read_text(encoding="utf-8"))["results"]
+    now = [row for name, training in cards.STEPS.items() for row in cards.rows(name, training)]
+    assert [row | {"gib": pytest.approx(row["gib"])} for row in now] == kept
+    smallest = {row["step"]: row for row in reversed(kept)}["Base, 24 sources of 2,048 at once"]
+    assert (smallest["remat"], smallest["gib"]["dots"] > 0.75 * smallest["jax_gib"]) == ("layers", True)
+
+
+def test_the_table_of_training_steps() -> None:
+    """A kernel that only one tree has leaves the other's cell empty."""
+    attention = {"attention": "encoder", "kernel": "_attend", "by_loop": [44.7], "registers": 9, "spilled_bytes": 0}
+    kinds = {"product": {"starts": 5, "bytes": 3e9}, "custom call __gpu$xla.gpu.triton": {"starts": 2, "bytes": 7e9}}
+    old = {"target": "h100", "tree": "old", "starts": 15233, "small_starts": 4180, "moved": 362e9, "kinds": kinds}
+    old |= {"memory": {"temp": 2**31}, "attention": [attention | {"kernel": "_backward_buckets"}]}
+    new = old | {"tree": ".", "starts": 10, "attention": [attention | {"by_loop": [28.1, 42.5], "spilled_bytes": 4}]}
+    lines = results.training_steps([old, new])
+    assert lines[0] == "|  | h100, old | h100, now |"
+    for line in (
+        "| kernels started | 15,233 | 10 |",
+        "| of which attention in blocks | 7 | 7 |",
+        "| instructions a score, encoder, attend |  | 28.1 and 42.5 |",
+        "| instructions a score, encoder, backward buckets | 44.7 |  |",
+        "| bytes of spilled registers | 0 | 4 |",
+    ):
+        assert line in lines
