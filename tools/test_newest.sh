@@ -4,8 +4,9 @@
 # this fails.
 #
 # In an environment of its own, build/newest, run: compilation for GPUs that are not here, of training steps (also by
-# `pipejax plan --target`) and of decoding (`lab.benchmarks.programs`), and the quick tests of what a JAX may break: memory
-# plans, attention in blocks, kernels for GPUs and CPUs, decoding steps and training steps. About six minutes on two cores.
+# `pipejax plan --target`) and of decoding (`lab.benchmarks.programs`, which counts instructions as well), and the quick
+# tests of what a JAX may break: memory plans, attention in blocks, kernels for GPUs and CPUs, decoding steps and training
+# steps. About seven minutes on two cores.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -24,7 +25,7 @@ run="$venv/bin/python"
 "$run" -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
 
 export PIPEJAX_TEST_NEWEST=1 # absent compilers are failures
-"$run" -m pytest -n 2 -m "not long" tests/test_targets.py "$@"
+"$run" -m pytest -n 2 -m "not long" tests/test_targets.py lab/tests/test_benchmark_programs.py "$@"
 "$run" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not long" \
     tests/test_plan.py tests/test_block_attention.py tests/test_gpu.py tests/test_launch.py tests/test_decoding.py \
     tests/test_step_decoder.py tests/test_training_step.py tests/test_trainer.py \

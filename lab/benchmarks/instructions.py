@@ -37,6 +37,7 @@ ROWS, DELAY = 40, 1  # rows of a target; each has SLOTS / ROWS tokens
 RATE = 0.1
 THREADS = 128
 HEADER = "target", "attention", "kernel", "plain", "general", "plain_share", "mean", "registers", "spilled_bytes"
+PTX = {"xla_dump_emitter_re": "ptx"}  # XLA's option without which newer releases dump no PTX
 PRODUCTS = re.compile(r"\b(HGMMA|HMMA)\b")
 
 
@@ -129,7 +130,7 @@ def modules(kind: str, device: jax.Device) -> list[str]:
     given = rows(queries), rows(keys), rows(keys), *jax.tree.map(shaped, vectors), shaped(np.zeros(2, np.uint32))
     compiled = jax.jit(attend).lower(*given, rows(queries))
     with tempfile.TemporaryDirectory() as folder:
-        compiled.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": False})
+        compiled.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": False, **PTX})
         return [path.read_text() for path in Path(folder).glob("*.ptx")]
 
 
@@ -164,6 +165,8 @@ def of_program(text: str, modules: Iterable[str]) -> list[dict[str, Any]]:
     """
     program, own = Program(text), tools()
     known = {(count.kernel, count.parameters): count for ptx in modules for count in counts(ptx, *own)}
+    if not known and re.search(r'name = "_(attend|backward)', text):
+        raise UserError("XLA", found="no PTX of attention's kernels", expected="it in the dumped files")
     starts: dict[tuple[str, str, int], int] = {}
     for start in program.starts():
         name = re.search(r'name = "(_attend|_backward\w*)"', start.kernel.text)

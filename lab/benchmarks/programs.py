@@ -29,10 +29,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -208,11 +208,12 @@ class Compiled(NamedTuple):
 def compiled_here(case: Case, device: jax.Device) -> tuple[Compiled, dict[str, Any]]:
     """A program of this tree, and further facts about it."""
     begun = time.perf_counter()
-    with dumped() as folder, targets.named(device):
+    on_gpu = device.platform in ("gpu", "cuda")
+    with dumped(instructions.PTX if on_gpu else {}) as folder, targets.named(device):
         compiled = case.compile()
         seconds, more = time.perf_counter() - begun, case.facts()
         ptx = [path.read_text() for path in folder.glob("*.ptx")]
-        if device.platform in ("gpu", "cuda") and "slots" in case.name:
+        if on_gpu and "slots" in case.name:
             more["buffers"] = buffers(folder)._asdict()
     return Compiled(compiled.as_text() or "", ptx, compiled.memory_analysis(), seconds), more
 
@@ -223,7 +224,8 @@ def compiled_by(tree: Path, target: str, model: str, dtype: str, name: str) -> C
         out = Path(folder, "found.json")
         command = [sys.executable, "-m", "lab.benchmarks.programs", "--targets", target, "--batches", "0"]
         command += ["--model", model, "--dtype", dtype, "--train", name, "--dump", folder, "--json", str(out)]
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}"  # trees whose --dump writes no PTX
+        # For trees whose --dump writes no PTX.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_emitter_re=ptx"
         done = subprocess.run(
             command, cwd=tree, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False
         )
@@ -338,17 +340,17 @@ def count_thunks(text: str) -> Buffers:
 
 
 @contextlib.contextmanager
-def dumped() -> Iterator[Path]:
+def dumped(more: Mapping[str, str] = MappingProxyType({})) -> Iterator[Path]:
     """A context in which programs of `Programs`, and training steps for GPUs, are compiled with dumps into a folder."""
     options: Any = Way.compiler_options
     with tempfile.TemporaryDirectory() as folder:
 
         def with_dumps(way: Way) -> dict[str, str | bool]:
-            return {**(options.fget(way) or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            return {**(options.fget(way) or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True, **more}
 
         with (
             mock.patch.object(Way, "compiler_options", property(with_dumps)),
-            mock.patch.dict(step.GPU_OPTIONS, {"xla_dump_to": folder}),
+            mock.patch.dict(step.GPU_OPTIONS, {"xla_dump_to": folder, **more}),
         ):
             yield Path(folder)
 

@@ -1,5 +1,10 @@
 """Counts of operations, bytes and buffers in a hand-written compiled program, and rules for decoding programs."""
 
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -326,3 +331,24 @@ def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache(monkeypatch: 
             assert not [one for one in steps if one.kind == "copy" and one.shape.startswith(cache)], case.name
     decoders = [f"{name}, batch 2" for name in ("sequential", "pipelined") for _ in range(2)]
     assert [name.rpartition(", ")[0] if "slots" in name else name for name in seen] == ["encode, batch 2", *decoders]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "PIPEJAX_TEST_NEWEST" not in os.environ and not (Path(sys.prefix) / "programs").is_dir(),
+    reason="no compilers for GPUs here: make venv-programs",
+)
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_training_step_is_counted(tmp_path: Path) -> None:
+    """The step of a small T5 for an H100: each kernel of attention is found, with its loops and without spills."""
+    out = tmp_path / "found.json"
+    assert programs.main(["--model", "tiny", "--batches", "0", "--train", "--json", str(out)]) == 0
+    (result,) = json.loads(out.read_text())["results"]
+    of_kinds = {("encoder", 3), ("cross", 3), ("decoder", 4)}  # a decoder has a kernel for its buckets
+    counted = Counter(own["attention"] for own in result["attention"])
+    assert {*counted.items()} == of_kinds
+    for own in result["attention"]:
+        assert len(own["by_loop"]) == (1 if own["kernel"] == "_backward_buckets" else 2), own
+        assert min(own["by_loop"]) > 5 and own["spilled_bytes"] == 0 and own["starts"] % 4 == 0  # four parts
+    assert result["starts"] > result["small_starts"] > 0
+    assert sum(kind["starts"] for kind in result["kinds"].values()) == result["starts"]

@@ -118,7 +118,9 @@ def estimate(
     if not blocks:
         terms["position biases and their gradient"] = 4 * heads * (copies * length**2 + 2 * groups * slots**2)
     parts = max(-(-flat * model.vocab_size // logits), 1)
-    terms["logits and their gradient"] = 3 * 4 * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
+    # A GPU writes the gradient of the logits once, in the compute dtype; a CPU has three float32 arrays.
+    each = 4 + wide if blocks else 3 * 4
+    terms["logits and their gradient"] = each * (flat // parts) * math.ceil(model.vocab_size / config.mesh.tensor)
     terms["encoded source and its gradient"] = 2 * stream(tokens)
     table = math.ceil(model.vocab_size / config.mesh.tensor) * model.d_model
     if not train.lora_rank:
