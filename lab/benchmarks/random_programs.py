@@ -120,7 +120,7 @@ def random_step(rng: np.random.Generator) -> Config:
 
 def check_step(config: Config, device: jax.Device) -> str:
     """Compiles a training step."""
-    step.Trainer(config, [device]).lower(longest_batch(config)).compile()
+    step.Trainer(config, [device]).compile(longest_batch(config))
     return ""
 
 
