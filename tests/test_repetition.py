@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor, T5ForConditionalGeneration
 
+from pipejax import methods
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import description, generation, huggingface
+from pipejax.data import demo
 from pipejax.decoding import Repetition, Sampling
 from pipejax.inference.answers import Record
 from pipejax.inference.backends import XLA
@@ -240,6 +242,18 @@ def test_separators_and_names_are_exempt() -> None:
     from pipejax.inference.decoding_options import rule_settings
 
     assert separators and separators <= {*rule_settings(joined.config, method, joined.tokenizer).separators}
+
+
+def test_naming_the_default_method_exempts_no_separator() -> None:
+    """Weights that pipejax did not train write no separators, also if `pipejax.load` gets the name "sequential"."""
+    params = oracle.random_params(MORE_WORDS, np.random.default_rng([1, 5]), eos_scale=1.1)
+    params["decoder"]["norm"]["scale"] *= -1  # such a model repeats its last token
+    plain = Config(model=MORE_WORDS, train=TrainConfig(method="none"), decode=DecodeConfig(max_length=14))
+    for config in (plain, methods.choose(plain, "sequential")):
+        made = Generator(config, params, demo.DemoTask().tokenizer())
+        rows = [record["row_ids"][0] for record in made.decode(SOURCES, no_repeat_ngram_size=1)]
+        assert any(3 in row for row in rows)  # the separator " ; "
+        assert all(len({*row}) == len(row) for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def choose(config: Config, method: Method | str) -> Config:
     if not isinstance(method, str):
         return dataclasses.replace(config, method=method)
     _check_name(method, config)
-    if (own := _own(config)) and method == own.name:
+    if method == default(config):  # weights that pipejax did not train remain marked as such
         return config
     return dataclasses.replace(config, method=None, train=dataclasses.replace(config.train, method=method))
 
