@@ -355,7 +355,7 @@ class FewValues(Staggered):
 
 
 def test_values_that_a_method_refuses_are_not_tried() -> None:
-    testing.check_one(demand(METHOD_DEMANDS, "learned settings"), MethodCase(FewValues(rows=3, width=3)))
+    testing.check_one(requirement(METHOD_REQUIREMENTS, "learned settings"), MethodCase(FewValues(rows=3, width=3)))
 
 
 @pytest.mark.slow
