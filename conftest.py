@@ -1,5 +1,6 @@
-"""The suite's machine: eight fake CPU devices, no network, and real data only where somebody has some."""
+"""Settings of the test suite: eight emulated CPU devices, no network, and real data only if a variable names it."""
 
+import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator
@@ -7,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["PIPEJAX_CACHE"] = "off"  # the user's own is none of the suite's business
-if "PIPEJAX_TEST_DEVICE" not in os.environ:  # else JAX has the device that is here, as `lab.benchmarks.suite` wants
+os.environ["PIPEJAX_CACHE"] = "off"  # tests do not use the cache of the user
+if "PIPEJAX_TEST_DEVICE" not in os.environ:  # otherwise JAX uses the device of the machine, for `lab.benchmarks.suite`
     os.environ["JAX_PLATFORMS"] = "cpu"  # for the commands that tests start, too
-    # XLA's threads: by itself it takes one a device here. Seven devices that wait in a collective then leave the
-    # eighth a single thread, and where that one needs another, all wait until XLA aborts the process.
+    # The number of XLA's threads, which would otherwise be the number of devices. Seven devices that wait in a
+    # collective would then leave one thread to the eighth; if it needs another thread, XLA aborts the process.
     os.environ["NPROC"] = "16"
-    # torch: else its threads wait for each other, busily, where the other worker has the core that one of them needs.
+    # Threads of torch, which would otherwise spin while they wait for a core that the other worker uses.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # The suite compiles more than it computes: XLA's programs are the same, LLVM spends less on each.
-    # In one piece each: two workers keep two cores busy, and what parts a program for more of them takes time as well.
+    # The suite compiles more than it computes, so LLVM optimises less. Each program is compiled by one thread, because
+    # two workers already use both cores, and dividing a program takes time.
     flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones lack the other emitters and the flag
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older ones compile in half the time
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases lack the flag
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # the older emitters compile in half the time
 
 import jax
 import pytest
@@ -50,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[name.upper()] = str(value)  # for the commands that tests start
 
 
+MEMORY_MAPS = 15_000  # of a process; Linux allows 65,530 by default
+
+
 # Files that take minutes: first, so that no worker is left alone with one of them in the end.
 SLOW = (
     *(
@@ -73,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow files first; all else stays in order."""
     place = {f"test_{name}": i for i, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Frees compiled programs after a file if they have many memory maps: XLA crashes at the limit of a process."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MEMORY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
