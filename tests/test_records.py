@@ -342,7 +342,7 @@ def test_lengths_share_a_handful_of_compiled_programs(checkpoints, tmp_path, mon
     """And what is compiled once is not compiled again."""
     compiled = []
 
-    def nothing(model, strategy, weights, memory, carry, *more, sizes, slots, backend, drafting):
+    def nothing(model, strategy, weights, memory, carry, *more, sizes, slots, backend):
         compiled.append(memory.mask.shape)
         none = jnp.zeros(len(memory.mask), jnp.int32)
         decoded = Decoded(tokens=none[:, None, None], lengths=none[:, None], steps=none, truncated=none)
