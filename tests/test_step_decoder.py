@@ -201,7 +201,7 @@ def test_no_step_copies_the_cache(strategy, batch, number, turn):
     carry = None
     for slots in sizes.slots[: number + 1]:
         program = jax.jit(partial(programs.decode_batch, model, strategy, sizes=sizes, slots=slots))
-        arguments = ready.decoding, memory, carry
+        arguments = (ready.decoding, None), memory, carry
         carry = jax.eval_shape(program, *arguments).carry
     text = program.lower(*arguments).compile().as_text()
 
