@@ -298,7 +298,7 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
         carry, read = None, SourceIds(*source) if strategy.reads_source else None
         options = GREEDILY.take(np.zeros((1, batch), np.int32))
         for slots in programs.schedule(strategy, batch, made.devices[0].platform, way).slots:
-            arguments = ready.decoding, memory, carry, read, options
+            arguments = (ready.decoding, None), memory, carry, read, options
             decoder = strategy, slots, arguments, memory.mask.shape, told, way
             name = f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots"
             yield Case(name, partial(made._program, *decoder), partial(_least_bytes, made, decoder))

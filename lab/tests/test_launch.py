@@ -75,7 +75,10 @@ def programs(config: T5Config, strategy: Any, batch: int, by: Any = None, dtype:
         return ready.decoding, encode_batch(model, ready.encoding, source, length)
 
     static: Any = {"sizes": sizes, "slots": sizes.slots[-1]}
-    theirs = partial(decode_batch, model, strategy, carry=None, **static)
+
+    def theirs(weights: Any, memory: Any) -> Any:
+        return decode_batch(model, strategy, (weights, None), memory, None, **static)
+
     ours = partial(launch.decode_batch, model, strategy, backend=XLA, blocks=by, **static)
     return encode, jax.jit(ours if by else theirs)
 
