@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,12 +80,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_memory_maps() -> Iterator[None]:
-    """Frees compiled programs after a file if they have many memory maps: XLA crashes at the limit of a process."""
+@pytest.fixture(autouse=True)
+def few_memory_maps(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Frees compiled programs after a test if they have many memory maps: XLA crashes at the limit of a process.
+
+    Only slow tests compile many programs, and counting maps takes milliseconds.
+    """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_bytes().splitlines()) > MEMORY_MAPS:
+    if request.node.get_closest_marker("slow") and maps.exists() and maps.read_bytes().count(b"\n") > MEMORY_MAPS:
+        if shared := sys.modules.get("support.compiled_once"):
+            shared.free_programs()
         jax.clear_caches()
         gc.collect()
 

@@ -25,6 +25,11 @@ _trainers: dict[Any, Trainer] = {}
 _programs: dict[Any, Any] = {}
 
 
+def free_programs() -> None:
+    """Forgets the shared programs of decoding; tests that need one compile it again."""
+    _programs.clear()
+
+
 class _Trainer(Trainer):
     def close(self) -> None:
         """Other runs still compile with it."""
