@@ -1,4 +1,4 @@
-"""Makes the tables of docs/gpu.md from what a run of `lab.benchmarks.gpu` found.
+"""Makes the tables of docs/gpu.md from the results of a run of `lab.benchmarks.gpu`.
 
     python -m lab.benchmarks.gpu_tables runs/gpu/summary.json
 

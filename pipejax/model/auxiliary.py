@@ -44,7 +44,7 @@ class Auxiliary:
 
 
 def split(params: Tree) -> tuple[Tree, Tree]:
-    """Splits the parameters of a training into those of the backbone and the auxiliary ones, None if there are none."""
+    """Splits the parameters of a training into a pair: of the backbone, and auxiliary (None without `auxiliary`)."""
     return {name: tree for name, tree in params.items() if name != ITEM}, params.get(ITEM)
 
 

@@ -213,7 +213,7 @@ def _check_sources(case: BackboneCase) -> None:
 
 
 def _check_sight(case: BackboneCase) -> None:
-    """Changes the tokens one by one: the logits of its own slot must change, and only slots that see it may change."""
+    """Changes each token in turn: the logits of the token's slot must change, and other logits only if they see it."""
     scene, own, (row, time) = case.scene, case.coordinates[0] >= 0, case.coordinates
     for example, slot in np.argwhere(own).tolist():
         found = case.logits_of(scene._replace(tokens=_with(scene.tokens, (example, slot), 4)))

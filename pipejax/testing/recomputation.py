@@ -123,7 +123,7 @@ class History:
         return tuple(sorted((here - self.position(key), self.cells[key][2]) for key in keys))
 
 
-# Chooses what the strategy's `advance` gets for new slots: arrays [n, ...] from the history and the slots' numbers.
+# Returns the arrays [n, ...] that are passed to `Strategy.advance` for n new slots, given the history and the slots.
 Answer = Callable[[History, Sequence[int]], Tree]
 
 
