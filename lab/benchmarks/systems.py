@@ -249,6 +249,18 @@ def paired(own: Sequence[Run], other: Sequence[Run], *, whole: bool) -> float:
     return statistics.median((b.decode_s + whole * b.encode_s) / (a.decode_s + whole * a.encode_s) for a, b in pairs)
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """A 95 % confidence interval of the median of a distribution, from independent values; None: fewer than six.
+
+    The median lies between the k-th smallest and the k-th largest of n values with the probability that a fair coin
+    shows at least k and at most n - k heads in n tosses. The largest such k for which it is 95 % is used.
+    """
+    n, ordered, below, k = len(values), sorted(values), 0.0, 0
+    while (below := below + math.comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    return (ordered[k - 1], ordered[-k]) if k else None
+
+
 def machine(threads: int) -> dict[str, Any]:
     """What the figures were measured on."""
     import importlib.metadata

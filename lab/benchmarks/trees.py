@@ -4,7 +4,8 @@
 
 Each tree runs in a process of its own with the same random weights. They take turns, each round in the other order. A
 batch of sources is NxL, N of L tokens, or their lengths joined by "+"; every source has the same answer. Ratios are the
-medians of each round's own ratio, old over new: above 1 the new tree is faster. `peak_mib` is the most memory that a
+medians of each round's own ratio, old over new, with the 95 % interval of the median if there are six rounds or more:
+above 1 the new tree is faster. `peak_mib` is the most memory that a
 process had up to the end of that batch.
 """
 
@@ -27,7 +28,7 @@ WORKER = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_n
 def main(argv: Sequence[str]) -> int:
     """Measures, prints a line for each batch, writes JSON."""
     from lab.benchmarks.decode import rows_of
-    from lab.benchmarks.systems import SIZES, SUFFIXES, Run, machine, paired, save
+    from lab.benchmarks.systems import SIZES, SUFFIXES, Run, machine, median_interval, save
     from pipejax.system import cli
 
     parser = cli.Parser(prog="python -m lab.benchmarks.trees", description=__doc__)
@@ -52,12 +53,21 @@ def main(argv: Sequence[str]) -> int:
             for which in (0, 1) if number % 2 else (1, 0):
                 *seconds, memory[which] = trees[which].ask([lengths, rows])
                 runs[which] += [Run(*seconds)] * bool(number)
-        encode = statistics.median(a.encode_s / b.encode_s for a, b in zip(*runs, strict=True))
-        decode, both = (paired(runs[1], runs[0], whole=whole) for whole in (False, True))
+        ratios = {
+            "encode": [a.encode_s / b.encode_s for a, b in zip(*runs, strict=True)],
+            "decode": [a.decode_s / b.decode_s for a, b in zip(*runs, strict=True)],
+            "both": [(a.encode_s + a.decode_s) / (b.encode_s + b.decode_s) for a, b in zip(*runs, strict=True)],
+        }
+        medians = {name: statistics.median(values) for name, values in ratios.items()}
+        intervals = {name: median_interval(values) for name, values in ratios.items()}
+        texts = {
+            name: f"{medians[name]:.2f}x" + (" ({:.2f} to {:.2f})".format(*interval) if interval else "")
+            for name, interval in intervals.items()
+        }
         middle = [[statistics.median(x) for x in zip(*found, strict=True)] for found in runs]
         print(
-            f"{text}: encoder {middle[0][0]:.3f} to {middle[1][0]:.3f} s, {encode:.2f}x; "
-            f"decoding {middle[0][1]:.3f} to {middle[1][1]:.3f} s, {decode:.2f}x; both {both:.2f}x; "
+            f"{text}: encoder {middle[0][0]:.3f} to {middle[1][0]:.3f} s, {texts['encode']}; "
+            f"decoding {middle[0][1]:.3f} to {middle[1][1]:.3f} s, {texts['decode']}; both {texts['both']}; "
             f"peak {memory[0]:.0f} and {memory[1]:.0f} MiB",
             flush=True,
         )
@@ -67,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         }
         for name, most in zip(named, memory, strict=True):
             named[name]["peak_mib"] = most
-        results.append({"sources": text, **named, "encode": encode, "decode": decode, "both": both})
+        results.append({"sources": text, **named, **medians, "intervals": intervals})
         if flags.json:
             places = {flags.old: "OLD", flags.new: "NEW"}
             command = "python -m lab.benchmarks.trees " + " ".join(places.get(word, word) for word in argv)

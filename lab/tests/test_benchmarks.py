@@ -296,6 +296,16 @@ def test_streams_are_timed_beside_records(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_median_interval_covers_the_median_of_random_samples():
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(2000):
+        low, high = systems.median_interval(rng.exponential(size=9).tolist())
+        covered += low <= np.log(2) <= high
+    assert 0.95 <= covered / 2000 <= 0.975  # 96.1 % in theory: the second smallest and the second largest of nine
+    assert systems.median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == (1.0, 6.0)
+    assert systems.median_interval([1.0] * 5) is None
+
+
 def test_two_trees_take_turns(tmp_path, capsys):
     out = tmp_path / "trees.json"
     flags = ["--model", "tiny", "--sources", "2x8,5+7", "--pattern", "2x3", "--rounds", "1", "--threads", "1"]
