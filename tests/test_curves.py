@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipejax.apps import markup
 from pipejax.apps.picture import curves
 from pipejax.apps.picture.picture_command import main
-from pipejax.system import markup
 from pipejax.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]

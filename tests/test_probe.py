@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, grid, methods
+from pipejax.apps.markup import escape
 from pipejax.apps.probe import adaptation, likelihoods, measuring, probe_page, summary
 from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows, padded
 from pipejax.apps.probe.probe_command import main
@@ -29,7 +30,6 @@ from pipejax.data.shapes import choose_pairs
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.methods import Ids
 from pipejax.system.errors import UserError
-from pipejax.system.markup import escape
 from pipejax.training.step import batch_loss
 from support import oracle
 from support.staggered import Staggered

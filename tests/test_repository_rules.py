@@ -45,6 +45,12 @@ CASES: list[tuple[Rule, dict[str, str], dict[str, str], str]] = [
     ),
     (
         imports.outer_folders_are_named_in_registries,
+        {"pipejax/data/text.py": "import pipejax.apps.markup\n", "pipejax/apps/markup.py": ""},
+        {"pipejax/apps/probe/page.py": "import pipejax.apps.markup\n" * 6, "pipejax/apps/markup.py": ""},
+        "pipejax/data/text.py:1",
+    ),
+    (
+        imports.outer_folders_are_named_in_registries,
         {"pipejax/registry.py": "NAME = 'pipejax.apps.teach'\n" * 6, "pipejax/apps/teach/__init__.py": ""},
         {"pipejax/registry.py": "NAME = 'pipejax.apps.teach'\n" * 5, "pipejax/apps/teach/__init__.py": ""},
         "pipejax/registry.py:6",

@@ -159,15 +159,20 @@ def core_imports_nothing_outside(repository: Repository) -> Iterator[Finding]:
 
 
 def outer_folders_are_named_in_registries(repository: Repository) -> Iterator[Finding]:
-    """Only registries name an app, `backbones` or `kernels` from outside, and an app at most NAMED_AT_MOST times."""
+    """Only registries name an app, `backbones` or `kernels` from outside, and an app at most NAMED_AT_MOST times.
+
+    A file in `apps` is code that the apps share: an app may name it.
+    """
     apps = {f"apps.{module.split('.')[2]}" for module in repository.modules if module.startswith("pipejax.apps.")}
+    shared = {app for app in apps if repository.exists(f"pipejax/{app.replace('.', '/')}.py")}
     sites: dict[str, list[tuple[str, int]]] = {folder: [] for folder in (*sorted(apps), "backbones", "kernels")}
     for module, file in repository.modules.items():
         tree = repository.tree(file)
         names = [name for name in {*imported(tree), *_constants(tree)} if _outer(name.name)]
         for folder, found in sites.items():
             lines = sorted(line for name, line in names if within(short(name), folder))
-            if lines and not within(short(module), folder):
+            allowed = "apps" if folder in shared else folder
+            if lines and not within(short(module), allowed):
                 found += [(file, line) for line in lines]
                 if short(module) not in REGISTRIES:
                     yield Finding(file, lines[0], f"pipejax.{folder} is named outside a registry")

@@ -1,22 +1,20 @@
 """Draws losses, scores and learning rates of runs, from their logs, as a self-contained HTML page.
 
-curves.html, a `string.Template`, has the layout and the colours.
+curves.html, a `string.Template`, has the layout.
 """
 
-import importlib.resources
 import math
-import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipejax.apps.markup import CHART_STYLE, COLOURS, STYLE, Chart, count, escape, legend, table, template, ticks
 from pipejax.metrics import HEADLINES
-from pipejax.system.markup import FONT, count, escape, ticks
 from pipejax.training.log_summary import COLUMNS, log_of, summary
 from pipejax.training.run_log import Line
 
 Points = list[tuple[int, float]]  # steps and values
-COLOURS = 8  # number of colours for runs; further runs reuse them
+DASH = '<svg width="26" height="10"><path class="$c" d="M0 5H26"/></svg>'  # of a run in the legend
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 260, 64, 16, 12, 30  # pixels of a chart, and of its margins
 MOST = 800  # the most points of a curve, about one per pixel; if there are more, neighbours are averaged
 
@@ -47,23 +45,13 @@ def html(runs: Sequence[str], logs: Sequence[Sequence[Line]]) -> str:
             sections.append(f"<section><h2>{escape(heading)}</h2>{chart(curves, runs)}</section>")
         else:
             sections.append(f'<section><h2>{escape(heading)}</h2><p class="quiet">not in these logs</p></section>')
-    legend = "".join(
-        f'<span class="run"><svg width="26" height="10"><path class="c{i % COLOURS}" d="M0 5H26"/></svg>'
-        f"{escape(run)}</span>"
-        for i, run in enumerate(runs)
-    )
-    template = importlib.resources.files("pipejax.apps.picture").joinpath("curves.html").read_text(encoding="utf-8")
     rows = [summary(run, log) for run, log in zip(runs, logs, strict=True)]
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(row.get(name, '-'))}</td>" for name in COLUMNS) + "</tr>" for row in rows
-    )
-    return string.Template(template).substitute(
+    return template("pipejax.apps.picture", "curves.html").substitute(
         title=escape(f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {count(len(runs), 'run')}"),
-        font=FONT,
-        legend=legend,
+        style=f"{STYLE}\n{CHART_STYLE}",
+        legend=legend(runs, DASH),
         charts="".join(sections),
-        table=f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        table=table(COLUMNS, ([row.get(name, "-") for name in COLUMNS] for row in rows)),
     )
 
 
@@ -116,24 +104,10 @@ def chart(curves: Sequence[Curve], runs: Sequence[str]) -> str:
     if marks[-1] < high:  # the topmost line must be above all curves
         marks.append(marks[-1] + marks[1] - marks[0])
         high = marks[-1]
-
-    def x_of(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(last, 1)
-
-    def y_of(value: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="12">']
-    for value in marks:
-        y = y_of(value)
-        parts.append(f'<path class="line" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="quiet" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.6g}</text>')
-    for step in ticks(0, last, 8):
-        if step == int(step):
-            place = f'x="{x_of(step):.1f}" y="{HEIGHT - 8}"'
-            parts.append(f'<text class="quiet" {place} text-anchor="middle">{int(step):,}</text>')
+    axes = Chart(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, last=max(last, 1), low=low, high=high)
+    parts = []
     for curve in curves:
-        shown = [(x_of(x), y_of(y)) for x, y in thinned(curve.points)]
+        shown = [(axes.x(x), axes.y(y)) for x, y in thinned(curve.points)]
         if not shown:
             continue
         final = curve.points[-1]
@@ -143,4 +117,5 @@ def chart(curves: Sequence[Curve], runs: Sequence[str]) -> str:
         parts.append(f'<path {kind} d="M{line}">{tip}</path>')
         if curve.dashed or len(shown) == 1:
             parts += [f'<circle {kind} cx="{x:.1f}" cy="{y:.1f}" r="3">{tip}</circle>' for x, y in shown]
-    return "".join([*parts, "</svg>"])
+    steps = [(step, f"{int(step):,}") for step in ticks(0, last, 8) if step == int(step)]
+    return axes.svg(marks, steps, 8, parts)

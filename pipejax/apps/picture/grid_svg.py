@@ -7,8 +7,8 @@ where i counts from 0 and j from 1.
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+from pipejax.apps.markup import FONT, count, escape
 from pipejax.apps.picture.picture_text import INK, QUIET, dotted, label, shorten, text_width
-from pipejax.system.markup import FONT, count, escape
 
 PALETTE = ((157, 197, 235), (190, 184, 238), (240, 190, 168))  # colours of the first, middle and last time-step
 LEFT, RIGHT, TOP = 84, 20, 52  # pixels around the grid

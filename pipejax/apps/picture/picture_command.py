@@ -7,11 +7,11 @@ pipejax picture RUN [RUN ...] --output CURVES.html
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipejax.apps.markup import count
 from pipejax.apps.picture import curves, record_picture
 from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, writing
-from pipejax.system.markup import count
 
 
 def main(argv: Sequence[str]) -> int:

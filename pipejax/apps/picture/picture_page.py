@@ -4,16 +4,14 @@ Both are instances of `string.Template`. Elements with data-time or data-done ar
 with data-call are hidden before that call, and from the call in data-until on.
 """
 
-import importlib.resources
 import math
-import string
 from collections.abc import Sequence
 
+from pipejax.apps.markup import STYLE, escape, template
 from pipejax.apps.picture import trace_svg
 from pipejax.apps.picture.grid_svg import Grid, facts, pitch_of, svg, top_of, width_of
 from pipejax.apps.picture.picture_text import INK, mark, text_width
 from pipejax.apps.picture.trace_svg import FILL, MARKS, RowCall
-from pipejax.system.markup import FONT, escape
 
 LEAST = 920  # pixels; a wider drawing shrinks to the page down to this width, then scrolls
 WIDEST = 1500  # maximum width of the page in pixels
@@ -47,7 +45,7 @@ def html(
     width, beside = width_of(grid, page=True), math.ceil(15 * max(map(text_width, texts), default=0.0)) + 20
     narrow, drafts = width + 20 + beside + 2 * 32, ""
     if trace is not None:
-        drafts = _template("drafts.html").substitute(
+        drafts = template("pipejax.apps.picture", "drafts.html").substitute(
             facts=escape(trace_svg.facts_of_calls(grid, trace)),
             right=MARKS["accepted"],
             wrong=MARKS["rejected"],
@@ -55,10 +53,10 @@ def html(
             drawing=trace_svg.draw(grid, trace),
             table=trace_svg.table_of_calls(grid, trace),
         )
-    return _template("page.html").substitute(
+    return template("pipejax.apps.picture", "page.html").substitute(
         title=escape(title),
         facts=escape(facts(grid)),
-        font=FONT,
+        style=STYLE,
         ink=INK,
         **FILL,
         steps=grid.steps,
@@ -74,7 +72,3 @@ def html(
         heading="" if trace is None else "<h2>By time-step</h2>",
         drafts=drafts,
     )
-
-
-def _template(name: str) -> string.Template:
-    return string.Template(importlib.resources.files("pipejax.apps.picture").joinpath(name).read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from pipejax.system.markup import escape
+from pipejax.apps.markup import escape
 
 INK, QUIET = "#1d2733", "#768290"  # colours of text on a cell, and on the page, which may be light or dark
 

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipejax.apps.markup import count, escape
 from pipejax.apps.picture.grid_svg import LEFT, RIGHT, Grid, column_of, open_svg, time_axis, top_of
 from pipejax.apps.picture.picture_text import INK, QUIET, dotted, label, shorten
-from pipejax.system.markup import count, escape
 
 BOX, DRAFT, GAP = 24, 17, 8  # pixels: height of a written token, height of a rejected draft, and the gap between rows
 MOST = 20  # columns that fit the page; with more, the page gets wider, so that texts stay readable

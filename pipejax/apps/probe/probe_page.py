@@ -3,13 +3,11 @@
 page.html, a `string.Template`, has the layout and the colours.
 """
 
-import importlib.resources
-import string
 from collections.abc import Mapping, Sequence
 
+from pipejax.apps.markup import STYLE, count, escape, template
 from pipejax.apps.probe.measuring import Found
 from pipejax.apps.probe.summary import Cost, is_significant
-from pipejax.system.markup import FONT, count, escape
 
 TITLE = "How much rows depend on one another"
 # Pixels: distance of rows in the graph; radius of a node; and the sizes of bars and their labels. All fit a page of
@@ -27,10 +25,9 @@ def html(found: Found) -> str:
     cells = {f"row {row}": [parts.get(p) for p in places] for row, parts in conditions["delay_1"]["cells"].items()}
     last = len(found["graph"]) - 1
     graph = {f"row {i + 1}": [*above, *[None] * (last - i)] for i, above in enumerate(found["graph"]) if i}
-    template = importlib.resources.files("pipejax.apps.probe").joinpath("page.html").read_text(encoding="utf-8")
-    return string.Template(template).substitute(
+    return template("pipejax.apps.probe", "page.html").substitute(
         title=TITLE,
-        font=FONT,
+        style=STYLE,
         says=escape(found["says"]),
         facts=escape(facts(found)),
         bars=bars(conditions),

@@ -19,6 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
 from pipejax import methods
+from pipejax.apps.markup import STYLE
 from pipejax.apps.serving import requests
 from pipejax.apps.serving.answer import Closed
 from pipejax.apps.serving.answering import Completion, refusal_for
@@ -250,7 +251,8 @@ class Service:
 
 def make_app(service: Service) -> ASGIApp:
     """Returns the ASGI application with all routes, the checks of hosts and keys, and JSON errors."""
-    page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_bytes()
+    page = importlib.resources.files("pipejax.apps.serving").joinpath("page.html").read_text(encoding="utf-8")
+    page = page.replace("/* the style of every page */", STYLE)
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
     async def show(request: Request) -> Response:
