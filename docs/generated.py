@@ -8,6 +8,7 @@ It adds these directives:
     command-help: what a command says of itself
     results: the table of a file in lab/benchmarks/results
     gpu-results: the tables of what lab/benchmarks/gpu.sh measured, or a line that there are none
+    faults: the table of docs/reliability.json
     executed: code that is run, in one session for each page, with what it prints below it
 """
 
@@ -31,6 +32,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import pipejax
 from lab.benchmarks import gpu_tables
+from lab.faults import __main__ as faults
 from pipejax import testing
 from pipejax.config import sections
 
@@ -111,6 +113,16 @@ class GpuResults(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(gpu_tables.page(found)))
 
 
+class Faults(SphinxDirective):
+    """The table of what `lab.faults` found, from docs/reliability.json."""
+
+    def run(self) -> list[nodes.Node]:
+        """The table."""
+        path = blocks.ROOT / "docs" / "reliability.json"
+        self.env.note_dependency(str(path))
+        return self.parse_text_to_nodes(faults.table(json.loads(path.read_text(encoding="utf-8"))))
+
+
 class Executed(SphinxDirective):
     """A block of Python or shell that is run when the site is built; what it prints follows it.
 
@@ -181,6 +193,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("command-help", CommandHelp)
     app.add_directive("results", Results)
     app.add_directive("gpu-results", GpuResults)
+    app.add_directive("faults", Faults)
     app.add_directive("executed", Executed)
     app.connect("doctree-read", execute)
     return {"parallel_read_safe": False, "env_version": 1}
