@@ -38,6 +38,9 @@ BACKBONES = {
     "t5gemma2": "pipejax.backbones.t5gemma2:T5Gemma2Config",
 }
 
+# Methods of other papers, by the name that the setting `method` accepts instead of MODULE:CLASS.
+METHODS = {"branching": "pipejax.apps.family.branching:Branching"}
+
 # Kernels that replace XLA's. Each function maps a backbone, its backend with XLA and the compute dtype to a backend, or
 # to None if the kernel does not support them. `inference.backends.fastest` tries the functions in this order.
 STEP_COMPUTERS = {

@@ -23,7 +23,7 @@ from pipejax.config.row_names import names_of, quoted
 from pipejax.config.sections import SECTIONS, SETTINGS, Config, check
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
-from pipejax.registry import BACKBONES
+from pipejax.registry import BACKBONES, METHODS
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.fields import (
@@ -295,6 +295,7 @@ def _of_class(name: str, section: JsonObject, key: str = "method") -> Any:
 
     A backbone gets the values of `section`; others get them only if `section` describes the same class.
     """
+    name = METHODS.get(name, name) if key == "method" else name
     is_same = key == "model" or section["class"] == name
     settings = {field: value for field, value in section.items() if field != "class" and is_same}
     return _build(find_class(name, key), settings, f"{key}.", name)

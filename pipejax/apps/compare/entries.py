@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipejax import config as config_lib
+from pipejax import registry
 from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.system.errors import UserError, did_you_mean
@@ -41,11 +42,11 @@ def parse(text: str) -> Entry:
         raise UserError("--entry", found=f"{text!r}", expected=f"a run: {FORM}")
     if found.get("best", "true") not in ("true", "false"):
         raise UserError("--entry: best", found=repr(found["best"]), expected="true or false")
-    if (method := found.get("method")) is not None and method not in config_lib.METHODS and ":" not in method:
-        expected = f"{', '.join(config_lib.METHODS)} or MODULE:CLASS"
-        hint = did_you_mean(method, config_lib.METHODS)
-        raise UserError("--entry: method", found=repr(method), expected=expected, hint=hint)
-    foreign = method is not None and ":" in method
+    method, names = found.get("method"), (*config_lib.METHODS, *registry.METHODS)
+    if method is not None and method not in names and ":" not in method:
+        expected = f"{', '.join(names)} or MODULE:CLASS"
+        raise UserError("--entry: method", found=repr(method), expected=expected, hint=did_you_mean(method, names))
+    foreign = method is not None and method not in config_lib.METHODS
     settings = [f"method={method}"] if foreign else []
     settings += [f"decode.draft={found['draft']}"] if "draft" in found else []
     settings += [f"{key}={value}" for key, value in found.items() if key not in KEYS]
