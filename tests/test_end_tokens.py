@@ -30,7 +30,7 @@ from pipejax.data.encoding import answered, encode_example
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Affixes
 from pipejax.decoding import TRUNCATIONS, Drafts, Pipelined, Sizes, ends_of, with_drafts
-from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
+from pipejax.decoding.drafters import FromModel, FromSource, Jacobi, TargetModel
 from pipejax.decoding.strategy_checks import walk
 from pipejax.inference import drafter_parameters
 from pipejax.inference.decoding_options import of_batch
@@ -490,10 +490,10 @@ def test_drafting_model_may_have_any_end_token_as_eos(eos: int, fits: bool, tmp_
     decode = DecodeConfig(draft="model", draft_checkpoint=str(tmp_path / "small"))
     config = Config(model=SEVERAL, decode=decode)
     if fits:
-        assert drafter_parameters.load(config) is not None
+        assert drafter_parameters.load(TargetModel(config)) is not None
         return
     with pytest.raises(UserError, match="found a T5 with eos_token_id = 6; expected 1"):
-        drafter_parameters.load(config)
+        drafter_parameters.load(TargetModel(config))
 
 
 # transformers' `generate` with rows.

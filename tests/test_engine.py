@@ -15,12 +15,14 @@ import support.foreign_drafters
 from pipejax import checkpoint
 from pipejax.apps.serving.answer import Closed, Event, Full, Request
 from pipejax.apps.serving.engine import Engine
+from pipejax.apps.teach.students import initial_params
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Sampling
 from pipejax.inference import programs
 from pipejax.inference.batch_programs import BatchPrograms
 from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Compiler
+from pipejax.inference.drafter_parameters import STUDENT
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch, StepKind, Steps, Switch
@@ -124,19 +126,26 @@ def test_requests_against_repetition_beside_others(generator):
 FOREIGN = ["support.foreign_drafters:Ranked", "support.foreign_drafters:RankedOnce"]
 
 
-@pytest.fixture(params=["source", "jacobi", "model", *FOREIGN])
+@pytest.fixture(params=["source", "jacobi", "model", "shared encoder", *FOREIGN])
 def drafting(request, generator, tmp_path):
     """The generator with drafts of each kind."""
     assert support.foreign_drafters, "its module is imported"
     small = dataclasses.replace(MORE_WORDS, d_model=12, num_heads=3)
     params = oracle.random_params(small, np.random.default_rng(7))
+    large = oracle.random_params(MORE_WORDS, np.random.default_rng(4))
+    draft = request.param
+    if draft == "shared encoder":
+        draft, small = "model", dataclasses.replace(MORE_WORDS, num_decoder_layers=1)
+        params = initial_params(large, [1])
     checkpoint.save_params(tmp_path / "small", dataclasses.replace(generator.config, model=small), params)
-    own = {"draft": request.param, "draft_tokens": 3}
+    if request.param == "shared encoder":
+        (tmp_path / "small" / STUDENT).write_text('{"encoder_fp": "any"}')
+    own = {"draft": draft, "draft_tokens": 3}
     if request.param in FOREIGN:
         np.save(tmp_path / "small" / "vector.npy", np.random.default_rng(3).standard_normal(16).astype(np.float32))
-    own |= {"draft_checkpoint": str(tmp_path / "small")} if request.param in ("model", *FOREIGN) else {}
+    own |= {"draft_checkpoint": str(tmp_path / "small")} if draft in ("model", *FOREIGN) else {}
     config = dataclasses.replace(generator.config, decode=dataclasses.replace(generator.config.decode, **own))
-    return Generator(config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)), None)
+    return Generator(config, large, None)
 
 
 @pytest.mark.slow

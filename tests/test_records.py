@@ -31,7 +31,7 @@ import decode
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.teach import lessons
+from pipejax.apps.teach import labels
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.lines import BadLines
@@ -681,12 +681,12 @@ def test_each_line_of_a_tsv_is_a_source(checkpoints, tmp_path, skip_bad):
     generator, bad = load(checkpoints / "none"), BadLines("in", skip=skip_bad)
     checked = records._check_whole(generator, str(tmp_path / "in.tsv"), "sequential", bad)
     assert [(source.id, source.content) for source in checked] == [tuple(line.split("\t")) for line in lines]
-    assert lessons.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
+    assert labels.read_unlabelled(generator, str(tmp_path / "in.tsv")) == checked
     (tmp_path / "in.csv").write_text("\n".join(["id,source", *lines]).replace("\t", ","))
     table = str(tmp_path / "in.csv")
     for read in (
         lambda own: records._check_whole(own, table, "sequential", bad),
-        lambda own: lessons.read_unlabelled(own, table),
+        lambda own: labels.read_unlabelled(own, table),
     ):
         with pytest.raises(UserError, match=r"in\.csv:5: found a quoted cell .* rows in lines 5 to 32"):
             read(generator)

@@ -14,7 +14,7 @@ from pipejax import methods
 from pipejax.apps.export import programs_as_files
 from pipejax.apps.probe import measuring
 from pipejax.apps.serving import requests
-from pipejax.apps.teach import lessons
+from pipejax.apps.teach import labels, lessons
 from pipejax.checkpoint import Restored
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig, TrainConfig
 from pipejax.inference import settings
@@ -279,8 +279,8 @@ def test_records_depend_on_these_settings(tmp_path: Path) -> None:
     assert noted(CONFIG).keys() == ours - speed | more
     traced = config_lib.override(CONFIG, ["decode.trace=true"])
     assert noted(traced).keys() == ours - {"decode.batch_size"} | more
-    lessons.note_settings(tmp_path, made, [], held_out=3)
-    labelled = json.loads((tmp_path / lessons.SETTINGS).read_text())
+    labels.note_settings(tmp_path, made, [], method="sequential", held_out=3)
+    labelled = json.loads((tmp_path / labels.SETTINGS).read_text())
     assert labelled.keys() == keys("decode", "data.max_source") - speed | more | {"held_out"}
 
 

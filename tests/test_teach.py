@@ -12,7 +12,7 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
-from pipejax.apps.teach import lessons, teach_command
+from pipejax.apps.teach import labels, lessons, teach_command
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
 from pipejax.data import demo
 from pipejax.data.batches import pack_size
@@ -71,7 +71,7 @@ def taught(given, tmp_path_factory, compiled_once):
 def contents(workdir):
     """What does not depend on the clock."""
     answers, found = (
-        (workdir / "labels" / lessons.ANSWERS).read_bytes(),
+        (workdir / "labels" / labels.ANSWERS).read_bytes(),
         json.loads((workdir / "agreement.json").read_text()),
     )
     return answers, found, [line.get("params_fp") for line in metrics(workdir) if line["event"] != "train"]
@@ -85,7 +85,7 @@ def test_labels_equal_output_of_decode(given, taught):
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; "])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
     expected = t5.decode(sources, method="sequential")
-    answers = [json.loads(line) for line in (taught / "labels" / lessons.ANSWERS).read_text().splitlines()]
+    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
     assert answers == expected
     counts = json.loads((taught / "agreement.json").read_text())["labels"]
     ended = [record for record in expected if not record["truncated"]]
@@ -101,7 +101,7 @@ def test_beams_of_the_checkpoint_are_used(given, tmp_path):
     assert run(given, tmp_path / "run", "decode.beams=2") == 0
     t5 = pipejax.load(given / "teacher", overrides=["data.separator= ; ", "decode.beams=2"])
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    answers = [json.loads(line) for line in (tmp_path / "run/labels" / lessons.ANSWERS).read_text().splitlines()]
+    answers = [json.loads(line) for line in (tmp_path / "run/labels" / labels.ANSWERS).read_text().splitlines()]
     assert answers == t5.decode(sources, method="sequential")
     assert pipejax.load(tmp_path / "run").config.decode.beams == 1
 
@@ -149,23 +149,23 @@ def test_held_out_examples_are_never_trained_on(given, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_texts_share_their_lot(seed):
     sources = [Source(i, f"text {i % 20}") for i in range(60)]
-    chosen = lessons.choose_held_out(sources, 4, seed)
+    chosen = labels.choose_held_out(sources, 4, seed)
     assert len(chosen) == 12 and {i % 20 for i in chosen} == {i % 20 for i in range(60) if i in chosen}
     assert len({i % 20 for i in chosen}) == 4
-    assert chosen == lessons.choose_held_out(sources, 4, seed) != lessons.choose_held_out(sources, 4, seed + 1)
+    assert chosen == labels.choose_held_out(sources, 4, seed) != labels.choose_held_out(sources, 4, seed + 1)
 
 
 def test_texts_that_read_alike_share_their_lot():
     for seed in range(20):
         sources = [Source(i, text) for i, text in enumerate(["a b", "a  b ", "c", "\uff43\n", "d", "e"])]
-        chosen = lessons.choose_held_out(sources, 2, seed)
+        chosen = labels.choose_held_out(sources, 2, seed)
         assert (0 in chosen) == (1 in chosen) and (2 in chosen) == (3 in chosen)
         assert len({sources[i].content.strip() for i in chosen} - {"a  b", "\uff43"}) == 2
 
 
 @pytest.mark.parametrize("count, expected", [(2, 1), (25, 2), (9000, 512)])
 def test_a_tenth_is_held_out(count, expected):
-    assert len(lessons.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
+    assert len(labels.choose_held_out([Source(i, str(i)) for i in range(count)], None, 0)) == expected
 
 
 def test_answers_are_parted():
@@ -250,8 +250,8 @@ def test_training_errors_are_raised_before_labelling(given, tmp_path, overrides,
 
 def test_agreement_compares_the_run_with_the_checkpoint(given, taught):
     sources = [json.loads(line) for line in (given / "sources.jsonl").read_text().splitlines()]
-    answers = [json.loads(line) for line in (taught / "labels" / lessons.ANSWERS).read_text().splitlines()]
-    chosen = lessons.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
+    answers = [json.loads(line) for line in (taught / "labels" / labels.ANSWERS).read_text().splitlines()]
+    chosen = labels.choose_held_out([Source(s["id"], s["source"]) for s in sources], 6, 0)
     pairs = [(sources[i]["source"], answers[i]) for i in chosen if not answers[i]["truncated"]]
     t5 = pipejax.load(taught)
     assert t5.default_method == "pipelined"
@@ -302,8 +302,8 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(_Killed):
         killed_at(patch, where, name, count)
         run(given, tmp_path / "run")
-    before = tmp_path / "run" / "labels" / lessons.ANSWERS
-    whole = (taught / "labels" / lessons.ANSWERS).read_bytes()
+    before = tmp_path / "run" / "labels" / labels.ANSWERS
+    whole = (taught / "labels" / labels.ANSWERS).read_bytes()
     kept = before.read_bytes() if before.exists() else b""
     assert whole.startswith(kept) and (len(kept) == len(whole)) == (name != "write_whole")
     assert run(given, tmp_path / "run") == 0
@@ -312,7 +312,7 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
 
 def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
     shutil.copytree(taught, tmp_path / "run")
-    monkeypatch.setattr(lessons, "decode_file", None)  # a call would fail
+    monkeypatch.setattr(labels, "decode_file", None)  # a call would fail
     assert run(given, tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(taught)
     assert run(given, tmp_path / "run", "train.steps=6") == 0
@@ -404,7 +404,7 @@ def test_changed_settings_need_a_new_directory(given, taught, tmp_path):
 
 def test_foreign_answers_are_refused(given, taught, tmp_path):
     shutil.copytree(taught, tmp_path / "run")
-    answers = tmp_path / "run" / "labels" / lessons.ANSWERS
+    answers = tmp_path / "run" / "labels" / labels.ANSWERS
     lines = answers.read_text().splitlines(keepends=True)
     answers.write_text("".join([*lines[:5], *lines[6:], lines[5]]))
     with pytest.raises(UserError, match=r"answers\.jsonl:6: found no answer to the source 's5'"):

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pipejax.model.backbone import ENCODER
 from pipejax.model.sharding import path_of
 from pipejax.system import Tree
 from pipejax.system.hashing import GOLDEN, mix, places
@@ -81,6 +82,11 @@ def shapes_of(tree: Tree) -> Fingerprints:
 def digest(prints: Fingerprints) -> str:
     """Returns a digest of the fingerprints of a whole tree: 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def encoder_digest(prints: Fingerprints) -> str:
+    """Returns a digest of the fingerprints of the parameters on which the outputs of the encoder depend."""
+    return digest({path: found for path, found in prints.items() if path.startswith(ENCODER)})
 
 
 def first_difference(found: Fingerprints, expected: Fingerprints) -> str | None:

@@ -136,6 +136,25 @@ class Backend:
             memory = call()
         return Backend.widen(self, memory, memory_length(source.shape[1]))
 
+    def projections(self, encoder: Tree) -> Tree:
+        """Returns the part of `Ready.encoding` with which `memorize` computes."""
+        return {"decoder": encoder["decoder"]}
+
+    def memorize(self, model: Module, projections: Tree, encoded: Array, length: Array) -> Memory:
+        """Computes the memory of sources from the outputs of the encoder, [B, L, D], as `encode` does.
+
+        Args:
+          model: the module.
+          projections: the result of the method `projections`.
+          encoded: the outputs of the encoder.
+          length: i32 [B], the number of tokens of each source.
+        """
+        mask = jnp.arange(encoded.shape[1]) < length[:, None]
+        found: Memory = model.apply(
+            {"params": projections}, encoded, mask, method=lambda model, *given: model.decoder.memorize(*given)
+        )
+        return Backend.widen(self, found, memory_length(encoded.shape[1]))
+
     def widen(self, memory: Memory, slots: int) -> Memory:
         """Pads a memory to `slots` slots, at least as many as it has; the added slots are masked."""
         more = slots - memory.mask.shape[1]

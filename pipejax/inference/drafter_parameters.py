@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import flax.struct
 import jax
@@ -9,20 +10,22 @@ import jax.numpy as jnp
 
 from pipejax import checkpoint, methods
 from pipejax.config import Config
-from pipejax.decoding import Model, Strategy, drafters
+from pipejax.decoding import Model, SourceIds, Strategy, drafters
 from pipejax.decoding.drafters import Drafter, FromModel, TargetModel
 from pipejax.inference import backends
 from pipejax.inference.backends import Backend, Xla
 from pipejax.inference.programs import Programs, prepare
 from pipejax.methods import Method
-from pipejax.model.backbone import Module
+from pipejax.model.backbone import Backbone, Module
 from pipejax.model.t5 import Memory
-from pipejax.system import Tree
+from pipejax.system import Tree, strict_json
 from pipejax.system.errors import UserError, first_line
+from pipejax.system.files import look
 
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
+STUDENT = "student.json"  # in the directory of a small T5 that `pipejax teach --student` trained: see `shared_encoder`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +36,26 @@ class OpenDrafter:
     directory: str = ""  # `decode.draft_checkpoint`
     config: Config | None = None  # of the small T5 in this directory
     params: Tree = dataclasses.field(default=None, repr=False, compare=False)  # None: it has none
+    shares_encoder: bool = False  # whether the encoder of the small T5 is the one of the model that it drafts for
 
 
 @flax.struct.dataclass
 class SmallModel:
     """The parameters of a small T5; see `drafters.SmallModel`."""
 
-    encoding: Tree
+    encoding: Tree  # for `Backend.encode`; for `Backend.memorize` if `shares_encoder`
     decoding: Tree
     module: Module = flax.struct.field(pytree_node=False)
     backend: Backend = flax.struct.field(pytree_node=False)
+    shares_encoder: bool = flax.struct.field(pytree_node=False, default=False)  # whether its encoder is the large T5's
 
-    def encode(self, ids: Array, length: Array) -> Memory:
+    def read(self, source: SourceIds) -> Memory:
         """See `drafters.SmallModel`."""
-        return self.backend.encode(self.module, self.encoding, ids, length)
+        length = jnp.asarray(source.length)
+        if self.shares_encoder:
+            assert source.encoded is not None, "the drafter wants it"
+            return self.backend.memorize(self.module, self.encoding, source.encoded, length)
+        return self.backend.encode(self.module, self.encoding, jnp.asarray(source.ids), length)
 
     def widen(self, memory: Memory, slots: int) -> Memory:
         """See `drafters.SmallModel`."""
@@ -57,19 +66,18 @@ class SmallModel:
         return self.backend.decoder(self.module, self.decoding, memory)
 
 
-def load(config: Config, fingerprint: str = "", auxiliary: Tree = None) -> OpenDrafter | None:
+def load(target: TargetModel) -> OpenDrafter | None:
     """Opens the drafter of `decode.draft` and its parameters; returns None if it is "none".
 
     Args:
-      config: the config of the model that it drafts for.
-      fingerprint: the `params_fp` of this model; "": unknown.
-      auxiliary: the auxiliary parameters of its checkpoint; None: it has none.
+      target: the model that it drafts for.
 
     Raises:
       UserError: the drafter or its parameters cannot be used.
     """
-    directory = config.decode.draft_checkpoint
-    drafter = None if config.decode.draft == "none" else drafters.make(config.decode.draft)
+    decode = target.config.decode
+    directory = decode.draft_checkpoint
+    drafter = None if decode.draft == "none" else drafters.make(decode.draft)
     if not drafters.wants(drafter, "parameters"):
         if directory:
             hint = "a drafter with parameters, such as model"
@@ -77,13 +85,13 @@ def load(config: Config, fingerprint: str = "", auxiliary: Tree = None) -> OpenD
         return None if drafter is None else OpenDrafter(drafter)
     assert drafter is not None
     if isinstance(drafter, FromModel):
-        return _load_small(drafter, config)
+        return _load_small(drafter, target)
     read = getattr(drafter, "load", None)
     if not callable(read):
         name = type(drafter).__name__
         raise UserError(f"{name}.load", "no such method", expected="it, since the drafter wants parameters")
     try:
-        params = jax.tree.map(jnp.asarray, read(directory, TargetModel(config, fingerprint, auxiliary)))
+        params = jax.tree.map(jnp.asarray, read(directory, target))
     except UserError as error:
         raise error.within("decode.draft") from error
     except Exception as error:  # code of a user may raise any exception
@@ -93,28 +101,55 @@ def load(config: Config, fingerprint: str = "", auxiliary: Tree = None) -> OpenD
     return OpenDrafter(drafter, directory, params=params)
 
 
-def _load_small(drafter: FromModel, config: Config) -> OpenDrafter:
+def _load_small(drafter: FromModel, target: TargetModel) -> OpenDrafter:
     """Opens the newest intact step of `decode.draft_checkpoint`.
 
     Raises:
-      UserError: the checkpoint cannot be used, or has another vocabulary.
+      UserError: the checkpoint cannot be used, has another vocabulary, or shares the encoder of another model.
     """
+    config = target.config
     directory = config.decode.draft_checkpoint
     try:
         restored = checkpoint.open_run(directory, packed=True)
     except UserError as error:
         raise error.within("decode.draft_checkpoint") from error
-    assert config.model is not None
-    ends = config.model.end_token_ids
+    assert config.model is not None and restored.config.model is not None
+    check_vocabulary(f"decode.draft_checkpoint: {directory}", restored.config.model, config.model)
+    shared = shared_encoder(directory)
+    if shared and target.encoder_fingerprint not in ("", shared):
+        raise UserError(
+            f"decode.draft_checkpoint: {directory}",
+            found=f"a T5 that shares the encoder with fingerprint {shared}",
+            expected=f"{target.encoder_fingerprint}, the encoder of the model that it drafts for",
+            hint="pipejax teach --student trains one for this model",
+        )
+    return OpenDrafter(drafter, directory, restored.config, restored.items["params"], bool(shared))
+
+
+def check_vocabulary(where: str, small: Backbone, large: Backbone) -> None:
+    """Raises a UserError that begins with `where` if a small T5 has another vocabulary than the large one."""
     for key in ("vocab_size", "eos_token_id", "decoder_start_token_id"):
-        found, expected = getattr(restored.config.model, key), getattr(config.model, key)
-        if found != expected and not (key == "eos_token_id" and found in ends):
-            raise UserError(
-                f"decode.draft_checkpoint: {directory}",
-                found=f"a T5 with {key} = {found}",
-                expected=f"{expected}, as in the model that it drafts for",
-            )
-    return OpenDrafter(drafter, directory, restored.config, restored.items["params"])
+        found, expected = getattr(small, key), getattr(large, key)
+        if found != expected and not (key == "eos_token_id" and found in large.end_token_ids):
+            expected = f"{expected}, as in the model that it drafts for"
+            raise UserError(where, found=f"a T5 with {key} = {found}", expected=expected)
+
+
+def shared_encoder(directory: str | Path) -> str:
+    """Returns the fingerprint of the encoder that a small T5 shares with the model it drafts for; "": it has its own.
+
+    Raises:
+      UserError: the statement in the run directory cannot be read.
+    """
+    path = Path(directory) / STUDENT
+    if look(path) != "file":
+        return ""
+    try:
+        found = strict_json.loads(path.read_text(encoding="utf-8"))["encoder_fp"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        expected = '"encoder_fp", the fingerprint of the encoder that the T5 shares, or ""'
+        raise UserError(path, found="no such statement", expected=expected) from error
+    return str(found)
 
 
 def lay_out(opened: OpenDrafter, large: Programs, weights: str) -> Tree:
@@ -134,7 +169,8 @@ def lay_out(opened: OpenDrafter, large: Programs, weights: str) -> Tree:
     backend = backends.choose(large.backend if type(large.backend) is Xla else None, model, dtype, weights)
     made = Programs(model, dtype, devices=large.devices, backend=backend)
     ready = prepare(backend, made.model, opened.params)
-    return SmallModel(ready.encoding, ready.decoding, made.model, backend)
+    encoding = backend.projections(ready.encoding) if opened.shares_encoder else ready.encoding
+    return SmallModel(encoding, ready.decoding, made.model, backend, opened.shares_encoder)
 
 
 def check(opened: OpenDrafter | None, made: Strategy, method: Method) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.config import Config
+from pipejax.decoding.drafters import TargetModel
 from pipejax.inference import backends, drafter_parameters
 from pipejax.inference.backends import Backend
 from pipejax.inference.drafter_parameters import OpenDrafter
@@ -45,7 +46,7 @@ class LazyPrograms:
           drafter: the opened drafter; None: the drafter of `decode.draft` is opened.
         """
         self.size = sum(x.size for x in jax.tree.leaves(params))
-        self.drafter = drafter or drafter_parameters.load(config)
+        self.drafter = drafter or drafter_parameters.load(TargetModel(config))
         self._config, self._devices, self._backend = config, devices, backend
         self._params = params
         self._made: Programs | None = None

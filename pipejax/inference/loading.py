@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pipejax import checkpoint, methods
 from pipejax import config as config_lib
-from pipejax.checkpoint.fingerprint import digest
+from pipejax.checkpoint.fingerprint import digest, encoder_digest
 from pipejax.config import Config, Overrides
+from pipejax.decoding.drafters import TargetModel
 from pipejax.inference import drafter_parameters
 from pipejax.inference.generator import Generator
 from pipejax.inference.settings import WITH_WEIGHTS
@@ -56,7 +57,9 @@ def load(
     drafter = (
         None
         if config.decode.draft == "none"
-        else drafter_parameters.load(config, fingerprint, restored.items.get(ITEM))
+        else drafter_parameters.load(
+            TargetModel(config, fingerprint, restored.items.get(ITEM), encoder_digest(restored.arrays["params"]))
+        )
     )
     generator = Generator(config, params, tokenizer, backend=None, drafter=drafter)
     generator.checkpoint = str(path)

@@ -146,6 +146,22 @@ class OwnKernel(Xla):
             level=self.level,
         )
 
+    def projections(self, encoder: Tree) -> Tree:
+        """See `Backend`."""
+        return encoder.memories
+
+    def memorize(self, model: Module, projections: Tree, encoded: Array, length: Array) -> Memory:
+        """See `Backend`."""
+        return cpu_decoder.memorize(
+            model.config,
+            projections,
+            encoded,
+            length,
+            slots=memory_length(encoded.shape[1]),
+            weights=self.weights,
+            level=self.level,
+        )
+
     def widen(self, memory: Memory, slots: int) -> Memory:
         """See `Backend`."""
         return cpu_decoder.widen(memory, slots)

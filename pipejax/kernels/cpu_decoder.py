@@ -218,16 +218,63 @@ def encode(
       weights: the storage of weights, as `decode.weights`.
       level: the instruction set of the kernel.
     """
-    batch, longest = source.shape
+    longest = source.shape[1]
     x = encoder.embedding.rows[source].astype(jnp.float32)
     x = x * encoder.embedding.scale[source][..., None] if encoder.embedding.scale.size else x
     query, key, bias = jnp.zeros((1, 1), jnp.int32), jnp.arange(1 - longest, longest)[None], RelativeBias(config, True)
     biases = jnp.stack([jnp.asarray(bias.apply({"params": {"embedding": x}}, query, key)) for x in encoder.bias])
-    of_sources = {"embedded": x, "length": length.astype(jnp.int32), "norm": encoder.norm}
-    given = fields.arrays("ENCODE_FIELDS", of_sources | {"bias": biases.reshape(len(biases), config.num_heads, -1)})
-    for layer in encoder.layers:
+    of_sources = {"embedded": x, "length": length, "norm": encoder.norm, "bias": biases}
+    return _memory(
+        config,
+        of_sources,
+        encoder.layers,
+        encoder.memories,
+        slots=slots,
+        outputs=outputs,
+        weights=weights,
+        level=level,
+    )
+
+
+def memorize(
+    config: T5Config,
+    memories: tuple[Matrix, ...],
+    encoded: Array,
+    length: Array,
+    *,
+    slots: int,
+    weights: str,
+    level: cpu_kernel.Level,
+) -> Memory:
+    """Computes the memory of sources from the outputs of an encoder, f32 [B, L, D].
+
+    `memories` are those of a `KernelEncoder`; the other arguments are as for `encode`.
+    """
+    # Without layers the kernel uses neither the norm nor the bias.
+    norm, bias = jnp.ones(config.d_model), jnp.zeros((1, config.num_heads, 2 * encoded.shape[1] - 1))
+    of_sources = {"embedded": encoded, "length": length, "norm": norm, "bias": bias}
+    return _memory(config, of_sources, (), memories, slots=slots, outputs=False, weights=weights, level=level)
+
+
+def _memory(
+    config: T5Config,
+    of_sources: dict[str, Array],
+    layers: tuple[KernelEncoderLayer, ...],
+    memories: tuple[Matrix, ...],
+    *,
+    slots: int,
+    outputs: bool,
+    weights: str,
+    level: cpu_kernel.Level,
+) -> Memory:
+    """Calls the kernel for `encode` or `memorize`; `of_sources` are the fields of ENCODE_FIELDS in fields.h."""
+    length, biases = of_sources["length"].astype(jnp.int32), of_sources["bias"]
+    batch, longest, _ = of_sources["embedded"].shape
+    biases = biases.reshape(len(biases), config.num_heads, -1)
+    given = fields.arrays("ENCODE_FIELDS", of_sources | {"length": length, "bias": biases})
+    for layer in layers:
         given += fields.arrays("ENCODER_LAYER_FIELDS", vars(layer))
-    for projection in encoder.memories:
+    for projection in memories:
         given += fields.arrays("MEMORY_FIELDS", {"projection": projection})
     dtype = memory_dtype(weights)
     depth = 4 // dtype.itemsize
@@ -242,13 +289,13 @@ def encode(
         "B": batch,
         "L": longest,
         "M": slots,
-        "tables": len(encoder.bias),
-        "layers": len(encoder.layers),
-        "memories": len(encoder.memories),
+        "tables": len(biases),
+        "layers": len(layers),
+        "memories": len(memories),
     }
-    count = 5 * len(encoder.memories)
+    count = 5 * len(memories)
     encoded = jax.ShapeDtypeStruct((batch, longest, config.d_model), jnp.float32)
-    results = results * len(encoder.memories) + [encoded] * outputs
+    results = results * len(memories) + [encoded] * outputs
     found = jax.ffi.ffi_call(f"pipejax_encode_{level.name}", results)(
         *given,
         numbers=fields.numbers("ENCODE_NUMBERS", _sizes(config) | sizes),

@@ -35,6 +35,7 @@ Module = Any  # a Flax module with the fields and methods of `pipejax.model.t5.T
 Axes = tuple[str | None, ...]  # for each axis of a parameter, the mesh axis that splits it; None: it is not split
 # Path endings of parameters that are not weight matrices: they stay float32, have no weight decay, and are never int8.
 VECTORS = ("norm/scale", "relative_bias/embedding")
+ENCODER = ("encoder/", "shared/")  # prefixes of the paths of parameters on which the outputs of the encoder depend
 
 
 class Backbone:

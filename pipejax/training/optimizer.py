@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from pipejax.config import TrainConfig
 from pipejax.model import auxiliary, lora
-from pipejax.model.backbone import VECTORS
+from pipejax.model.backbone import ENCODER, VECTORS
 from pipejax.model.sharding import path_of
 from pipejax.system import Tree
 from pipejax.system.extras import extra
@@ -18,7 +18,7 @@ with extra("train", "training"):
 
 FROZEN = {  # prefixes of the paths of parameters that are frozen
     "none": (),
-    "encoder": ("encoder/", "shared/"),
+    "encoder": ENCODER,
 }
 
 

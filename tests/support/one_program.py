@@ -1,5 +1,6 @@
 """Encoding and decoding of a padded batch as a function of the parameters, as tests like it."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,10 +24,12 @@ def compiled(
     *,
     backend: Backend = XLA,
     small: T5Config | None = None,
+    shares_encoder: bool = False,
 ) -> Callable[..., Decoded]:
     """From parameters, source i32 [B, L] and length i32 [B] to what is decoded.
 
-    With `small`, the architecture of a T5 that drafts, its parameters come last.
+    With `small`, the architecture of a T5 that drafts, its parameters come last. With `shares_encoder` it computes with
+    the outputs of the large one's encoder.
     """
     model = config.module()
     other = None if small is None else T5(small)
@@ -34,12 +37,14 @@ def compiled(
     @jax.jit
     def encode(params: Any, source: jax.Array, length: jax.Array, of_small: Any = None) -> Any:
         ready = backend.prepare(model, params)
-        memory = encode_batch(model, ready.encoding, source, length, backend=backend)
+        memory = encode_batch(model, ready.encoding, source, length, backend=backend, outputs=shares_encoder)
+        encoded, memory = memory.encoded, dataclasses.replace(memory, encoded=None)
         if other is None:
             return (ready.decoding, None), memory, None
         laid = backend.prepare(other, of_small)
-        own = SmallModel(laid.encoding, laid.decoding, other, backend)
-        return (ready.decoding, own), memory, own.encode(source, length)
+        encoding = backend.projections(laid.encoding) if shares_encoder else laid.encoding
+        own = SmallModel(encoding, laid.decoding, other, backend, shares_encoder)
+        return (ready.decoding, own), memory, own.read(SourceIds(source, length, encoded))
 
     decode = jax.jit(partial(decode_batch, model, strategy, backend=backend), static_argnames=("sizes", "slots"))
 

@@ -1,36 +1,28 @@
 """Teaches rows from unlabelled sources: a sequential checkpoint answers them, and its weights learn its rows."""
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from pipejax import config as config_lib
 from pipejax import methods, metrics
-from pipejax.config import Config, DecodeConfig
+from pipejax.apps.teach.labels import GREEDILY, answer, choose_held_out, note_settings, read_unlabelled
+from pipejax.config import Config
 from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.examples import Example
-from pipejax.data.formats import read_records
-from pipejax.data.lines import read_file
-from pipejax.data.tables import Dialect
-from pipejax.data.text import normalized, sentences
+from pipejax.data.text import sentences
 from pipejax.inference.answers import Record, texts
-from pipejax.inference.generator import Generator
 from pipejax.inference.loading import load
 from pipejax.inference.sources import Source
 from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.model import sharding
 from pipejax.offline.evaluation import evaluate
-from pipejax.offline.records import decode_file
-from pipejax.offline.resume import HASHED, Unfinished, settings_of
-from pipejax.system import strict_json
 from pipejax.system.errors import UserError
-from pipejax.system.files import absolute, make_directories, write_text
+from pipejax.system.files import absolute, write_text
 from pipejax.system.progress import Progress
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
@@ -40,19 +32,7 @@ logger = logging.getLogger(__name__)
 
 FULL = 2000  # updates of a full fine-tuning as in configs/jsonl.py, assumed for a checkpoint that was not trained here
 PART = 4  # teaching takes 1 / PART of the updates, with PART times as many examples per update
-# Labels are decoded greedily, regardless of the checkpoint's settings.
-GREEDILY = (
-    *("decode.beams=1", "decode.samples=1"),
-    *(
-        f"decode.{field.name}={field.default}"
-        for field in dataclasses.fields(DecodeConfig)
-        if field.metadata.get("ability") == "sample" and field.name != "seed"
-    ),
-)
 METHOD = "sequential"  # the method with which the checkpoint answers
-ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
-SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
-FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +82,8 @@ def teach(
     """
     with RunDirectory(workdir) as directory:
         place = directory.path / "labels"
-        if (directory.path / "config.json").is_file() and not place.is_dir():
-            raise UserError(
-                workdir,
-                found="a run directory without labels/",
-                expected="a new or empty directory, or one of pipejax teach",
-            )
-        own = [a for a in overrides if _is_of_checkpoint(a.partition("=")[0].strip())]
+        check_labels_directory(directory.path, workdir)
+        own = [a for a in overrides if is_of_checkpoint(a.partition("=")[0].strip())]
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
         config = lesson(generator.config, checkpoint, overrides, best=best)
         if generator.tokenizer is None:
@@ -120,8 +95,9 @@ def teach(
         logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
         sources = read_unlabelled(generator, source)
         chosen = choose_held_out(sources, held_out, config.train.seed)
-        note_settings(place, generator, sources, held_out=len({sources[i].content for i in chosen}))
-        records = answer(place, generator, source, sources)
+        held = len({sources[i].content for i in chosen})
+        note_settings(place, generator, sources, method=METHOD, held_out=held)
+        records = answer(place, generator, source, sources, METHOD)
         made = part(sources, records, chosen, config)
         del generator  # frees memory for training
     for line in made.lines():
@@ -169,10 +145,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     data = dataclasses.replace(saved.data, task=task, train="", dev="", tokenizer="")
     base = dataclasses.replace(saved, data=data, train=train)
     config = config_lib.override(base, overrides)
-    before, after = config_lib.flat(base), config_lib.flat(config)
-    for key, value in after.items():
-        if value != before.get(key) and not config_lib.takes("teach", key):
-            raise config_lib.not_taken("teach", key, "--set")
+    refuse_untaught(base, config)
     chosen = config.train
     if all(getattr(chosen, key) == getattr(train, key) for key in ("batch_size", "accumulate", "pack")):
         chosen = dataclasses.replace(chosen, pack=pack_size(full))
@@ -187,7 +160,25 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     return config
 
 
-def _is_of_checkpoint(key: str) -> bool:
+def check_labels_directory(path: Path, workdir: str | Path) -> None:
+    """Raises a UserError if a directory holds a run of another command; `workdir` is its name in the message."""
+    if (path / "config.json").is_file() and not (path / "labels").is_dir():
+        raise UserError(
+            workdir,
+            found="a run directory without labels/",
+            expected="a new or empty directory, or one of pipejax teach",
+        )
+
+
+def refuse_untaught(base: Config, config: Config) -> None:
+    """Raises a UserError if a config differs from `base` in a setting that pipejax teach does not accept."""
+    before, after = config_lib.flat(base), config_lib.flat(config)
+    for key, value in after.items():
+        if value != before.get(key) and not config_lib.takes("teach", key):
+            raise config_lib.not_taken("teach", key, "--set")
+
+
+def is_of_checkpoint(key: str) -> bool:
     """Whether a setting is one of the checkpoint that answers; `lesson` refuses a method, so `load` does not get it."""
     section = key.partition(".")[0]
     return section == "model" or (
@@ -222,101 +213,6 @@ def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
     }
     write_text(run / "agreement.json", json.dumps(found, indent=2) + "\n")
     return found
-
-
-# Labels: the checkpoint's answers, split into rows.
-
-
-def read_unlabelled(generator: Generator, path: str) -> list[Source]:
-    """Reads the sources of a file in the format of `pipejax decode`."""
-    sources = []
-    for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
-        if "source_ids" in value:
-            raise UserError(place, found='"source_ids"', expected="a text source, since training reads text")
-        sources.append(generator.source(value, place, place.rpartition(":")[2]))
-    if not sources:
-        raise UserError(path, found="no lines", expected="at least two sources")
-    return sources
-
-
-def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> frozenset[int]:
-    """Returns the indices of the held-out sources.
-
-    They are `count` distinct texts (None: a tenth, at most 512), with all sources that have the same text.
-    """
-    texts = [normalized(str(source.content)) for source in sources]
-    lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in texts}
-    count = count or max(min(len(lot) // 10, 512), 1)
-    if count >= len(lot):
-        raise UserError("--held-out", found=f"{count}", expected=f"fewer than the {len(lot)} different sources")
-    chosen = set(sorted(lot, key=lambda text: lot[text])[:count])
-    return frozenset(i for i, text in enumerate(texts) if text in chosen)
-
-
-def note_settings(directory: Path, generator: Generator, sources: Sequence[Source], *, held_out: int) -> None:
-    """Writes the settings that the answers depend on, or compares them with the note of an earlier run.
-
-    Raises:
-      UserError: a setting has changed.
-    """
-    known = settings_of(generator, METHOD, sources) | {"held_out": held_out}
-    settings = {key: value for key, value in known.items() if _changes_label(key)}
-    path = directory / SETTINGS
-    if not path.is_file():
-        make_directories(directory)
-        write_text(path, json.dumps(settings, indent=2) + "\n")
-        return
-    try:
-        found = strict_json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(
-            path,
-            found="no settings",
-            expected="the settings of the answers in this directory; choose another --workdir",
-        )
-    for key, value in settings.items():
-        if key in found and found[key] != value:
-            change = "found a different value than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
-            raise UserError(
-                f"{directory}: {FLAGS.get(key, key)}",
-                f"{change}",
-                expected="no change, since the labels in the directory were made with it; choose another --workdir",
-            )
-
-
-def _changes_label(key: str) -> bool:
-    """Whether an answer depends on a noted setting; the tokens of an answer are split into rows at every start."""
-    facts = config_lib.SETTINGS.get(key, {})
-    return facts.get("records") != "text" and facts.get("read_by", METHOD) == METHOD
-
-
-def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source]) -> list[Record]:
-    """Returns the checkpoint's greedy answers to all sources of the file at `path`; existing answers are kept."""
-    target = directory / ANSWERS
-    if not target.is_file() or Unfinished(str(target), {}).path.exists():
-        decode_file(
-            generator,
-            path,
-            str(target),
-            method=METHOD,
-            batch_size=None,
-            resume=True,
-            continued_by="the same command",
-        )
-    records = []
-    for (place, record), source in zip(read_file(target), sources, strict=False):
-        if record.get("id") != source.id or not isinstance(record.get("text"), str) or "truncated" not in record:
-            raise UserError(place, found=f"no answer to the source {source.id!r}", expected="the lines in their order")
-        records.append(cast(Record, record))
-    if len(records) < len(sources):
-        raise UserError(
-            target,
-            found=f"{len(records)} answers",
-            expected=f"{len(sources)}; delete the file to write all answers again",
-        )
-    return records
 
 
 def part(sources: Sequence[Source], records: Sequence[Record], held_out: frozenset[int], config: Config) -> Labels:

@@ -1,10 +1,15 @@
-"""Teaches a sequential T5 to write rows, from texts without labels.
+"""Trains a T5 on the answers of another one, from texts without labels: for rows, or to draft.
 
     pipejax teach --checkpoint SEQUENTIAL --input SOURCES.jsonl --workdir DIR [--set ...]
+    pipejax teach --checkpoint LARGE --student STUDENT --workdir DIR [--input SOURCES.jsonl] [--set ...]
 
 The checkpoint answers the sources, its answers are split at data.separator, and the same weights are trained to write
-these rows with the pipelined decoder. DIR/agreement.json reports how well both agree on held-out sources. DIR is a run
-directory as written by pipejax train. The same command again continues where it stopped.
+these rows with the pipelined decoder. DIR/agreement.json reports how well both agree on held-out sources.
+
+With --student, a small T5 is trained on the answers of the checkpoint, for decode.draft=model with
+decode.draft_checkpoint=DIR. DIR/drafting.json reports the decoder calls that it saves on held-out sources.
+
+DIR is a run directory as written by pipejax train. The same command again continues where it stopped.
 """
 
 from collections.abc import Sequence
@@ -16,10 +21,23 @@ from pipejax.system.errors import UserError
 def main(argv: Sequence[str]) -> int:
     parser = cli.Parser(prog="pipejax teach", description=__doc__)
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a sequential WORKDIR of pipejax train, or a converted T5"
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a sequential WORKDIR of pipejax train, or a converted T5; with --student, of any method that can draft",
+    )
+    parser.add_argument(
+        "--student",
+        metavar="STUDENT",
+        help="the small T5: a number of decoder layers, which share the encoder of the checkpoint; the directory of a "
+        "small T5 to start from; or a config with `model` and `train`",
     )
     parser.add_argument("--best", action="store_true", help="use the best evaluated step instead of the newest")
-    parser.add_argument("--input", required=True, metavar="FILE", help="sources, as pipejax decode reads them")
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help="sources, as pipejax decode reads them (default with --student: the checkpoint's training examples)",
+    )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="directory for labels, checkpoints and the log")
     parser.add_number(
         "--held-out", "number of sources that are kept out of training and measured (default: a tenth, at most 512)"
@@ -31,9 +49,12 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax.offline import records
 
+    if flags.input is None and flags.student is None:
+        raise UserError("--input", found="none", expected="a file of sources")
     if flags.input == records.STANDARD:
         raise UserError("--input -", found="standard input", expected="a file, which can be read again")
-    records.check_input(flags.input)
+    if flags.input is not None:
+        records.check_input(flags.input)
 
     from pipejax.system import trials
 
@@ -44,13 +65,11 @@ def main(argv: Sequence[str]) -> int:
 
     require_libraries()
 
+    settings = {"best": flags.best, "held_out": flags.held_out, "overrides": flags.overrides}
+    if flags.student is not None:
+        from pipejax.apps.teach.students import teach_student
+
+        return teach_student(flags.checkpoint, flags.student, flags.input or "", flags.workdir, **settings)
     from pipejax.apps.teach.lessons import teach
 
-    return teach(
-        flags.checkpoint,
-        flags.input,
-        flags.workdir,
-        best=flags.best,
-        held_out=flags.held_out,
-        overrides=flags.overrides,
-    )
+    return teach(flags.checkpoint, flags.input, flags.workdir, **settings)

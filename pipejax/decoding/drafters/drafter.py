@@ -54,6 +54,7 @@ class TargetModel:
     config: Config
     fingerprint: str = ""  # of its parameters, the `params_fp` of its checkpoint; "": unknown
     auxiliary: Tree = None  # the auxiliary parameters of its checkpoint; None: it has none
+    encoder_fingerprint: str = ""  # `checkpoint.fingerprint.encoder_digest` of its parameters; "": unknown
 
 
 class Drafter(Protocol):

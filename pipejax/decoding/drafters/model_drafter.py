@@ -161,8 +161,8 @@ class DrafterCache:
 class SmallModel(Protocol):
     """The parameters of a small T5, with the functions that compute with them."""
 
-    def encode(self, ids: Array, length: Array) -> Tree:
-        """The memory of sources, ids i32 [B, L] with `length` i32 [B]."""
+    def read(self, source: SourceIds) -> Tree:
+        """The memory of sources, from their ids, or from the outputs of the large model's encoder."""
 
     def widen(self, memory: Tree, slots: int) -> Tree:
         """The memory padded to `slots` tokens."""
@@ -177,13 +177,13 @@ class FromModel:
 
     odds: tuple[float, ...] = (0.5, 0.75, 0.95)  # by the mean probability of the drafted tokens, see `MARKS`
     least: float = 0.4  # a draft ends before the first token below this probability
-    wants: ClassVar[frozenset[str]] = frozenset({"parameters"})
+    wants: ClassVar[frozenset[str]] = frozenset({"parameters", "encoded"})
     loops: ClassVar[bool] = True
 
     def read(self, source: SourceIds) -> Tree:
-        """The sources encoded by the small T5."""
+        """The memory of the small T5."""
         small: SmallModel = source.parameters
-        return small.encode(jnp.asarray(source.ids), jnp.asarray(source.length))
+        return small.read(source)
 
     def widen(self, source: SourceIds, slots: int) -> Tree:
         """The memory of the small T5, padded to `slots` tokens."""

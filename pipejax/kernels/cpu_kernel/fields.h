@@ -70,7 +70,7 @@
   NUMBER(activation)
 
 #define ENCODE_FIELDS(ARRAY, MATRIX, PANELS)                                                      \
-  ARRAY(embedded, f32, B, L, D)                                                                   \
+  ARRAY(embedded, f32, B, L, D) /* without layers: outputs of an encoder */                       \
   ARRAY(length, i32, B) /* number of real tokens of each source */                                \
   ARRAY(bias, f32, tables, H, 2 * L - 1) /* for each offset key - query from 1 - L to L - 1 */    \
   ARRAY(norm, f32, D)

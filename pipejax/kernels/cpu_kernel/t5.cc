@@ -286,7 +286,8 @@ ffi::Error Step(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRe
 // decoder are keys [B, H, M, K], their scales, the factors of queries [B, H, K], values [B, H, K, M] and their scales, in the
 // form of PANELS in fields.h, with zeros after the length of a source. One more result, if there is one, gets the outputs of
 // the encoder, f32 [B, L, D]. The self-attention of the encoder is computed in float32 if keys and values are float32.
-// Otherwise it is computed in bfloat16, or in int8 if columns of int8 weights have one digit.
+// Otherwise it is computed in bfloat16, or in int8 if columns of int8 weights have one digit. Without encoder layers,
+// `embedded` has the outputs of an encoder, which are not normalised again.
 ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets results, ffi::Span<const int64_t> attribute,
                   float epsilon) {
   if (attribute.size() != EncodeNumbers::kCount) return Wrong("encode: numbers of another table");
@@ -297,6 +298,7 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   const auto memories = Layers<MemoryLayer>(arguments, numbers, numbers.memories);
   if (const std::string wrong = arguments.Wrong(); !wrong.empty()) return Wrong("encode: " + wrong);
   if (numbers.tables != 1 && numbers.tables != numbers.layers) return Wrong("encode: tables of some layers");
+  const bool encoded = layers.empty();
   const bool outputs = results.size() == 5 * memories.size() + 1;
   if (results.size() != 5 * memories.size() + outputs || memories.empty()) return Wrong("encode: other results than memories");
   const int64_t batch = numbers.B, length = numbers.L, size = numbers.D, heads = numbers.H, width = numbers.K;
@@ -357,7 +359,10 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Remaining
   }
   for (size_t layer = 0; layer < memories.size(); ++layer) {
     projected.resize(count * 2 * inner);
-    stack.OfNormed(fields.norm, memories[layer].projection, {projected.data(), 2 * inner});
+    const Matrix& projection = memories[layer].projection;
+    if (encoded) rooms.operand.Set(team, projection, count, [&](int64_t c, float*) { return rooms.x.data() + c * size; });
+    else stack.SetNormed(fields.norm, projection);
+    rooms.operand.Times(team, projection, {projected.data(), 2 * inner});
     int32_t *keys = ResultAt<int32_t>(results, 5 * layer), *values = ResultAt<int32_t>(results, 5 * layer + 3);
     float *key_scales = ResultAt<float>(results, 5 * layer + 1), *value_scales = ResultAt<float>(results, 5 * layer + 4);
     float* balance = ResultAt<float>(results, 5 * layer + 2);

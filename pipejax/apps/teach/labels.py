@@ -1,0 +1,141 @@
+"""Labels for training without labelled data: the answers of a checkpoint to the sources of a file, kept in a run."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from pipejax import config as config_lib
+from pipejax.config import DecodeConfig
+from pipejax.data.formats import read_records
+from pipejax.data.lines import read_file
+from pipejax.data.tables import Dialect
+from pipejax.data.text import normalized
+from pipejax.inference.answers import Record
+from pipejax.inference.generator import Generator
+from pipejax.inference.sources import Source
+from pipejax.offline.records import decode_file
+from pipejax.offline.resume import HASHED, Unfinished, settings_of
+from pipejax.system import strict_json
+from pipejax.system.errors import UserError
+from pipejax.system.files import make_directories, write_text
+
+# Labels are decoded greedily, regardless of the checkpoint's settings.
+GREEDILY = (
+    *("decode.beams=1", "decode.samples=1"),
+    *(
+        f"decode.{field.name}={field.default}"
+        for field in dataclasses.fields(DecodeConfig)
+        if field.metadata.get("ability") == "sample" and field.name != "seed"
+    ),
+)
+DIRECTORY = "labels"  # of the answers, in the directory of the run
+ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
+SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
+FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
+
+
+def read_unlabelled(generator: Generator, path: str) -> list[Source]:
+    """Reads the sources of a file in the format of `pipejax decode`."""
+    sources = []
+    for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
+        if "source_ids" in value:
+            raise UserError(place, found='"source_ids"', expected="a text source, since training reads text")
+        sources.append(generator.source(value, place, place.rpartition(":")[2]))
+    if not sources:
+        raise UserError(path, found="no lines", expected="at least two sources")
+    return sources
+
+
+def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> frozenset[int]:
+    """Returns the indices of the held-out sources.
+
+    They are `count` distinct texts (None: a tenth, at most 512), with all sources that have the same text.
+    """
+    texts = [normalized(str(source.content)) for source in sources]
+    lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in texts}
+    count = count or max(min(len(lot) // 10, 512), 1)
+    if count >= len(lot):
+        raise UserError("--held-out", found=f"{count}", expected=f"fewer than the {len(lot)} different sources")
+    chosen = set(sorted(lot, key=lambda text: lot[text])[:count])
+    return frozenset(i for i, text in enumerate(texts) if text in chosen)
+
+
+def note_settings(
+    directory: Path, generator: Generator, sources: Sequence[Source], *, method: str, held_out: int
+) -> None:
+    """Writes the settings that the answers depend on, or compares them with the note of an earlier run.
+
+    Args:
+      directory: the directory of the answers.
+      generator: the model that answers.
+      sources: the sources.
+      method: the name of the method with which it answers.
+      held_out: the number of held-out sources.
+
+    Raises:
+      UserError: a setting has changed.
+    """
+    known = settings_of(generator, method, sources) | {"held_out": held_out}
+    settings = {key: value for key, value in known.items() if _changes_label(key, method)}
+    path = directory / SETTINGS
+    if not path.is_file():
+        make_directories(directory)
+        write_text(path, json.dumps(settings, indent=2) + "\n")
+        return
+    try:
+        found = strict_json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            path,
+            found="no settings",
+            expected="the settings of the answers in this directory; choose another --workdir",
+        )
+    for key, value in settings.items():
+        if key in found and found[key] != value:
+            change = "found a different value than before" if key in HASHED else f"{found[key]!r} -> {value!r}"
+            raise UserError(
+                f"{directory}: {FLAGS.get(key, key)}",
+                f"{change}",
+                expected="no change, since the labels in the directory were made with it; choose another --workdir",
+            )
+
+
+def _changes_label(key: str, method: str) -> bool:
+    """Whether an answer depends on a noted setting; the tokens of an answer are split into rows at every start."""
+    facts = config_lib.SETTINGS.get(key, {})
+    return facts.get("records") != "text" and facts.get("read_by", method) == method
+
+
+def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source], method: str) -> list[Record]:
+    """Returns the checkpoint's greedy answers to all sources of the file at `path`; existing answers are kept.
+
+    `method` is the name of the method with which it answers.
+    """
+    target = directory / ANSWERS
+    if not target.is_file() or Unfinished(str(target), {}).path.exists():
+        decode_file(
+            generator,
+            path,
+            str(target),
+            method=method,
+            batch_size=None,
+            resume=True,
+            continued_by="the same command",
+        )
+    records = []
+    for (place, record), source in zip(read_file(target), sources, strict=False):
+        if record.get("id") != source.id or not isinstance(record.get("text"), str) or "truncated" not in record:
+            raise UserError(place, found=f"no answer to the source {source.id!r}", expected="the lines in their order")
+        records.append(cast(Record, record))
+    if len(records) < len(sources):
+        raise UserError(
+            target,
+            found=f"{len(records)} answers",
+            expected=f"{len(sources)}; delete the file to write all answers again",
+        )
+    return records
