@@ -213,7 +213,7 @@ class _Killed(BaseException):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where, name, count", [(students, "save_initial", 1), (loop.Run, "make_step", 4), (students, "measure", 1)]
 )
@@ -236,7 +236,7 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
     assert ends[0] == ends[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_t5_of_other_sizes_has_its_own_encoder(given, tmp_path):
     """From a config, and then from the checkpoint that this training wrote."""
     model = dataclasses.replace(MODEL, d_model=12, num_heads=3)
