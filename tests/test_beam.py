@@ -84,7 +84,7 @@ def until_eos(tokens):
 def test_beam_search_equals_transformers(config, beams, penalty, max_length, batch, queries, slots, in_torch):
     decode = DecodeConfig(max_length=max_length, beams=beams, length_penalty=penalty)
     strategy = make("sequential", GridConfig(), decode, bos=0, eos=1)
-    program = compiled(config, strategy, Sizes.fit(strategy, batch, queries=queries, slots=slots))
+    program = compiled(config, strategy, Sizes.fit(strategy, batch, query_counts=queries, slots=slots))
     seen = Counter()
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, beams, batch, 5])

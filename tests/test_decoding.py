@@ -126,7 +126,7 @@ def decode_stretch(strategy, carry, sizes, slots):
 
 def small_steps(config, strategy, batch):
     """In sizes that these small grids run through."""
-    return compiled(config, strategy, Sizes.fit(strategy, batch, queries=(batch + 2,), slots=(9,)))
+    return compiled(config, strategy, Sizes.fit(strategy, batch, query_counts=(batch + 2,), slots=(9,)))
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import pipejax
-from pipejax import checkpoint
+from pipejax import checkpoint, decoding
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.decoding import drafters
-from pipejax.decoding.drafters import Draft, FromSource, Jacobi
+from pipejax.decoding import Pipelined, drafters
+from pipejax.decoding.drafters import Draft, FromSource, Jacobi, Setting
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.drafter_parameters import OpenDrafter
 from pipejax.inference.generator import Generator
@@ -338,3 +338,11 @@ def test_drafters_of_the_page_are_opened_by_name(run: Path, monkeypatch: pytest.
         assert [record["row_ids"] for record in found] == [record["row_ids"] for record in expected]
         assert all(f'"{what}"' in page for what in drafters.WANTS)
         monkeypatch.delitem(sys.modules, module)
+
+
+def test_query_counts_have_their_former_name() -> None:
+    setting = Setting(Pipelined(delay=1, time_max=4, sub_max=2), 3, (2, 5))
+    with pytest.warns(DeprecationWarning, match=r"Setting\.queries is now query_counts"):
+        assert setting.queries == (2, 5)  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"decoding\.QUERIES is now pipejax\.decoding\.QUERY_COUNTS"):
+        assert decoding.QUERIES is decoding.QUERY_COUNTS

@@ -290,11 +290,11 @@ def test_drafted_answers_equal_undrafted_answers(setting, drafter):
     *shape, batch = setting
     plain = strategy_of(*shape)
     rounded = batch % 2 == 0
-    drafts = Drafts(drafter, 4, queries=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
+    drafts = Drafts(drafter, 4, query_counts=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
     drafted = with_drafts(plain, drafts)
     without = compiled(TINY, plain)
     sizes = Sizes.fit(
-        drafted, batch, queries=drafted.queries, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
+        drafted, batch, query_counts=drafted.query_counts, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
     )
     drafts_itself = isinstance(drafter, FromModel)
     program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None)

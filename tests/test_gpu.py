@@ -147,7 +147,7 @@ def test_decodes_equal_decodes_without_kernels(strategy, batch: int, feed_forwar
     config = dataclasses.replace(IN_BLOCKS, num_decoder_layers=1, feed_forward=feed_forward, tied_head=tied)
     rng = np.random.default_rng(batch)
     source, length = rng.integers(0, 48, (batch, 12)).astype(np.int32), rng.integers(1, 13, batch).astype(np.int32)
-    sizes = Sizes.fit(strategy, batch, queries=(4,), slots=(21,))
+    sizes = Sizes.fit(strategy, batch, query_counts=(4,), slots=(21,))
     ours, others = (compiled(config, strategy, sizes, backend=backend) for backend in (Gpu(interpret=INTERPRET), XLA))
     for seed in range(2):
         params = jax.tree.map(jnp.asarray, oracle.random_params(config, np.random.default_rng(seed), eos_scale=1.2))

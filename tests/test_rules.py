@@ -189,7 +189,7 @@ def plain_decode(
 def traced(strategy: Strategy, model: Any, source: SourceIds, options: DecodingOptions) -> Decoded:
     hashed = Hashed(model, jnp.asarray(source.ids).sum(axis=1), WORDS)
     bound = bound_to(strategy, hashed, source) if strategy.reads_source else strategy
-    sizes = Sizes.fit(strategy, BATCH, queries=(4,))
+    sizes = Sizes.fit(strategy, BATCH, query_counts=(4,))
     state = bound.init(BATCH, source if strategy.reads_source else None)
     carry = decoding.begin(bound, hashed, state, sizes, options=options)
     return decoding.decode(bound, hashed, carry, sizes=sizes, slots=sizes.slots[-1], options=options).decoded

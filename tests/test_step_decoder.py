@@ -42,7 +42,7 @@ ROWS = [[4, 5, 6, 7], [8], [9, 10, 3], [2, 2]]
 )
 def test_packed_decoding_is_the_full_grid(delay, time_max, sub_max, literal, batch, queries, slots):
     strategy = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    model, sizes = t5.T5(CONFIG), Sizes.fit(strategy, batch, queries=queries, slots=slots)
+    model, sizes = t5.T5(CONFIG), Sizes.fit(strategy, batch, query_counts=queries, slots=slots)
     program = compiled(CONFIG, strategy, sizes)
     rng = np.random.default_rng(delay)
     for seed in range(4):
@@ -175,14 +175,14 @@ def test_schedule_holds_every_decode():
     # Call by call: the rows that began by then, or one more where an example was at a pause.
     assert (strategy.most_queries, strategy.slots) == (5, 1 + 2 * (2 + 3 + 4 + 5))
     assert Pipelined(delay=1, time_max=4, sub_max=3).slots == 1 + 2 + 3 + 3
-    sizes = Sizes.fit(strategy, 3, queries=(4, 8, 40), slots=(3, 12, 64))
-    assert sizes.queries == (4, 8, 15)
+    sizes = Sizes.fit(strategy, 3, query_counts=(4, 8, 40), slots=(3, 12, 64))
+    assert sizes.query_counts == (4, 8, 15)
     assert sizes.slots == (12, 29 + 5)
-    assert Sizes.fit(Sequential(max_length=7), 1, queries=(4, 8), slots=(128,)) == Sizes((1,), (8,))
+    assert Sizes.fit(Sequential(max_length=7), 1, query_counts=(4, 8), slots=(128,)) == Sizes((1,), (8,))
     assert (Beam(7, 4).most_queries, Beam(7, 4).slots) == (4, 1 + 6 * 4)
     assert Sizes.fit(strategy, 1, slots=(3, 6, 8)).slots == (6, 8, 34)
     # The smallest cache need only hold the narrowest step.
-    assert Sizes.fit(strategy, 1, queries=(3,), slots=(2, 3, 8)).slots == (3, 8, 34)
+    assert Sizes.fit(strategy, 1, query_counts=(3,), slots=(2, 3, 8)).slots == (3, 8, 34)
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_schedule_holds_every_decode():
 def test_no_step_copies_the_cache(strategy, batch, number, turn):
     """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
-    sizes = Sizes.fit(strategy, batch, queries=(4 * batch,), slots=(31, 78), turn=turn)
+    sizes = Sizes.fit(strategy, batch, query_counts=(4 * batch,), slots=(31, 78), turn=turn)
     ready = jax.eval_shape(lambda k: XLA.prepare(model, CONFIG.init_params(k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)
@@ -213,9 +213,9 @@ def test_no_step_copies_the_cache(strategy, batch, number, turn):
             inside.append(line)
     loops = [line for lines in computations.values() for line in lines if " while(" in line]
     # A turn of several steps is one loop more, whose condition is not evaluated.
-    assert len(loops) == (1 + (turn > 1)) * len(sizes.queries) + (len(sizes.queries) > 1)
+    assert len(loops) == (1 + (turn > 1)) * len(sizes.query_counts) + (len(sizes.query_counts) > 1)
     known = [line for line in loops if f'"known_trip_count":{{"n":"{turn}"}}' in line]
-    assert len(known) == (turn > 1) * len(sizes.queries)
+    assert len(known) == (turn > 1) * len(sizes.query_counts)
     waiting, bodies = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in loops], set()
     while waiting:
         if (name := waiting.pop()) not in bodies:

@@ -56,7 +56,7 @@ class Setting:
     turn: int = 3
 
     def sizes(self, turn: int) -> Sizes:
-        return Sizes.fit(self.strategy, self.batch, queries=self.queries, slots=self.slots, turn=turn)
+        return Sizes.fit(self.strategy, self.batch, query_counts=self.queries, slots=self.slots, turn=turn)
 
 
 def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
@@ -299,7 +299,7 @@ def setting_of(number: int) -> tuple[Setting, bool]:
     strategy: Any = inner
     if kind == "drafts":
         drafter = pick(FromSource(), Jacobi(), FromModel(least=0.0))
-        strategy = with_drafts(inner, Drafts(drafter, most, queries=pick((), (5,)), trace=pick(False, True)))
+        strategy = with_drafts(inner, Drafts(drafter, most, query_counts=pick((), (5,)), trace=pick(False, True)))
     elif kind == "beam":
         strategy = Beam(int(rng.integers(2, 9)), int(rng.integers(2, 5)), pick(1.0, 0.5))
     elif kind == "own" or (kind == "stream" and pick(False, False, True)):
@@ -341,7 +341,7 @@ def test_a_turn_is_a_loop_of_known_length_that_chooses_no_cache(turn: int) -> No
 def test_a_t5_decodes_and_streams_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of a generator, log-probabilities among them, and the events of a stream, in caches that grow."""
     monkeypatch.setattr(programs, "SLOTS", (16, 4000))
-    monkeypatch.setattr(programs, "QUERIES", ())
+    monkeypatch.setattr(programs, "QUERY_COUNTS", ())
     texts, runs = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]], list[list[Any]]()
     for turn in (1, 3):
         monkeypatch.setitem(programs.TURNS, "cpu", turn)

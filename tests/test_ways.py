@@ -204,7 +204,7 @@ def generator(**options: Any) -> Generator:
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU decodes as a GPU does, in caches that grow."""
     monkeypatch.setattr(programs, "SLOTS", (16, 24, 4000))
-    monkeypatch.setattr(programs, "QUERIES", ())
+    monkeypatch.setattr(programs, "QUERY_COUNTS", ())
     monkeypatch.setitem(programs.TURNS, "cpu", 3)
 
 

@@ -109,7 +109,7 @@ def decode(
         carry,
         state=state,
         query=dataclasses.replace(query, live=live > 0, tokens=fed, time=time),
-        size=sum(((live.sum() > n).astype(jnp.int32) for n in sizes.queries[:-1]), jnp.int32(0)),
+        size=sum(((live.sum() > n).astype(jnp.int32) for n in sizes.query_counts[:-1]), jnp.int32(0)),
         used=examples[: len(carry.used), -1],
         filled=Filled(filled_row, filled_time),
         cache=Cache(tuple(caches[::2]), tuple(caches[1::2])),
@@ -151,7 +151,7 @@ def numbers_of(
     rules: dict[str, Any] = {name: int(getattr(grid, name)) for name in ("delay", "sub_max", "literal", "bos")}
     ends = decoding.ends_of(grid)
     rules |= {"ends": ends + ends[:1] * (MOST_ENDS - len(ends))}
-    room = {"apart": int(len(carry.used) > 1), "limit": slots - min(sizes.queries[-1], rows), "parts": PARTS}
+    room = {"apart": int(len(carry.used) > 1), "limit": slots - min(sizes.query_counts[-1], rows), "parts": PARTS}
     waits = {"patience": blocks.patience, "absent": blocks.absent, "dawdle": blocks.dawdle}
     return shapes | layers | rules | room | waits
 

@@ -312,7 +312,7 @@ def test_what_the_host_starts_is_counted() -> None:
 def test_no_decoding_program_sorts_asks_its_host_or_copies_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     config, both = SIZES["tiny"], (Sequential(512), Pipelined(1, 64, 20))
     monkeypatch.setattr(inference_programs, "SLOTS", (448,))
-    monkeypatch.setattr(inference_programs, "QUERIES", ())
+    monkeypatch.setattr(inference_programs, "QUERY_COUNTS", ())
     made = absent(config, jnp.dtype("float32"), jax.devices()[0])
     cache = f"f32[{2 * config.num_heads},{config.d_kv},"  # keys, as `step_decoder.Cache` holds them
     seen = []

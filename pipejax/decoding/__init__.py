@@ -8,7 +8,18 @@ from pipejax.config import DecodeConfig
 from pipejax.decoding import drafters
 from pipejax.decoding.beam import Beam
 from pipejax.decoding.choice import GREEDILY, MOST_LIKELY, DecodingOptions, Sampling
-from pipejax.decoding.core import QUERIES, Carry, Segment, Sizes, begin, decode, grow, refill, run, run_in_one_program
+from pipejax.decoding.core import (
+    QUERY_COUNTS,
+    Carry,
+    Segment,
+    Sizes,
+    begin,
+    decode,
+    grow,
+    refill,
+    run,
+    run_in_one_program,
+)
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
 from pipejax.decoding.gathering import Query, Step
@@ -40,7 +51,7 @@ __all__ = [
     "FORBIDDEN",
     "GREEDILY",
     "MOST_LIKELY",
-    "QUERIES",
+    "QUERY_COUNTS",
     "TRUNCATIONS",
     "Allowed",
     "Asked",
@@ -83,7 +94,9 @@ __all__ = [
     "with_drafts",
 ]
 
-__getattr__ = moved.renamed("pipejax.decoding", {"Wishes": "DecodingOptions", "Stretch": "Segment"})
+__getattr__ = moved.renamed(
+    "pipejax.decoding", {"Wishes": "DecodingOptions", "Stretch": "Segment", "QUERIES": "QUERY_COUNTS"}
+)
 
 
 def drafted(inner: Strategy, decode: DecodeConfig, drafter: Drafter | None = None) -> GridStrategy:

@@ -46,14 +46,14 @@ from pipejax.decoding.strategy import (
 from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
-QUERIES = (8, 20, 48, 128)  # numbers of live queries of a step over the whole batch, on a CPU
+QUERY_COUNTS = (8, 20, 48, 128)  # numbers of live queries of a step over the whole batch, on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """The static sizes for which the programs of a decode are compiled."""
 
-    queries: tuple[int, ...]  # values of N, ascending; the last suffices for every step
+    query_counts: tuple[int, ...]  # values of N, ascending; the last suffices for every step
     slots: tuple[int, ...]  # values of C, ascending; the last suffices for every decode
     turn: int = 1  # number of steps in one iteration of a loop
 
@@ -63,7 +63,7 @@ class Sizes:
         strategy: Stepper,
         batch: int,
         *,
-        queries: tuple[int, ...] = (),
+        query_counts: tuple[int, ...] = (),
         slots: tuple[int, ...] = (),
         turn: int = 1,
     ) -> "Sizes":
@@ -72,12 +72,12 @@ class Sizes:
         Args:
           strategy: the strategy.
           batch: B.
-          queries: the numbers of queries to choose from; the largest possible number is always added.
+          query_counts: the values of N to choose from; the largest possible one is always added.
           slots: the cache sizes to choose from; the largest possible size is always added.
           turn: steps in one iteration of a loop.
         """
         most = batch * strategy.most_queries
-        chosen = (*(n for n in queries if n < most), most)
+        chosen = (*(n for n in query_counts if n < most), most)
         holds = strategy.slots + strategy.most_queries  # the last step also writes its fillers
         return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), turn)
 
@@ -96,7 +96,7 @@ class Carry:
 
     state: Tree  # the state of the strategy
     query: Query  # the queries of the next step
-    size: Array  # i32 scalar, index into `Sizes.queries` of the smallest size that suffices for `query`
+    size: Array  # i32 scalar, index into `Sizes.query_counts` of the smallest size that suffices for `query`
     used: Array  # i32 [B|1], number of used slots: of each example, or of the batch if its examples share slots
     filled: Filled  # the coordinates of the slots
     cache: Tree  # the cache of the model
@@ -229,7 +229,7 @@ def decode(
     """
     loop = _Loop(strategy, model, sizes, slots, options, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
-    several = len(sizes.queries) > 1
+    several = len(sizes.query_counts) > 1
     carry = jax.lax.while_loop(loop.can_continue, loop.run_all_sizes if several else partial(loop.turn, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
     strategy_checks.check_result(strategy, decoded, len(carry.query.live))
@@ -239,7 +239,7 @@ def decode(
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The loops of `decode`. In its methods `size` is an index into `Sizes.queries`.
+    """The loops of `decode`. In its methods `size` is an index into `Sizes.query_counts`.
 
     The outer loop, whose body is `run_all_sizes`, continues while `can_continue`. Its body is a sequence of inner
     loops, one for each size, in ascending order. An inner loop runs while the next step needs exactly its size. A
@@ -257,7 +257,7 @@ class _Loop:
     @property
     def widths(self) -> list[int]:
         """Q for each size: the slots that a step writes, fillers included. Sizes that exceed the cache are not used."""
-        return [min(n, self.strategy.most_queries) for n in self.sizes.queries]
+        return [min(n, self.strategy.most_queries) for n in self.sizes.query_counts]
 
     def can_continue(self, carry: Carry) -> Array:
         """bool scalar: the next step fits into the cache, the loop does not pause, and an example is not done."""
@@ -304,7 +304,7 @@ class _Loop:
         The queries of the carry are packed, the model computes logits or tokens, the strategy takes the tokens, slots
         of rejected queries are hidden, and the strategy returns the queries of the next step.
         """
-        strategy, options, most = self.strategy, self.options, self.sizes.queries[size]
+        strategy, options, most = self.strategy, self.options, self.sizes.query_counts[size]
         asked, number_of, filled = gather(
             carry.query, carry.filled, carry.used, most, self.widths[size], strategy.position
         )
@@ -423,7 +423,7 @@ def refill(
 
 
 def _size(query: Query, sizes: Sizes) -> Array:
-    """i32 scalar, the index of the smallest number in `Sizes.queries` that is at least the number of live queries."""
+    """i32 scalar, the index of the smallest of `Sizes.query_counts` that is at least the number of live queries."""
     total = query.live.sum()
-    size: Array = sum((total > n).astype(jnp.int32) for n in sizes.queries[:-1]) + jnp.int32(0)
+    size: Array = sum((total > n).astype(jnp.int32) for n in sizes.query_counts[:-1]) + jnp.int32(0)
     return size

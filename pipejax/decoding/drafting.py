@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax.decoding import trace as tracing
-from pipejax.decoding.core import QUERIES
+from pipejax.decoding.core import QUERY_COUNTS
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
 from pipejax.decoding.drafters.drafter import Drafter, Setting, Written
 from pipejax.decoding.drafters.drafter_checks import check_draft
@@ -84,7 +84,7 @@ class Drafts:
 
     drafter: Drafter
     tokens: int = 8  # D, the most drafted tokens of a row in a call
-    queries: tuple[int, ...] = ()  # the sizes of a batch's calls to compile for, ascending, without the largest
+    query_counts: tuple[int, ...] = ()  # the sizes of a batch's calls to compile for, ascending, without the largest
     fixed: float = 3.0  # the fixed cost of a call, in units of the cost of a column
     rounded: bool = True  # whether the cost of a call counts all columns of its size, or only the columns that are fed
     trace: bool = False  # whether the fate of drafts is kept (`Decoded.trace`)
@@ -102,16 +102,16 @@ class Drafts:
     def tuned_for(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
         """Sets sizes and costs of calls for a platform and a grid of `rows` rows; see `Strategy.tuned_for`."""
         if platform != "cpu":  # hundreds of columns take as long as a few, as reading the weights dominates
-            return dataclasses.replace(self, queries=(64, 256), fixed=256.0)
+            return dataclasses.replace(self, query_counts=(64, 256), fixed=256.0)
         one_row = (1, 2, 4) if rows == 1 else ()
         if skips_fillers:  # sizes hardly differ in cost, and each of them is one more loop
-            return dataclasses.replace(self, queries=() if one_row else QUERIES, fixed=costs, rounded=False)
-        return dataclasses.replace(self, queries=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
+            return dataclasses.replace(self, query_counts=() if one_row else QUERY_COUNTS, fixed=costs, rounded=False)
+        return dataclasses.replace(self, query_counts=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
     def bind_source(self, source: SourceIds, rows: Rows) -> "Drafts":
         """Binds the sources of a batch, which the drafter gets in each call, with the parameters if it wants them."""
         parameters = source.parameters if wants(self.drafter, "parameters") else None
-        setting = Setting(rows, self.width(rows) - 1, self.queries)
+        setting = Setting(rows, self.width(rows) - 1, self.query_counts)
         source = dataclasses.replace(source, parameters=parameters, setting=setting)
         return dataclasses.replace(self, source=source)
 
@@ -279,7 +279,7 @@ class Drafts:
         """The numbers of tokens to draft, at the costs of these calls; see `draft_lengths.choose_lengths`."""
         width = self.width(rows)
         most = len(count) * rows.rows * width
-        sizes = (*(n for n in self.queries if n < most), most) if self.rounded else None
+        sizes = (*(n for n in self.query_counts if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=width - 1, sizes=sizes)
 
     def _has_room(self, rows: Rows, drafts: DraftState) -> Array:

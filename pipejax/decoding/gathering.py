@@ -103,7 +103,7 @@ def gather(
     query: Query,
     filled: Filled,
     start: Array,
-    queries: int,
+    count: int,
     width: int,
     position: Callable[[Numbers, Numbers], Numbers] = grid.position,
 ) -> tuple[Step, Array, Filled]:
@@ -113,7 +113,7 @@ def gather(
       query: the queries of a step.
       filled: the coordinates of the slots before the step.
       start: i32 [B|1], the first slot to write.
-      queries: N.
+      count: N.
       width: Q.
       position: the position of a row and time.
 
@@ -142,14 +142,14 @@ def gather(
         seen = jnp.take_along_axis(line, filled.time[:, None], axis=2, mode="clip")
         mask, positions = seen == filled.row[:, None], (time, filled.time)
     tokens = at_places(query.tokens, 0)
-    if queries == batch * width:
+    if count == batch * width:
         number = place + width * jnp.arange(batch)[:, None]
         return Step(tokens.reshape(-1), None, None, mask, *positions, row, time, start, filled), number, filled
 
     before = (jnp.cumsum(live.sum(axis=1)) - live.sum(axis=1))[:, None]  # number of live queries of earlier examples
     number = before + place  # [B, S], the number of each live query among all
-    query_at_place = at_places(number, queries)
-    numbers = jnp.arange(queries)
+    query_at_place = at_places(number, count)
+    numbers = jnp.arange(count)
     example = (before[:, 0] <= numbers[:, None]).sum(axis=1) - 1
     place_of_query = jnp.where(numbers < live.sum(), example * width + numbers - before[:, 0][example], batch * width)
     gathered = jnp.append(tokens.reshape(-1), 0)[place_of_query]

@@ -57,7 +57,7 @@ class GridStrategy(Rows):
     @property
     def queries(self) -> tuple[int, ...] | None:  # type: ignore[override]  # a constant of most strategies
         """See `Stepper`. With drafts, the sizes among which `Drafts` chooses."""
-        return None if self.drafts is None else self.drafts.queries
+        return None if self.drafts is None else self.drafts.query_counts
 
     @property
     def reads_source(self) -> bool:  # type: ignore[override]

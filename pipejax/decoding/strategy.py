@@ -94,7 +94,7 @@ class Stepper(Protocol):
 
     @property
     def queries(self) -> tuple[int, ...] | None:
-        """The numbers of queries of a batch's step to compile for; None: the device's default numbers."""
+        """The query counts, numbers of live queries in a batch's step, to compile for; None: those of the device."""
 
     @property
     def slots(self) -> int:

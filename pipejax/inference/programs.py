@@ -27,7 +27,7 @@ from pipejax import decoding
 from pipejax.data.shapes import bucket, pad
 from pipejax.decoding import (
     GREEDILY,
-    QUERIES,
+    QUERY_COUNTS,
     Carry,
     Decoded,
     DecodingOptions,
@@ -85,10 +85,10 @@ def schedule(strategy: Stepper, batch: int, platform: str = "", way: Way = USUAL
     """
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
-    queries = (QUERIES if on_cpu else ()) if strategy.queries is None else strategy.queries
+    query_counts = (QUERY_COUNTS if on_cpu else ()) if strategy.queries is None else strategy.queries
     # If a draft is a loop within each step, several steps per iteration would copy the loop's cache.
     turn = 1 if getattr(strategy.drafter, "loops", False) else way.turn or TURNS.get(platform, 1)
-    return Sizes.fit(strategy, batch, queries=queries, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
+    return Sizes.fit(strategy, batch, query_counts=query_counts, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
 
 
 def encode_batch(

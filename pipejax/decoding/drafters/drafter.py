@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import flax.struct
 
+from pipejax import moved
 from pipejax.config import Config
 from pipejax.decoding.rows import Rows
 from pipejax.decoding.strategy import Array, SourceIds
@@ -38,13 +39,14 @@ class Draft:
     trust: Array  # i32 [B, R], index into `odds`
 
 
+@moved.attributes(queries="query_counts")
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """The decode in which a drafter takes part. Static under jit."""
 
     rows: Rows  # the strategy that verifies the drafts
     most: int  # D
-    queries: tuple[int, ...]  # the sizes of a batch's calls, as in `Drafts`
+    query_counts: tuple[int, ...]  # the sizes of a batch's calls, as in `Drafts`
 
 
 @dataclasses.dataclass(frozen=True)

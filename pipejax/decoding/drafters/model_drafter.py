@@ -225,5 +225,5 @@ class FromModel:
         setting, small = source.setting, source.parameters
         looking = Looking(setting.rows, setting.most, self.least)
         # Each size is one more copy of the small model's step in each loop of the large one, so use only a few.
-        few = setting.queries[:: max(len(setting.queries) // 2, 1)]
-        return looking, Sizes.fit(looking, len(source.ids), queries=few), small.decoder(source.memory)
+        few = setting.query_counts[:: max(len(setting.query_counts) // 2, 1)]
+        return looking, Sizes.fit(looking, len(source.ids), query_counts=few), small.decoder(source.memory)
