@@ -30,7 +30,7 @@ from pipejax.decoding import (
     list_calls,
     with_drafts,
 )
-from pipejax.decoding.drafters import Draft, FromModel, FromSource, Jacobi
+from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.decoding.gathering import NOWHERE, Filled, hide
 from pipejax.inference import answers
 from pipejax.inference.backends import XLA, call_costs
@@ -44,31 +44,13 @@ from pipejax.offline.records import as_line
 from pipejax.system.errors import UserError
 from support import oracle, scripted, wavefront
 from support.batches import padded, rows_of, sources
+from support.drafter_table import GUESSED, Table
 from support.one_program import compiled
 from support.strategies import make
 from support.tiny import FEW_WORDS as TINY
 from support.tiny import MODEL
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
-
-GUESSED = 16  # tokens of a row in a table of guesses
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Guesses from a table, which is the source: of row i with j tokens `table[i][j:]`."""
-
-    odds: tuple[float, ...] = (0.9,)
-
-    def init(self, source, rows):
-        """The table."""
-        return source.ids.reshape(len(source.ids), -1, GUESSED)[:, :rows]
-
-    def propose(self, table, written, most):
-        places = written.length[:, :, None] + jnp.arange(most)
-        tokens = jnp.take_along_axis(table, jnp.minimum(places, GUESSED - 1), axis=2)
-        count = jnp.clip(GUESSED - written.length, 0, most)
-        return table, Draft(tokens, count, jnp.zeros_like(count))
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from pipejax.methods import prefix_ids
 from pipejax.offline.resume import settings_of
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit
-from support import oracle
+from support import oracle, wavefront
 from support.refusals import refuses
 from support.tiny import MODEL, RUN_ON_ONE, change, metrics
 
@@ -69,6 +69,15 @@ def contents(result, count):
     return [[token for token in row[1:] if token != EOS] for row in result.all_rows[:count]]
 
 
+def counted(expected, prefixes, grid):
+    """The calls of Algorithm 1 if each feeds all prefix tokens that it can, by their definition."""
+
+    def known(row, length):
+        return [*prefixes, *[[]] * grid.sub_max][row][length:]
+
+    return wavefront.calls(expected.all_rows, known, delay=grid.delay, time_max=grid.time_max)
+
+
 def asked(count, seed, *, all_begin):
     """Sources of several lengths, each with its own number of rows and prefixes; `all_begin`: one for each row."""
     rng = np.random.default_rng(seed)
@@ -92,7 +101,7 @@ def asked(count, seed, *, all_begin):
 def test_requested_rows_equal_algorithm_1(setting, native, request):
     """Examples of a batch have different rows and prefixes; by XLA and by our kernel, with drafts or without."""
     backend = OwnKernel("auto", request.getfixturevalue("kernel")) if native else XLA
-    cut = 0
+    cut = saved = 0
     for seed in range(3):
         made, params = generator(backend=backend, seed=seed, **setting)
         given = list(asked(8, seed, all_begin=made.config.grid.delay == 0))
@@ -104,10 +113,13 @@ def test_requested_rows_equal_algorithm_1(setting, native, request):
             found = contents(expected, rows) if made.config.grid.delay == 0 else expected.rows
             assert record["row_ids"] == found
             assert record["steps"] == expected.steps
+            calls = counted(expected, prefixes, made.config.grid)
+            assert record["calls"] == calls if "decode" not in setting else record["calls"] <= calls
+            saved += expected.calls - calls
             assert record["truncated"] == (expected.truncated if expected.truncated == "time_max" else None)
             cut += record["truncated"] is not None
             assert all(row[: len(p)] == p for row, p in zip(record["row_ids"], prefixes, strict=False))
-    assert 0 < cut < 24
+    assert 0 < cut < 24 and saved > 24
 
 
 def test_without_prefixes_rows_that_start_at_once_begin_alike():
@@ -154,6 +166,7 @@ def test_row_names_of_the_grid_begin_every_answer(named, tokenizer, delay):
     for text, record in zip(TEXTS, made.decode(TEXTS), strict=True):
         expected = drawn(made, params, [*tokenizer.encode(text), EOS], prefixes, 3)
         assert record["row_ids"] == contents(expected, 3) and record["steps"] == expected.steps
+        assert record["calls"] == counted(expected, prefixes, made.config.grid) < expected.calls
         assert all(row.startswith(name) for row, name in zip(record["rows"], NAMES, strict=True))
         assert record["truncated"] == expected.truncated
     own = {"source": TEXTS[0], "row_prefixes": ["new"], "max_rows": 1}  # a record knows better
@@ -191,6 +204,7 @@ def test_a_stream_and_an_engine_write_them(named):
         assert rows == told == expected[i]["row_ids"] == record["row_ids"] == served["row_ids"]
         assert [e.row for e in tokens[:6]] == [0, 1, 2, 0, 1, 2]  # side by side
         for found in (record, served):
+            assert found["steps"] > found["calls"] == expected[i]["calls"]
             assert found["steps"] == expected[i]["steps"] and found["truncated"] == expected[i]["truncated"]
             assert found["log_prob"] == pytest.approx(expected[i]["log_prob"], abs=1e-3)
     with pytest.raises(UserError, match="row_prefixes"):

@@ -1,5 +1,6 @@
 """Decoding strategies and the decoding loop, independent of the model."""
 
+import contextlib
 import dataclasses
 from typing import cast
 
@@ -22,6 +23,7 @@ from pipejax.decoding.core import (
 )
 from pipejax.decoding.drafters import Drafter
 from pipejax.decoding.drafting import Drafts
+from pipejax.decoding.forced import columns_for, count_forced
 from pipejax.decoding.gathering import Query, Step
 from pipejax.decoding.grid_strategy import GridStrategy, Pipelined, Sequential
 from pipejax.decoding.repetition import Repetition
@@ -82,6 +84,8 @@ __all__ = [
     "Strategy",
     "Trace",
     "begin",
+    "columns_for",
+    "count_forced",
     "create_rule",
     "decode",
     "drafted",
@@ -92,6 +96,7 @@ __all__ = [
     "run",
     "run_in_one_program",
     "with_drafts",
+    "with_forced",
 ]
 
 __getattr__ = moved.renamed(
@@ -127,3 +132,17 @@ def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
         )
     grid = cast(GridStrategy, inner.on_grid)
     return grid.replace(drafts=dataclasses.replace(drafts, names=None if grid is inner else inner))
+
+
+def with_forced(strategy: Strategy, count: int) -> Strategy:
+    """The strategy that generates the same answers, and feeds up to `count` forced tokens of a row in one call.
+
+    The result is `strategy` itself if its steps cannot be drafted.
+    """
+    drafts = getattr(strategy, "drafts", None)
+    if drafts is not None:
+        return cast(GridStrategy, strategy).replace(drafts=dataclasses.replace(drafts, forced=count))
+    if count and hasattr(strategy, "on_grid") and hasattr(strategy, "cut"):
+        with contextlib.suppress(UserError):
+            return with_drafts(cast(OnGrid, strategy), Drafts(None, 0, forced=count))
+    return strategy

@@ -12,6 +12,9 @@ time t are right, and for each open row above i the fed tokens up to time t are 
 after the last draft of a row was not fed in this call, so rows below cannot rely on it before the next call. A row that
 has ended does not limit the rows below it, and row 0 is limited by no other row.
 
+Forced tokens, such as row names (`forced`), are drafts that are always right, so each call feeds all of them that it
+can accept. The drafter sees them as generated tokens, and drafts the tokens after them.
+
 A row begins once the rows above it are generated up to its start. If their drafts reach its start, the row is queried
 in the same call, and begins if these drafts turn out to be right.
 
@@ -23,7 +26,8 @@ on c, so row 1 gains at most two tokens, even if y and z are right.
 Drafting is not part of the paper, which calls speculative decoding orthogonal to its method. It follows from equation 4
 and changes no answer.
 
-Shapes: B batch, R rows of the grid, T the most tokens of a row, D the most drafted tokens of a row in a call.
+Shapes: B batch, R rows of the grid, T the most tokens of a row, D the most tokens of a row that a drafter drafts in a
+call, C the most drafted and forced tokens of a row in a call.
 """
 
 import dataclasses
@@ -36,8 +40,9 @@ import jax.numpy as jnp
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERY_COUNTS
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
-from pipejax.decoding.drafters.drafter import Drafter, Setting, Written
+from pipejax.decoding.drafters.drafter import Draft, Drafter, Setting, Written
 from pipejax.decoding.drafters.drafter_checks import check_draft
+from pipejax.decoding.forced import after_forced, append_forced, find_forced
 from pipejax.decoding.gathering import Query, count_slots
 from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, wants
@@ -53,9 +58,10 @@ class DraftState:
     calls: Array  # i32 [B], decoder calls that answered the example
     used: Array  # i32 [B], slots that these calls used
     apart: bool = flax.struct.field(pytree_node=False)  # whether examples count their slots separately
-    fed: Array  # i32 [B, 1 + D, R], the newest token of each row in the last call, and its drafts
-    live: Array  # bool [B, 1 + D, R], whether each of these tokens was fed
-    kept: Array  # bool [B, 1 + D, R], whether each of these tokens was accepted
+    fed: Array  # i32 [B, 1 + C, R], the newest token of each row in the last call, and its drafts
+    live: Array  # bool [B, 1 + C, R], whether each of these tokens was fed
+    kept: Array  # bool [B, 1 + C, R], whether each of these tokens was accepted
+    forced: Array  # i32 [B, R], the number of forced tokens with which the last drafts began
     trust: Array  # i32 [B, R], the drafter's confidence in the last drafts, an index into `Drafter.odds`
     record: TrackRecord  # how often drafts were right
     guesses: Array  # i32 [B, R, D], the model's tokens after the accepted ones
@@ -82,18 +88,24 @@ class Drafts:
     A drafted token that is rarely right is not worth its column of the call: see `choose_lengths`.
     """
 
-    drafter: Drafter
-    tokens: int = 8  # D, the most drafted tokens of a row in a call
+    drafter: Drafter | None  # None: all drafts are forced tokens
+    tokens: int = 8  # D, the most tokens of a row that the drafter drafts in a call
+    forced: int = 0  # the most forced tokens of a row in a call
     query_counts: tuple[int, ...] = ()  # the sizes of a batch's calls to compile for, ascending, without the largest
     fixed: float = 3.0  # the fixed cost of a call, in units of the cost of a column
     rounded: bool = True  # whether the cost of a call counts all columns of its size, or only the columns that are fed
     trace: bool = False  # whether the fate of drafts is kept (`Decoded.trace`)
     names: OnGrid | None = None  # the strategy whose `cut` gives the codes of `Decoded.truncated`; None: the rows
     source: SourceIds | None = None  # the sources of a batch, while its decode is traced: see `bind_source`
+    table: Array | None = None  # i32 [B, R, T], the forced tokens of the batch, as in `DecodingOptions`
 
     def width(self, rows: Rows) -> int:
-        """1 + D, the number of columns of a row in a call."""
-        return 1 + max(min(self.tokens, rows.time_max - 1), 1)
+        """1 + C, the number of columns of a row in a call."""
+        return 1 + max(min(max(self.tokens, self.forced), rows.time_max - 1), 1)
+
+    def most(self, rows: Rows) -> int:
+        """D, limited by the number of time-steps."""
+        return max(min(self.tokens, rows.time_max - 1), 1)
 
     def slots(self, rows: Rows) -> int:
         """The most slots of an example, twice the size of a full grid. `query` stops drafting before they run out."""
@@ -101,6 +113,9 @@ class Drafts:
 
     def tuned_for(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
         """Sets sizes and costs of calls for a platform and a grid of `rows` rows; see `Strategy.tuned_for`."""
+        if self.drafter is None:  # most calls feed one token of a row, as without drafts
+            one = (1,) if rows == 1 else ()
+            return dataclasses.replace(self, query_counts=(*one, *QUERY_COUNTS) if platform == "cpu" else ())
         if platform != "cpu":  # hundreds of columns take as long as a few, as reading the weights dominates
             return dataclasses.replace(self, query_counts=(64, 256), fixed=256.0)
         one_row = (1, 2, 4) if rows == 1 else ()
@@ -109,14 +124,21 @@ class Drafts:
         return dataclasses.replace(self, query_counts=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
 
     def bind_source(self, source: SourceIds, rows: Rows) -> "Drafts":
-        """Binds the sources of a batch, which the drafter gets in each call, with the parameters if it wants them."""
+        """Binds the sources of a batch, which the drafter gets in each call, with the parameters if it wants them.
+
+        The forced tokens are bound apart from the sources.
+        """
         parameters = source.parameters if wants(self.drafter, "parameters") else None
-        setting = Setting(rows, self.width(rows) - 1, self.query_counts)
-        source = dataclasses.replace(source, parameters=parameters, setting=setting)
-        return dataclasses.replace(self, source=source)
+        setting = Setting(rows, self.most(rows), self.query_counts)
+        own = dataclasses.replace(source, parameters=parameters, setting=setting, forced=None)
+        return dataclasses.replace(
+            self, source=own, table=None if source.forced is None else jnp.asarray(source.forced)
+        )
 
     def init_drafter(self, source: SourceIds, rows: int) -> Tree:
         """The state of the drafter before the first call, for a grid of `rows` rows."""
+        if self.drafter is None:
+            return None
         state = self.drafter.init(self.source or source, rows)
         if not getattr(self.drafter, "loops", False):
             check_rows(self.drafter, "init", state, (len(source.ids),))
@@ -127,7 +149,7 @@ class Drafts:
         assert source is not None, "drafters read the source"
         none = jnp.zeros((batch, rows.rows), jnp.int32)
         width = self.width(rows)
-        asked, most = jnp.zeros((batch, width, rows.rows), jnp.int32), width - 1
+        asked = jnp.zeros((batch, width, rows.rows), jnp.int32)
         return DraftState(
             calls=none[:, 0],
             used=none[:, 0],
@@ -135,23 +157,25 @@ class Drafts:
             fed=asked,
             live=asked > 0,
             kept=asked > 0,
+            forced=none,
             trust=none,
-            record=TrackRecord.empty(batch, len(self.drafter.odds)),
-            guesses=jnp.zeros((batch, rows.rows, most), jnp.int32),
+            record=TrackRecord.empty(batch, len(self.drafter.odds) if self.drafter else 0),
+            guesses=jnp.zeros((batch, rows.rows, self.most(rows)), jnp.int32),
             guessed=none,
             drafter=self.init_drafter(source, rows.rows),
             hidden=self._no_hidden(batch, rows.rows),
             # At most one call for each time-step, since the open row that is furthest behind grows in every call.
-            trace=tracing.empty(batch, rows.time_max, rows.rows, most) if self.trace else None,
+            trace=tracing.empty(batch, rows.time_max, rows.rows, width - 1) if self.trace else None,
         )
 
     def query(self, rows: Rows, state: RowState) -> tuple[RowState, Query]:
         """Returns the queries of a call (lines 5-8 of Algorithm 1, for several time-steps of a row at once).
 
         A call feeds the newest token and the drafts of each open row, the bos and the drafts of rows that may begin,
-        and end tokens that are not fed yet. The number of drafts of each row is chosen in three steps: the drafter
-        offers a number of tokens (`offered`); tokens that rows above make impossible to accept are removed (`useful`);
-        and `choose_lengths` keeps the tokens that are worth their cost.
+        and end tokens that are not fed yet. Drafts begin with the forced tokens that can be accepted. The number of
+        drafts after them is chosen in three steps: the drafter offers a number of tokens (`offered`); tokens that rows
+        above make impossible to accept are removed (`useful`); and `choose_lengths` keeps the tokens that are worth
+        their cost.
         """
         assert state.drafts is not None
         old, width, index = state.drafts, self.width(rows), jnp.arange(rows.rows)
@@ -159,17 +183,14 @@ class Drafts:
         newest, is_open = rows.first + state.length, rows.find_open(state)
         most = jnp.where(rows.is_closed(state) | state.done, 0, rows.rows)
         begins = (index >= state.started[:, None]) & (index < most[:, None])
-        written = Written(state.tokens, state.length, old.guesses, old.guessed, self.source, old.hidden)
-        drafter, draft = self.drafter.propose(old.drafter, written, width - 1)
-        check_draft(self.drafter, draft, (*state.length.shape, width - 1))
-        check_state(self.drafter, old.drafter, drafter, method="propose")
-        before_end = count_before(is_end(draft.tokens, ends_of(rows)), axis=2)
-        offered = jnp.minimum(jnp.minimum(draft.count, rows.time_max - 1 - newest), before_end + 1)
         may_draft = (is_open | begins) & self._has_room(rows, old)[:, None]
-        offered = jnp.where(may_draft, jnp.maximum(offered, 0), 0)
 
-        def reach(drafted: Array) -> tuple[Array, Array]:
+        def reach(drafted: Array, before_end: Array) -> tuple[Array, Array]:
             """Computes how much a call can accept if `drafted` tokens of each row are fed and all are right.
+
+            Args:
+              drafted: i32 [B, R].
+              before_end: i32 [B, R], number of drafts of each row before the first end token.
 
             Returns:
               bool [B, R], the rows that have queries; i32 [B, R], the number of drafts of each that can be accepted.
@@ -181,20 +202,54 @@ class Drafts:
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, drafted), 0)
 
-        certain, _ = reach(jnp.zeros_like(offered))
-        needed = (certain | rows.find_unfed(state, certain)).sum()
-        _, useful = reach(offered)
-        odds = old.record.odds(self.drafter.odds, draft.trust)
-        # A row that is queried only because of drafts above it needs one more draft to be right.
-        asks, drafted = reach(self.choose_lengths(rows, useful, odds, ~certain, needed))
+        tokens, known = jnp.zeros((*newest.shape, width - 1), jnp.int32), jnp.zeros_like(newest)
+        if self.forced and self.table is not None:
+            tokens, known = find_forced(self.table, rows, state, width - 1)
+        asks, drafted = certain, forced = reach(jnp.where(may_draft, known, 0), jnp.full_like(newest, NEVER))
+        drafter, trust = old.drafter, old.trust
+        if self.drafter is not None:
+            drafter, draft = self._propose(self.drafter, rows, state, tokens, forced)
+            tokens, trust = after_forced(draft.tokens, forced, tokens, known), draft.trust
+            before_end = count_before(is_end(tokens, ends_of(rows)), axis=2)
+            offered = jnp.maximum(known, forced + jnp.clip(draft.count, 0, self.most(rows)))
+            offered = jnp.minimum(jnp.minimum(offered, rows.time_max - 1 - newest), before_end + 1)
+            needed = (certain | rows.find_unfed(state, certain)).sum() + forced.sum()
+            _, useful = reach(jnp.where(may_draft, jnp.maximum(offered, 0), 0), before_end)
+            odds = old.record.odds(self.drafter.odds, trust)
+            # A row that is queried only because of drafts above it needs one more draft to be right.
+            more = self.choose_lengths(rows, useful - forced, odds, ~certain, needed)
+            asks, drafted = reach(forced + more, before_end)
         feeds_end = rows.find_unfed(state, asks)
-        fed = jnp.concatenate([state.last[:, None], draft.tokens.swapaxes(1, 2)], axis=1)
+        fed = jnp.concatenate([state.last[:, None], tokens.swapaxes(1, 2)], axis=1)
         live = (asks[:, None] & (columns[:, None] <= drafted[:, None])) | (feeds_end[:, None] & (columns == 0)[:, None])
-        drafts = dataclasses.replace(old, fed=fed, live=live, trust=draft.trust, drafter=drafter)
+        drafts = dataclasses.replace(old, fed=fed, live=live, forced=forced, trust=trust, drafter=drafter)
         state = dataclasses.replace(state, retired=state.retired | feeds_end, drafts=drafts)
         time = newest[:, None] + columns[:, None]
         row = jnp.broadcast_to(index, (1, width, rows.rows))
         return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
+
+    def _propose(
+        self, drafter: Drafter, rows: Rows, state: RowState, tokens: Array, forced: Array
+    ) -> tuple[Tree, Draft]:
+        """Asks the drafter, which sees the forced tokens that this call feeds as generated ones.
+
+        Args:
+          drafter: the drafter.
+          rows: the strategy.
+          state: the rows.
+          tokens: i32 [B, R, C], forced tokens.
+          forced: i32 [B, R], the number of them that this call feeds.
+        """
+        assert state.drafts is not None
+        old, known, hidden, guessed = state.drafts, state.tokens, state.drafts.hidden, state.drafts.guessed
+        if self.forced:
+            known, guessed = append_forced(known, state.length, tokens, forced), jnp.where(forced > 0, 0, guessed)
+            hidden = None if hidden is None else jnp.where(forced[:, :, None] > 0, 0, hidden)
+        written = Written(known, state.length + forced, old.guesses, guessed, self.source, hidden)
+        new, draft = drafter.propose(old.drafter, written, self.most(rows))
+        check_draft(drafter, draft, (*state.length.shape, self.most(rows)))
+        check_state(drafter, old.drafter, new, method="propose")
+        return new, draft
 
     def advance(self, rows: Rows, state: RowState, answers: Array | tuple[Array, Array]) -> RowState:
         """Appends the tokens that are accepted (lines 9-13 of Algorithm 1).
@@ -202,8 +257,8 @@ class Drafts:
         Args:
           rows: the strategy.
           state: the state after `query`.
-          answers: i32 [B, (1 + D) * R], the tokens that the model generated; if the drafter wants "hidden", a pair of
-            them and the outputs of the decoder [B, (1 + D) * R, W].
+          answers: i32 [B, (1 + C) * R], the tokens that the model generated; if the drafter wants "hidden", a pair of
+            them and the outputs of the decoder [B, (1 + C) * R, W].
         """
         assert state.drafts is not None
         old, width, started = state.drafts, self.width(rows), rows.has_started(state)
@@ -228,10 +283,10 @@ class Drafts:
         tokens = jnp.where((place >= 0) & (place < gain[:, :, None]), found, state.tokens)
         at_end = jnp.clip(length - 1, 0, rows.time_max - 1)[:, :, None]
         last = jnp.where(length > 0, jnp.take_along_axis(tokens, at_end, axis=2)[:, :, 0], rows.bos)
-        beyond = jnp.clip(gain[:, :, None] + jnp.arange(width - 1), 0, width - 1)
+        beyond = jnp.clip(gain[:, :, None] + jnp.arange(self.most(rows)), 0, width - 1)
         hidden = old.hidden
         if hidden is not None and outputs is not None:
-            outputs = outputs.reshape(*live.shape, -1).swapaxes(1, 2)  # [B, R, 1 + D, W]
+            outputs = outputs.reshape(*live.shape, -1).swapaxes(1, 2)  # [B, R, 1 + C, W]
             newest = jnp.take_along_axis(outputs, jnp.maximum(gain - 1, 0)[:, :, None, None], axis=2)[:, :, 0]
             hidden = jnp.where(gain[:, :, None] > 0, newest.astype(hidden.dtype), hidden)
         fed = live.sum(axis=1)
@@ -241,9 +296,11 @@ class Drafts:
             calls=old.calls + ~state.done,
             used=old.used + jnp.where(state.done, 0, taken if old.apart else taken.max()),
             kept=kept,
-            record=old.record.add(old.trust, drafted=fed - 1, run=verdict.run, counts=counts),
+            record=old.record.add(
+                old.trust, drafted=fed - 1 - old.forced, run=verdict.run - old.forced, counts=counts - old.forced
+            ),
             guesses=jnp.take_along_axis(answers.swapaxes(1, 2), beyond, axis=2),
-            guessed=jnp.where(verdict.asks, jnp.maximum(fed - gain, 0), 0),
+            guessed=jnp.where(verdict.asks, jnp.clip(fed - gain, 0, self.most(rows)), 0),
             hidden=hidden,
             trace=old.trace
             and tracing.record(
@@ -294,7 +351,7 @@ def verify(rows: Rows, state: RowState, answers: Array) -> Verdict:
     Args:
       rows: the strategy.
       state: the state after `Drafts.query`.
-      answers: i32 [B, 1 + D, R], the tokens that the model generated from the columns.
+      answers: i32 [B, 1 + C, R], the tokens that the model generated from the columns.
     """
     assert state.drafts is not None
     live, columns = state.drafts.live, jnp.arange(state.drafts.live.shape[1])

@@ -34,6 +34,7 @@ class SourceIds:
     encoded: Array | None = None  # [B, L, D], the encoder's output, if the drafter wants it
     memory: Tree = None  # the result of the drafter's `read`, if it has one; the first axis of all arrays is B
     parameters: Tree = None  # the drafter's parameters, if it has some; the same for all examples
+    forced: Array | np.ndarray | None = None  # i32 [B, R, W], as in `DecodingOptions`, in methods of `Drafts`
     apart: bool = flax.struct.field(pytree_node=False, default=False)  # whether examples count their slots separately
     width: int = flax.struct.field(pytree_node=False, default=0)  # W, the decoder's width, if a drafter wants outputs
     setting: Any = flax.struct.field(pytree_node=False, default=None)  # a `drafters.Setting`, in methods of a drafter

@@ -28,7 +28,7 @@ class Record(TypedDict):
     rows: list[str] | None  # None without a tokenizer
     row_ids: list[list[int]]  # token ids
     steps: int  # time-steps of Algorithm 1
-    calls: int  # decoder calls; fewer than steps if no row was open for a while, or if drafts were accepted
+    calls: int  # decoder calls; fewer than steps if drafts or prefixes were accepted, or if no row was open for a while
     columns: NotRequired[dict[str, str | None]]  # by column in `data.targets`: "" for a blank cell, None without a row
     truncated: str | None  # the limit that truncated the answer, one of `decoding.TRUNCATIONS`
     method: str  # the name of the method

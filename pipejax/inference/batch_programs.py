@@ -14,7 +14,7 @@ import numpy as np
 
 from pipejax import decoding
 from pipejax.data.shapes import memory_length
-from pipejax.decoding import Carry, Decoded, DecodingOptions, Refillable, Rule, Segment, Sizes, SourceIds
+from pipejax.decoding import GREEDILY, Carry, Decoded, DecodingOptions, Refillable, Rule, Segment, Sizes, SourceIds
 from pipejax.decoding.drafters import wants
 from pipejax.inference.backends import Backend
 from pipejax.inference.encodings import Encoded
@@ -80,9 +80,9 @@ class BatchFunctions:
         """Whether the drafter has the method `read`."""
         return hasattr(self.strategy.drafter, "read")
 
-    def _bind(self, weights: Tree, encoded: Encoded) -> tuple[Refillable, Tree]:
+    def _bind(self, weights: Tree, encoded: Encoded, options: DecodingOptions = GREEDILY) -> tuple[Refillable, Tree]:
         """Returns the strategy, bound to the sources if it reads them, and the decoder of all places."""
-        strategy, _ = bind_drafter(self.model, self.strategy, weights[1], encoded.source)
+        strategy, _ = bind_drafter(self.model, self.strategy, weights[1], encoded.source, options)
         decoder = self.backend.decoder(self.model, lora.choose(weights[0], encoded.memory.adapter), encoded.memory)
         return cast(Refillable, strategy), decoder
 
@@ -145,7 +145,7 @@ class BatchFunctions:
         Returns:
           The rows so far, bool [B] of done examples, the number of steps left of `most`, and the new carry.
         """
-        (strategy, decoder), sizes = self._bind(weights, encoded), self.sizes
+        (strategy, decoder), sizes = self._bind(weights, encoded, options), self.sizes
         carry = decoding.refill(
             strategy, carry, begins=begins, ends=ends, sizes=sizes, options=options, source=encoded.source
         )
@@ -176,7 +176,12 @@ class BatchPrograms:
     """
 
     def __init__(
-        self, programs: Programs, strategy: Refillable, places: int, compiled: CompiledPrograms | None = None
+        self,
+        programs: Programs,
+        strategy: Refillable,
+        places: int,
+        compiled: CompiledPrograms | None = None,
+        options: DecodingOptions = GREEDILY,
     ) -> None:
         """Compiles nothing.
 
@@ -185,8 +190,9 @@ class BatchPrograms:
           strategy: the strategy of all answers.
           places: B, the number of places.
           compiled: a table of programs; None: a new one.
+          options: the forced tokens and the rules of all answers.
         """
-        self.strategy = cast(Refillable, programs.tuned_for(strategy))
+        self.strategy = cast(Refillable, programs.tuned_for(strategy, options))
         self.places, self.sizes = places, schedule(self.strategy, places)
         self.compiled = compiled if compiled is not None else CompiledPrograms()
         self.bos = programs.config.decoder_start_token_id  # the token with which every row begins

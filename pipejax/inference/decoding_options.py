@@ -10,7 +10,17 @@ import numpy as np
 from pipejax import config as config_lib
 from pipejax.config import Config, DecodeConfig
 from pipejax.data.tokenizer import Tokenizer, source_affixes
-from pipejax.decoding import Allowed, DecodingOptions, Repetition, Rule, Sampling, Strategy, create_rule, ends_of
+from pipejax.decoding import (
+    Allowed,
+    DecodingOptions,
+    Repetition,
+    Rule,
+    Sampling,
+    Strategy,
+    count_forced,
+    create_rule,
+    ends_of,
+)
 from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.sources import Source
 from pipejax.methods import Method, RowPrefixes, prefix_ids
@@ -130,7 +140,7 @@ def repetition_of(
     """
     given = np.zeros((len(np.atleast_1d(sampling.seed)), strategy.places[0]), np.int32)
     if forced is not None:
-        given += ((forced >= 0) & ~np.isin(forced, ends_of(strategy))).sum(axis=2, dtype=np.int32)
+        given += count_forced(forced, strategy)
     changes = np.asarray(sampling.repetition_penalty), np.asarray(sampling.no_repeat_ngram_size)
     return Repetition(*changes, given, bos, settings.separators, settings.by_row)
 

@@ -133,15 +133,20 @@ def read_batch(drafter: Drafter, parameters: Tree, source: jax.Array, length: ja
 
 
 def bind_drafter(
-    model: Module, strategy: Strategy, parameters: Tree, source: SourceIds | None
+    model: Module,
+    strategy: Strategy,
+    parameters: Tree,
+    source: SourceIds | None,
+    options: DecodingOptions = GREEDILY,
 ) -> tuple[Strategy, SourceIds | None]:
-    """Binds the sources of a batch and the drafter's parameters to a strategy; traced.
+    """Binds the sources of a batch, its forced tokens and the drafter's parameters to a strategy; traced.
 
     Args:
       model: the module of the model that the drafter drafts for.
       strategy: the strategy.
       parameters: the drafter's parameters; None: it has none.
-      source: the sources; None: the strategy has no drafter.
+      source: the sources; None: the strategy has no drafts.
+      options: how tokens are chosen.
 
     Returns:
       The strategy, and the sources with the parameters.
@@ -149,7 +154,7 @@ def bind_drafter(
     if source is None:
         return strategy, None
     width = hidden_width(model) if wants(strategy.drafter, "hidden") else 0
-    source = dataclasses.replace(source, parameters=parameters, width=width)
+    source = dataclasses.replace(source, parameters=parameters, width=width, forced=options.forced)
     return strategy.bind_source(source), source
 
 
@@ -189,7 +194,7 @@ def decode_batch(
       slots: C, the cache size of this part.
       backend: the backend.
     """
-    strategy, source = bind_drafter(model, strategy, weights[1], source)
+    strategy, source = bind_drafter(model, strategy, weights[1], source, options)
     decoder = backend.decoder(model, lora.choose(weights[0], memory.adapter), memory)
     carry = carry or decoding.begin(strategy, decoder, strategy.init(len(memory.mask), source), sizes, options=options)
     return decoding.decode(strategy, decoder, carry, sizes=sizes, slots=slots, options=options)
@@ -274,9 +279,10 @@ class Programs:
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
-    def tuned_for(self, strategy: Strategy) -> Strategy:
-        """Returns the strategy tuned for these weights and devices."""
+    def tuned_for(self, strategy: Strategy, options: DecodingOptions = GREEDILY) -> Strategy:
+        """Returns the strategy tuned for these weights and devices, and for the forced tokens of a batch."""
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
+        strategy = decoding.with_forced(strategy, decoding.columns_for(options, strategy, platform))
         return strategy.tuned_for(platform, costs=self._call_costs, skips_fillers=fillers)
 
     def forget_params(self) -> None:
@@ -333,7 +339,7 @@ class Programs:
         adapter: int | None,
     ) -> Decoded:
         """See `decode`."""
-        strategy = self.tuned_for(strategy)
+        strategy = self.tuned_for(strategy, options)
         filled = [*sources, *[sources[-1]] * (across * batch_size - len(sources))]
         lengths = np.asarray([len(s) for s in filled], np.int32)
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
@@ -380,7 +386,7 @@ class Programs:
         adapter: int | None = None,
     ) -> None:
         """Compiles all programs that decoding batches of a size and source length may need; see `decode`."""
-        strategy = self.tuned_for(strategy)
+        strategy = self.tuned_for(strategy, options)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
         options, carry, shape = options.take(np.arange(batch_size)[None]), None, memory.mask.shape
@@ -585,10 +591,11 @@ def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
 def peak_bytes(programs: Programs, strategy: Strategy) -> int | None:
     """Returns the bytes of a device that the largest compiled program needs: arguments, results and buffers.
 
-    The programs of other strategies are left out. None: XLA does not state the sizes on this device, or no program is
-    compiled.
+    The programs of other strategies are left out, except that of the same strategy for forced tokens. None: XLA does
+    not state the sizes on this device, or no program is compiled.
     """
-    parts = "encoder", programs.tuned_for(strategy)
+    counts = 0, *(1 << i for i in range(12))
+    parts = {"encoder", *(programs.tuned_for(decoding.with_forced(strategy, count)) for count in counts)}
     compiled = [x for key, x in [*programs._compiled.items()] if isinstance(key, tuple) and key[0] in parts]
     sizes = [x.memory_analysis() for x in compiled if isinstance(x, jax.stages.Compiled)]
     return max(

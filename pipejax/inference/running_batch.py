@@ -119,15 +119,11 @@ class RunningBatch:
             `lacks` if a program is missing. None: programs are compiled when they are called.
         """
         self._programs = BatchPrograms(programs, strategy, places, compiled)
-        self.strategy = self._programs.strategy
+        self._programs_for = partial(BatchPrograms, programs, strategy, places, self._programs.compiled)
         self.starts = np.asarray(
             strategy.start(np.arange(strategy.places[0]))
         )  # i64 [R], times of the queries that generate first tokens
         self.places = places
-        # Whether rows may be generated ahead of others.
-        self.has_drafts = getattr(self.strategy, "drafts", None) is not None
-        self._sizes = self._programs.sizes
-        self.cache_sizes = self._sizes.slots  # the sizes through which the cache grows
         self._forced: np.ndarray | None = None
         self._rules: tuple[Rule, ...] = ()  # the rules that all steps follow
         self._rule_settings = RuleSettings()
@@ -139,6 +135,21 @@ class RunningBatch:
         self._adapter: int | None = None  # the adapter of the latest source
         self.clear()
 
+    @property
+    def strategy(self) -> Refillable:
+        """The strategy of all answers, tuned for the weights and the forced tokens."""
+        return self._programs.strategy
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether rows may be generated ahead of others."""
+        return getattr(self.strategy, "drafts", None) is not None
+
+    @property
+    def cache_sizes(self) -> tuple[int, ...]:
+        """The sizes through which the cache grows."""
+        return self._programs.sizes.slots
+
     def clear(self) -> None:
         """Frees all places and the memory of their arrays."""
         places = self.places
@@ -147,7 +158,7 @@ class RunningBatch:
         self._begins, self._ends = np.zeros(places, bool), np.zeros(places, bool)
         self._encoded: Encoded | None = None
         self._carry: Carry | None = None
-        self._slots, self._steps = self._sizes.slots[0], 1
+        self._slots, self._steps = self.cache_sizes[0], 1
 
     def give(self, constraints: Constraints) -> None:
         """Sets the constraints of all answers. The batch must be empty."""
@@ -158,6 +169,10 @@ class RunningBatch:
             rules = self.answer_format.rule(self.strategy, [None] * self.places), *rules
         # Arrays that all examples share are transferred to the device once, not with each call.
         self._rules = tuple(rule.on_device() for rule in rules)
+        programs = self._programs_for(options=DecodingOptions(forced=self._forced, rules=self._rules))
+        if programs.strategy != self.strategy:
+            self._programs = programs
+            self.clear()
         if self._carry is not None:
             self._carry = self._programs.with_states(self._carry, self._rules)
 
@@ -211,7 +226,7 @@ class RunningBatch:
             )
             one = programs.read(run, memory, source, length)
             if self._encoded is None or (not self._in_use.any() and self._encoded.length != one.length):
-                self._slots, self._encoded, self._carry = self._sizes.slots[0], None, None
+                self._slots, self._encoded, self._carry = self.cache_sizes[0], None, None
             is_new = self._carry is None
             self._encoded, carry, one = programs.join(run, self._encoded, self._carry, one)
             self._carry = programs.with_states(carry, self._rules) if is_new else carry
@@ -238,7 +253,7 @@ class RunningBatch:
           adapter: as for `add`.
         """
         own, taken = memory_length(bucket(length)), self._in_use.any()
-        slots = self._slots if taken or own == self._length else self._sizes.slots[0]
+        slots = self._slots if taken or own == self._length else self.cache_sizes[0]
         most = max(own, self._length) if taken else own
         return self.needs_of(bucket(length), most, slots, {kind, *self._kinds()}, adapter)
 
@@ -342,9 +357,9 @@ class RunningBatch:
                 if left < steps or done[self._in_use].any() or not self._in_use.any():
                     return decoded, done, steps - left
                 # The first step did not fit into the cache.
-                if self._slots == self._sizes.slots[-1]:
-                    raise self._sizes.full()
-                slots = next(n for n in self._sizes.slots if n > self._slots)
+                if self._slots == self.cache_sizes[-1]:
+                    raise self._programs.sizes.full()
+                slots = next(n for n in self.cache_sizes if n > self._slots)
                 if not self._waits:
                     self.lacks = self.needs_of(None, self._length, slots, self._kinds(), self._adapter)
                     if self.lacks:

@@ -9,7 +9,7 @@ import numpy as np
 from pipejax.data import demo
 from pipejax.decoding import TRUNCATIONS, Refillable, Rule, Strategy, strategy_checks
 from pipejax.inference import decoding_options
-from pipejax.inference.decoding_options import Constraints
+from pipejax.inference.decoding_options import Constraints, row_prefixes
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.inference.sources import Source
@@ -50,13 +50,14 @@ def compare_records(
         if not is_sure:
             continue
         compared += 1
+        is_forced = bool(row_prefixes(source, method).prefixes)
         for run, record in ((run, records[i]) for run, records in runs.items() if i < len(records)):
             for key in (key for key in expected if key in record):
-                if run.startswith("drafts") and key == "calls":  # drafts only save calls
+                if key == "calls" and (is_forced or run.startswith("drafts")):  # both only save calls
                     if not 0 < record[key] <= expected[key]:
                         place = f"{run}: source {i}: {key}"
                         strategy_checks.refuse(
-                            owner, place, record[key], f"1 to {expected[key]}, the calls without drafts"
+                            owner, place, record[key], f"1 to {expected[key]}, the calls of one token of a row each"
                         )
                 elif not _is_near(record[key], expected[key]):
                     strategy_checks.refuse(

@@ -89,17 +89,19 @@ def decode(
     *,
     length: int = 1,
     width: int = 1,
+    forced: np.ndarray | None = None,
 ) -> Decoded:
     """Decodes a batch with a model that answers with these rows of ids, which have no eos.
 
-    `length`, `width`: of the padded sources, and of the padded rows with their eos, at least.
+    `length`, `width`: of the padded sources, and of the padded rows with their eos, at least. `forced`: as in
+    `DecodingOptions`; the rows begin with these tokens.
     """
     longest = max(length, *map(len, sources))
     ids = np.asarray([[*s, *[0] * (longest - len(s))] for s in sources], np.int32)
     width = max(width, *(len(row) + 1 for rows in answers for row in [*rows, []]))
     says = script(answers, strategy.rows, width, strategy.eos)
     real = np.asarray(list(map(len, sources)), np.int32)
-    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real), says))
+    found: Decoded = jax.device_get(_decoded(strategy, SourceIds(ids, real, forced=forced), says))
     return found
 
 
@@ -114,6 +116,7 @@ def script(answers: Sequence[Sequence[Sequence[int]]], rows: int, width: int, eo
 
 @partial(jax.jit, static_argnums=0)
 def _decoded(strategy: GridStrategy, source: SourceIds, script: Array) -> Decoded:
+    strategy = strategy if source.forced is None else strategy.bind_source(source)
     scripted, model = Scripted(strategy), NoModel()
     sizes = Sizes.fit(scripted, len(script))
 

@@ -108,10 +108,14 @@ def export(
     model, backend, ready = _prepare(config, restored.items["params"], platforms)
     ids, costs = Ids.of(model.config), call_costs(ready.decoding)
     plain = {name: methods.make_strategy(method, config.decode, ids) for name, method in used.items()}
-    chosen = {file: plain[name].tuned_for(p, costs=costs, skips_fillers=False) for file, (name, p) in made.items()}
     tokenizer, spells = restored.tokenizer_files(), checkpoint.tokenizer_of(restored)
     given = {name: row_prefix_ids(Source("any", ""), method, spells, ids.ends) for name, method in used.items()}
-    forced = {file: forced_of(given[made[file][0]], strategy) for file, strategy in chosen.items()}
+    forced = {name: forced_of(given[name], strategy) for name, strategy in plain.items()}
+    chosen = dict[str, Strategy]()
+    for file, (name, platform) in made.items():
+        columns = decoding.columns_for(_options(forced[name], batch), plain[name], platform)
+        strategy = decoding.with_forced(plain[name], columns)
+        chosen[file] = strategy.tuned_for(platform, costs=costs, skips_fillers=False)
     stored, unpacked = _store(ready)
     weights = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored.values()]
     arguments = weights, jax.ShapeDtypeStruct((batch, length), np.int32), jax.ShapeDtypeStruct((batch,), np.int32)
@@ -119,7 +123,7 @@ def export(
         described = {}
         for file, (name, platform) in made.items():
             logger.info(f"tracing the {name} program for {platform}")
-            program = jax.jit(partial(_decode, model, backend, chosen[file], platform, unpacked, forced[file]))
+            program = jax.jit(partial(_decode, model, backend, chosen[file], platform, unpacked, forced[name]))
             with precision(model.dtype):
                 exported = jax_export.export(program, platforms=[platform])(*arguments)
             (partial_out / file).write_bytes(exported.serialize())
@@ -198,7 +202,7 @@ def _decode(
     if strategy.reads_source:
         read = SourceIds(jax.numpy.pad(source, ((0, 0), (0, memory.mask.shape[1] - source.shape[1]))), length)
 
-    options = DecodingOptions(forced=None if forced is None else jax.numpy.repeat(forced[None], len(source), axis=0))
+    options = _options(forced, len(source))
 
     def decode_segment(slots: int, carry: Carry | None) -> Segment:
         given = (ready.decoding, None), memory, carry, read, options
@@ -206,6 +210,11 @@ def _decode(
 
     decoded = decoding.run_in_one_program(decode_segment, sizes)
     return {name: getattr(decoded, name) for name in ("tokens", "lengths", "steps", "truncated")}
+
+
+def _options(forced: np.ndarray | None, batch: int) -> DecodingOptions:
+    """Returns the options of a batch whose examples have the same forced tokens, i32 [R, W]."""
+    return DecodingOptions(forced=None if forced is None else np.repeat(forced[None], batch, axis=0))
 
 
 def _description(

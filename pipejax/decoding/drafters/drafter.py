@@ -20,14 +20,17 @@ WANTS = ("parameters", "encoded", "hidden")  # the elements of `Drafter.wants`
 
 @flax.struct.dataclass
 class Written:
-    """The tokens of the rows that are generated so far, and the sources of the batch."""
+    """The tokens of the rows that are generated so far, and the sources of the batch.
+
+    Forced tokens, such as row names, that the call feeds in any case count as generated.
+    """
 
     tokens: Array  # i32 [B, R, T], the tokens of each row, without bos, with its end token; 0 beyond `length`
     length: Array  # i32 [B, R], number of tokens
     guesses: Array  # i32 [B, R, D], the model's tokens of the previous call for the places from `length` on
     guessed: Array  # i32 [B, R], number of guesses; the model generated them from rejected tokens, so they may be wrong
     source: SourceIds | None = None  # the sources, as in `Drafter.init`
-    hidden: Array | None = None  # [B, R, W], the output of the decoder that gave each row's newest token; 0: no token
+    hidden: Array | None = None  # [B, R, W], the output of the decoder that gave each row's newest token; 0: none
 
 
 @flax.struct.dataclass
