@@ -31,6 +31,17 @@ def visible(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time:
     return (key_row <= query_row) & (key_time <= query_time)
 
 
+def shares_group(query_group: Numbers, key_group: Numbers) -> Numbers:
+    """Whether a query may see a key of another group: it sees the keys of its own group and of group 0.
+
+    In the paper all rows are in group 0. Rows of different groups above 0 do not see each other.
+
+    Args:
+      query_group, key_group: the groups. Arrays are broadcast against each other.
+    """
+    return (key_group == query_group) | (key_group == 0)
+
+
 def distance(query_row: Numbers, query_time: Numbers, key_row: Numbers, key_time: Numbers) -> Numbers:
     """The Manhattan distance on the grid, `|t1 - t2| + |i1 - i2|` for rows i and times t (paper section 4.3).
 

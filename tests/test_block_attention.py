@@ -345,6 +345,11 @@ def test_reason_for_attention_by_arrays_is_logged_once(
     assert caplog.text.count(f"attention keeps arrays of queries by keys, which is slow: {line}") == 1
 
 
+def test_groups_of_rows_are_not_attended_in_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_blocks(ARCHITECTURES["base"], GPU, batch_sharding(make_mesh(1, 1, 1)), has_groups=True) is None
+    assert "which is slow: the rows of the method have groups" in caplog.text
+
+
 def test_processes_of_a_run_compile_the_same_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,6 +39,7 @@ from pipejax.decoding.strategy import (
     Stepper,
     Strategy,
     ends_of,
+    group_of,
 )
 from pipejax.decoding.trace import Asked, Trace, list_calls
 from pipejax.system.errors import UserError
@@ -90,6 +91,7 @@ __all__ = [
     "decode",
     "drafted",
     "ends_of",
+    "group_of",
     "grow",
     "list_calls",
     "refill",

@@ -41,6 +41,7 @@ from pipejax.decoding.strategy import (
     Refillable,
     SourceIds,
     Stepper,
+    group_of,
     wants,
 )
 from pipejax.system import Tree
@@ -305,9 +306,8 @@ class _Loop:
         of rejected queries are hidden, and the strategy returns the queries of the next step.
         """
         strategy, options, most = self.strategy, self.options, self.sizes.query_counts[size]
-        asked, number_of, filled = gather(
-            carry.query, carry.filled, carry.used, most, self.widths[size], strategy.position
-        )
+        width, group = self.widths[size], group_of(strategy)
+        asked, number_of, filled = gather(carry.query, carry.filled, carry.used, most, width, strategy.position, group)
         number_of = jnp.minimum(number_of, most - 1)
         queries = Queries(asked, partial(known_rows, strategy, carry.state, carry.query))
         chosen, logits, hidden, cache = self.choose(asked, queries, carry)

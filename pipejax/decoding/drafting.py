@@ -34,7 +34,6 @@ import dataclasses
 from typing import NamedTuple
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from pipejax.decoding import trace as tracing
@@ -47,7 +46,7 @@ from pipejax.decoding.gathering import Query, count_slots
 from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, wants
 from pipejax.decoding.strategy_checks import check_rows, check_state
-from pipejax.decoding.times import NEVER, count_before, over_earlier_rows
+from pipejax.decoding.times import NEVER, count_before
 from pipejax.system import Tree
 
 
@@ -198,7 +197,7 @@ class Drafts:
             # A row whose draft has ended does not limit rows below it. No row starts after an empty one.
             closes = (state.length + before_end == 0) & (rows.delay > 0)
             far = jnp.where(before_end < drafted, jnp.where(closes, -1, NEVER), newest + drafted)
-            limit = over_earlier_rows(jax.lax.cummin, jnp.where(is_open | begins, far, NEVER), NEVER)
+            limit = rows.least_above(jnp.where(is_open | begins, far, NEVER))
             asks = is_open | (begins & (limit >= newest))
             return asks, jnp.where(asks, jnp.clip(limit - newest, 0, drafted), 0)
 
@@ -363,7 +362,7 @@ def verify(rows: Rows, state: RowState, answers: Array) -> Verdict:
     # not limit the rows below.
     far = jnp.where((right & is_end(drafts, ends_of(rows))).any(axis=1), NEVER, newest + run)
     far = jnp.where(asks, far, jnp.where(rows.has_started(state), NEVER, -1))
-    limit = over_earlier_rows(jax.lax.cummin, far, NEVER) - newest
+    limit = rows.least_above(far) - newest
     gain = jnp.where(asks, jnp.maximum(jnp.minimum(run, limit) + 1, 0), 0)
     ends_here = is_end(answers, ends_of(rows)) & (columns[:, None] < gain[:, None])
     return Verdict(asks, run, limit, jnp.minimum(gain, count_before(ends_here, axis=1) + 1), ends_here.any(axis=1))

@@ -106,6 +106,7 @@ def gather(
     count: int,
     width: int,
     position: Callable[[Numbers, Numbers], Numbers] = grid.position,
+    group: Callable[[Numbers], Numbers] | None = None,
 ) -> tuple[Step, Array, Filled]:
     """Packs the live queries of a batch into the input of the model.
 
@@ -116,6 +117,7 @@ def gather(
       count: N.
       width: Q.
       position: the position of a row and time.
+      group: the group of a row; None: all rows are in group 0.
 
     Returns:
       The step; i32 [B, S], the index of each live query among the N; and `filled` with the coordinates of this step.
@@ -136,6 +138,8 @@ def gather(
     if query.lineage is None:
         # Fillers have the row NOWHERE as well, so they would see the empty slots.
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
+        if group is not None:
+            mask &= grid.shares_group(group(row)[:, :, None], group(filled.row)[:, None])
         positions = position(row, time), position(filled.row, filled.time)  # NOWHERE + NOWHERE overflows, but is masked
     else:  # a beam's tokens are in several rows, so only times count for positions
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)

@@ -174,6 +174,19 @@ class Rows(Plain):
         time: Array = jax.lax.cond(ends.any(), found, lambda: never)
         return time
 
+    def least_above(self, x: Array) -> Array:
+        """i32 [B, R], the least of `x` over the rows above each row on which it depends; `NEVER` if there are none.
+
+        If rows start at the same time, a row depends on the rows that it sees. Otherwise all rows above determine
+        whether it starts.
+        """
+        if self.delay or self.group is None:
+            return over_earlier_rows(jax.lax.cummin, x, NEVER)
+        rows = jnp.arange(self.rows)
+        groups = self.group(rows)
+        depends = grid.shares_group(groups[:, None], groups) & (rows < rows[:, None])
+        return jnp.where(depends, x[:, None], NEVER).min(axis=2)
+
     def may_begin(self, ended: Array, length: Array, circle: Array | None = None) -> Array:
         """bool [B, R], whether each row would start, given the rows above it up to its start (lines 5-7, 12-13).
 

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipejax import grid
 from pipejax.decoding import strategy_checks
 from pipejax.decoding.gathering import Query, Step, query_coordinates
-from pipejax.decoding.strategy import Stepper, Strategy, ends_of, is_end
+from pipejax.decoding.strategy import Stepper, Strategy, ends_of, group_of, is_end
 from pipejax.decoding.times import count_before
 from pipejax.system import Tree
 from pipejax.system.errors import UserError, first_line
@@ -40,6 +41,7 @@ class KnownRows(NamedTuple):
     tokens: Array  # i32 [B, R, T], without bos; undefined beyond `length`
     length: Array  # i32 [B, R], number of tokens of each row, without bos and end token
     start: Array  # i32 [R], the time of each row's bos
+    group: Array | None  # i32 [R], the group of each row; None: all rows are in group 0
 
 
 def known_rows(strategy: Stepper, state: Tree, query: Query) -> KnownRows:
@@ -61,7 +63,9 @@ def known_rows(strategy: Stepper, state: Tree, query: Query) -> KnownRows:
     length = jnp.maximum(found.lengths, jnp.zeros((batch, rows), jnp.int32).at[at].max(count, mode="drop"))
     # Fed tokens may include the end token of a row, generated or drafted.
     ends = is_end(tokens, ends_of(strategy)) & (jnp.arange(width) >= found.lengths[:, :, None])
-    return KnownRows(tokens, jnp.minimum(length, count_before(ends, axis=2)), start)
+    group = group_of(strategy)
+    groups = None if group is None else jnp.asarray(group(jnp.arange(rows)))
+    return KnownRows(tokens, jnp.minimum(length, count_before(ends, axis=2)), start, groups)
 
 
 class Queries:
@@ -118,7 +122,11 @@ class Queries:
         known = self._find_rows()
         rows = jnp.arange(len(known.start))
         seen = jnp.clip(self.time[:, None] - known.start, 0, known.length[self.example])
-        return jnp.where(rows < self.row[:, None], seen, 0)
+        is_seen = rows < self.row[:, None]
+        if known.group is not None:
+            own = known.group[jnp.minimum(self.row, len(rows) - 1)]
+            is_seen &= grid.shares_group(own[:, None], known.group)
+        return jnp.where(is_seen, seen, 0)
 
 
 class Rule:

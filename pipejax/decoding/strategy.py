@@ -137,7 +137,8 @@ class Stepper(Protocol):
 class Strategy(Stepper, Protocol):
     """A decoding strategy: its steps, and properties that callers of the loop need.
 
-    If rows may also end with tokens other than `eos`, the strategy has a tuple of them, `other_ends`: see `ends_of`.
+    If rows may also end with tokens other than `eos`, the strategy has a tuple of them, `other_ends`: see `ends_of`. If
+    some rows do not see each other, it has a method `group(row)`: see `group_of`.
     """
 
     @property
@@ -172,6 +173,12 @@ def ends_of(strategy: Any) -> tuple[int, ...]:
     return strategy.eos, *getattr(strategy, "other_ends", ())
 
 
+def group_of(strategy: Any) -> Callable[[Numbers], Numbers] | None:
+    """The function from rows to their groups, see `grid.shares_group`; None: all rows are in group 0."""
+    found: Callable[[Numbers], Numbers] | None = getattr(strategy, "group", None)
+    return found
+
+
 def wants(drafter: Any, what: str) -> bool:
     """Whether a drafter wants `what`, an element of `drafters.WANTS`; False without a drafter."""
     return what in getattr(drafter, "wants", ())
@@ -191,6 +198,7 @@ class Plain:
     drafter: ClassVar[Any] = None
     queries: ClassVar[tuple[int, ...] | None] = None
     choose: ClassVar[Any] = None  # the most likely tokens
+    group: ClassVar[Any] = None  # all rows are in group 0
 
     @property
     def places(self) -> tuple[int, int]:

@@ -77,6 +77,15 @@ def _check(name: str, can: frozenset[str], made: Any) -> None:
         strategy_checks.refuse(
             made, "position", f"{position[:2, :4].tolist()} for rows 0, 1 and times 0 to 3", expected
         )
+    if (group := getattr(made, "group", None)) is not None:
+        groups = np.asarray(group(np.arange(rows)))
+        if groups.shape != (rows,) or groups.dtype.kind != "i" or (groups < 0).any():
+            expected = "a whole number of 0 or more for each row"
+            strategy_checks.refuse(made, "group", f"{groups.tolist()} for rows 0, 1, ...", expected)
+        if "probe" in can:
+            strategy_checks.refuse(
+                made, "group", "groups of rows, and the ability probe", "no groups, or another `can`"
+            )
     is_ours = type(made).__module__.startswith("pipejax.")
     if not is_ours and made.choose is None and made.drafter is None:
         strategy_checks.dry_run(made, ordered=ordered, grows=grows)

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from pipejax import grid
 from pipejax.config import T5Config
-from pipejax.decoding import Decoded, Queries, Query, Rule, Strategy, ends_of, strategy_checks
+from pipejax.decoding import Decoded, Queries, Query, Rule, Strategy, ends_of, group_of, strategy_checks
 from pipejax.model.backbone import Backbone
 from pipejax.system import Tree
 
@@ -46,7 +46,9 @@ class GivenQueries(Queries):
             count = t - int(strategy.start(r))
             if t <= time and r <= row and count > 0 and token not in ends_of(strategy):
                 known[r, count - 1], lengths[r] = token, count
-        above = np.where(np.arange(rows) < row, lengths, 0)
+        group = group_of(strategy) or np.zeros_like
+        is_seen = grid.shares_group(group(np.asarray(row)), group(np.arange(rows))) & (np.arange(rows) < row)
+        above = np.where(is_seen, lengths, 0)
         shown = known[None, row], lengths[None, row], known[None], above[None]
         return cls(np.asarray([0]), np.asarray([row]), np.asarray([time]), shown)
 
@@ -101,6 +103,8 @@ class History:
             return np.zeros((len(queries), 0), bool)
         row, time, _ = np.asarray(self.cells).T
         found = np.asarray(grid.visible(row[[*queries], None], time[[*queries], None], row, time))
+        if (group := group_of(self.strategy)) is not None:
+            found &= np.asarray(grid.shares_group(group(row)[[*queries], None], group(row)))
         for i, lineage in enumerate(self.lineages[query] for query in queries):
             if lineage is not None:
                 found[i] = (time < len(lineage)) & (lineage[np.minimum(time, len(lineage) - 1)] == row)

@@ -42,6 +42,7 @@ Array = jax.Array
 Arrays = dict[str, Array]  # the arrays of a batch, by name
 ArrayShapes = Mapping[str, tuple[int, ...]]  # the shapes of a batch's arrays, by name
 Position = Callable[[Array, Array], Array]
+Group = Callable[[Array], Array]
 # Without it, XLA merges the products of queries, keys and values into one, and copies its results apart again.
 GPU_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": "0"}
 SOURCES = ("source", "source_length", "number")  # arrays of a batch with one row per example; the others have G rows
@@ -77,6 +78,7 @@ def batch_loss(
     *,
     most_logits: int | None = None,
     beside: Auxiliary | None = None,
+    group: Group | None = None,
 ) -> tuple[Array, Array]:
     """Returns the summed loss and the number of target tokens of a batch of flat slots (paper section 3.3).
 
@@ -91,6 +93,7 @@ def batch_loss(
       part: the index of this part of a batch; None: the batch is whole.
       most_logits: the most logits computed at once, see `losses.in_parts`.
       beside: auxiliary parameters, in `params`; the result is then their loss and its divisor. None: there are none.
+      group: gives the groups of rows, see `grid.shares_group`; None: all rows are in group 0.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -102,6 +105,9 @@ def batch_loss(
         pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
         together = example[:, :, None] == example[:, None, :]
         mask = grid.visible(*pairs) & together & real[:, None, :]
+        if group is not None:
+            groups = group(row)
+            mask &= grid.shares_group(groups[:, :, None], groups[:, None, :])
         # The example, within its row of slots, of each source token.
         owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])
         of_source = example[:, :, None] == owner
@@ -168,6 +174,7 @@ def train_step(
     branch: bool = True,
     most_logits: int | None = None,
     beside: Auxiliary | None = None,
+    group: Group | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Makes one update with the mean loss over the real target tokens of the global batch.
 
@@ -195,6 +202,7 @@ def train_step(
       branch: how an update that is not finite is skipped.
       most_logits: the most logits computed at once, see `losses.in_parts`.
       beside: the auxiliary parameters, which are then trained by their loss; None: there are none.
+      group: gives the groups of rows, as for `batch_loss`.
 
     Returns:
       The new state, and the scalars "loss", "tokens", "grad_norm", "good" and "learning_rate".
@@ -203,7 +211,8 @@ def train_step(
 
     def summed(trained: Tree, batch: Arrays, part: Array | None = None) -> tuple[Array, Array]:
         params, own = place(combine(trained, fixed)), key if model.dropout else None
-        return batch_loss(model, params, batch, own, loss, position, part, most_logits=most_logits, beside=beside)
+        options = {"most_logits": most_logits, "beside": beside, "group": group}
+        return batch_loss(model, params, batch, own, loss, position, part, **options)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:
@@ -261,7 +270,11 @@ class Trainer:
         dtype = compute_dtype(train.dtype)
         pin = partial(sharding.split_batch, mesh=self.mesh)
         make = partial(config.model.module, dtype=dtype, remat=train.remat, pin=pin)
-        self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
+        self.method = methods.trained(config)
+        strategy = methods.strategy_of(self.method, methods.Ids.of(config.model))
+        group = getattr(strategy, "group", None)
+        split, has_groups = sharding.batch_sharding(self.mesh), group is not None
+        self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], split, has_groups=has_groups)
         if self.blocks:  # only modules that support blocks have this argument
             make = partial(make, blocks=self.blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
@@ -276,10 +289,8 @@ class Trainer:
         self.shardings = self._shardings()
         replicated = sharding.replicated(self.mesh)
         place = partial(sharding.gather_tables, config.model, mesh=self.mesh)
-        self.method = methods.trained(config)
-        ids = methods.Ids.of(config.model)
         platform = self.mesh.devices.flat[0].platform
-        loss, position = self.method.loss, methods.strategy_of(self.method, ids).position
+        loss, position = self.method.loss, strategy.position
         step = partial(
             train_step,
             self.model,
@@ -294,6 +305,7 @@ class Trainer:
             branch=platform == "cpu",
             most_logits=losses.most_logits(platform),
             beside=config.auxiliary,
+            group=group,
         )
         self._step = jax.jit(
             step,
@@ -307,7 +319,7 @@ class Trainer:
         undropped = make()  # without dropout
         self._loss = jax.jit(
             lambda params, batch: batch_loss(
-                undropped, place(params), batch, None, loss, position, beside=config.auxiliary
+                undropped, place(params), batch, None, loss, position, beside=config.auxiliary, group=group
             )
         )
 

@@ -9,7 +9,7 @@ Shapes as in `drafter`; K = D + 2, the most tokens of a row in a step: bos and a
 
 import dataclasses
 import math
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import flax.struct
 import jax
@@ -66,6 +66,11 @@ class Looking(Plain):
     def position(self, row: Numbers, time: Numbers) -> Numbers:
         """The position on the large model's grid."""
         return self.grid.position(row, time)
+
+    @property
+    def group(self) -> Any:  # type: ignore[override]  # a constant of most strategies
+        """The groups of the large model's grid."""
+        return self.grid.group
 
     def init(self, batch: int, source: SourceIds | None = None) -> Ahead:
         """The state without accepted tokens."""
