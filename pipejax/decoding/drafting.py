@@ -27,7 +27,7 @@ Drafting is not part of the paper, which calls speculative decoding orthogonal t
 and changes no answer.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row, D the most tokens of a row that a drafter drafts in a
-call, C the most drafted and forced tokens of a row in a call.
+call, C the most drafted and forced tokens of a row in a call, P the probe columns of a row in a call.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ import jax.numpy as jnp
 from pipejax.decoding import trace as tracing
 from pipejax.decoding.core import QUERY_COUNTS
 from pipejax.decoding.draft_lengths import TrackRecord, choose_lengths
-from pipejax.decoding.drafters.drafter import Draft, Drafter, Setting, Written
+from pipejax.decoding.drafters.drafter import Draft, Drafter, Probed, Setting, Written
 from pipejax.decoding.drafters.drafter_checks import check_draft
 from pipejax.decoding.forced import after_forced, append_forced, find_forced
-from pipejax.decoding.gathering import Query, count_slots
+from pipejax.decoding.gathering import CERTAIN, DRAFTED, PROBE, Query, count_slots
 from pipejax.decoding.rows import OnGrid, Rows, RowState
 from pipejax.decoding.strategy import Array, SourceIds, ends_of, is_end, wants
 from pipejax.decoding.strategy_checks import check_rows, check_state
@@ -59,13 +59,14 @@ class DraftState:
     apart: bool = flax.struct.field(pytree_node=False)  # whether examples count their slots separately
     fed: Array  # i32 [B, 1 + C, R], the newest token of each row in the last call, and its drafts
     live: Array  # bool [B, 1 + C, R], whether each of these tokens was fed
-    kept: Array  # bool [B, 1 + C, R], whether each of these tokens was accepted
+    kept: Array  # bool [B, 1 + C + P, R], whether each of these tokens was accepted; False for probes
     forced: Array  # i32 [B, R], the number of forced tokens with which the last drafts began
     trust: Array  # i32 [B, R], the drafter's confidence in the last drafts, an index into `Drafter.odds`
     record: TrackRecord  # how often drafts were right
     guesses: Array  # i32 [B, R, D], the model's tokens after the accepted ones
     guessed: Array  # i32 [B, R], number of tokens in `guesses`
     drafter: Tree  # the state of the drafter
+    probed: Probed | None  # as in `Written`
     hidden: Array | None  # [B, R, W], as in `Written`
     trace: tracing.Trace | None = None  # the fate of all drafts, if `Drafts.trace`
 
@@ -101,6 +102,15 @@ class Drafts:
     def width(self, rows: Rows) -> int:
         """1 + C, the number of columns of a row in a call."""
         return 1 + max(min(max(self.tokens, self.forced), rows.time_max - 1), 1)
+
+    @property
+    def probes(self) -> int:
+        """P, the number of probe columns of a row in a call."""
+        return getattr(self.drafter, "probes", 0)
+
+    def columns(self, rows: Rows) -> int:
+        """1 + C + P, the number of columns of a row in a call with its probes."""
+        return self.width(rows) + self.probes
 
     def most(self, rows: Rows) -> int:
         """D, limited by the number of time-steps."""
@@ -155,13 +165,14 @@ class Drafts:
             apart=source.apart,
             fed=asked,
             live=asked > 0,
-            kept=asked > 0,
+            kept=jnp.zeros((batch, self.columns(rows), rows.rows), bool),
             forced=none,
             trust=none,
             record=TrackRecord.empty(batch, len(self.drafter.odds) if self.drafter else 0),
             guesses=jnp.zeros((batch, rows.rows, self.most(rows)), jnp.int32),
             guessed=none,
             drafter=self.init_drafter(source, rows.rows),
+            probed=self._no_probes(batch, rows.rows),
             hidden=self._no_hidden(batch, rows.rows),
             # At most one call for each time-step, since the open row that is furthest behind grows in every call.
             trace=tracing.empty(batch, rows.time_max, rows.rows, width - 1) if self.trace else None,
@@ -182,7 +193,8 @@ class Drafts:
         newest, is_open = rows.first + state.length, rows.find_open(state)
         most = jnp.where(rows.is_closed(state) | state.done, 0, rows.rows)
         begins = (index >= state.started[:, None]) & (index < most[:, None])
-        may_draft = (is_open | begins) & self._has_room(rows, old)[:, None]
+        has_room = self._has_room(rows, old)[:, None]
+        may_draft = (is_open | begins) & has_room
 
         def reach(drafted: Array, before_end: Array) -> tuple[Array, Array]:
             """Computes how much a call can accept if `drafted` tokens of each row are fed and all are right.
@@ -205,7 +217,7 @@ class Drafts:
         if self.forced and self.table is not None:
             tokens, known = find_forced(self.table, rows, state, width - 1)
         asks, drafted = certain, forced = reach(jnp.where(may_draft, known, 0), jnp.full_like(newest, NEVER))
-        drafter, trust = old.drafter, old.trust
+        drafter, trust, probes = old.drafter, old.trust, None
         if self.drafter is not None:
             drafter, draft = self._propose(self.drafter, rows, state, tokens, forced)
             tokens, trust = after_forced(draft.tokens, forced, tokens, known), draft.trust
@@ -213,6 +225,11 @@ class Drafts:
             offered = jnp.maximum(known, forced + jnp.clip(draft.count, 0, self.most(rows)))
             offered = jnp.minimum(jnp.minimum(offered, rows.time_max - 1 - newest), before_end + 1)
             needed = (certain | rows.find_unfed(state, certain)).sum() + forced.sum()
+            if self.probes and draft.probes is not None:
+                probes, time = draft.probes, rows.first[:, None] + draft.probes.place
+                fits = (probes.place >= 0) & (time < rows.time_max) & (has_room & ~state.done[:, None])[:, :, None]
+                probes = dataclasses.replace(probes, live=probes.live & fits)
+                needed += probes.live.sum()
             _, useful = reach(jnp.where(may_draft, jnp.maximum(offered, 0), 0), before_end)
             odds = old.record.odds(self.drafter.odds, trust)
             # A row that is queried only because of drafts above it needs one more draft to be right.
@@ -222,10 +239,16 @@ class Drafts:
         fed = jnp.concatenate([state.last[:, None], tokens.swapaxes(1, 2)], axis=1)
         live = (asks[:, None] & (columns[:, None] <= drafted[:, None])) | (feeds_end[:, None] & (columns == 0)[:, None])
         drafts = dataclasses.replace(old, fed=fed, live=live, forced=forced, trust=trust, drafter=drafter)
+        queries, kind = [fed, newest[:, None] + columns[:, None], live], None
+        if probes is not None and old.probed is not None:
+            drafts = dataclasses.replace(drafts, probed=dataclasses.replace(old.probed, fed=probes.live))
+            kind = jnp.where(columns[:, None] <= forced[:, None], CERTAIN, DRAFTED)
+            kind = jnp.pad(kind, ((0, 0), (0, self.probes), (0, 0)), constant_values=PROBE).reshape(len(fed), -1)
+            own = probes.tokens, rows.first[:, None] + probes.place, probes.live
+            queries = [jnp.concatenate([x, y.swapaxes(1, 2)], axis=1) for x, y in zip(queries, own, strict=True)]
         state = dataclasses.replace(state, retired=state.retired | feeds_end, drafts=drafts)
-        time = newest[:, None] + columns[:, None]
-        row = jnp.broadcast_to(index, (1, width, rows.rows))
-        return state, Query(*(x.reshape(x.shape[0], -1) for x in (fed, row, time, live)))
+        tokens, time, live = (x.reshape(len(x), -1) for x in queries)
+        return state, Query(tokens, jnp.tile(index, self.columns(rows))[None], time, live, kind=kind)
 
     def _propose(
         self, drafter: Drafter, rows: Rows, state: RowState, tokens: Array, forced: Array
@@ -244,7 +267,8 @@ class Drafts:
         if self.forced:
             known, guessed = append_forced(known, state.length, tokens, forced), jnp.where(forced > 0, 0, guessed)
             hidden = None if hidden is None else jnp.where(forced[:, :, None] > 0, 0, hidden)
-        written = Written(known, state.length + forced, old.guesses, guessed, self.source, hidden)
+        length = state.length + forced
+        written = Written(known, length, old.guesses, guessed, self.source, old.probed, hidden)
         new, draft = drafter.propose(old.drafter, written, self.most(rows))
         check_draft(drafter, draft, (*state.length.shape, self.most(rows)))
         check_state(drafter, old.drafter, new, method="propose")
@@ -256,14 +280,17 @@ class Drafts:
         Args:
           rows: the strategy.
           state: the state after `query`.
-          answers: i32 [B, (1 + C) * R], the tokens that the model generated; if the drafter wants "hidden", a pair of
-            them and the outputs of the decoder [B, (1 + C) * R, W].
+          answers: i32 [B, (1 + C + P) * R], the tokens that the model generated; if the drafter wants "hidden", a pair
+            of them and the outputs of the decoder [B, (1 + C + P) * R, W].
         """
         assert state.drafts is not None
         old, width, started = state.drafts, self.width(rows), rows.has_started(state)
         columns = jnp.arange(width)
         answers, outputs = answers if isinstance(answers, tuple) else (answers, None)
-        live, answers = old.live, answers.reshape(old.live.shape)
+        of_rows, probed = width * rows.rows, old.probed
+        if probed is not None:
+            probed = _with_answers(probed, answers[:, of_rows:], None if outputs is None else outputs[:, of_rows:])
+        live, answers = old.live, answers[:, :of_rows].reshape(old.live.shape)
         verdict = verify(rows, state, answers)
         # First as if every row with queries had begun; `begins` then determines which of them did.
         ended, length, circle = state.ended | verdict.ends, state.length + verdict.gain, state.circle
@@ -285,7 +312,7 @@ class Drafts:
         beyond = jnp.clip(gain[:, :, None] + jnp.arange(self.most(rows)), 0, width - 1)
         hidden = old.hidden
         if hidden is not None and outputs is not None:
-            outputs = outputs.reshape(*live.shape, -1).swapaxes(1, 2)  # [B, R, 1 + C, W]
+            outputs = outputs[:, :of_rows].reshape(*live.shape, -1).swapaxes(1, 2)  # [B, R, 1 + C, W]
             newest = jnp.take_along_axis(outputs, jnp.maximum(gain - 1, 0)[:, :, None, None], axis=2)[:, :, 0]
             hidden = jnp.where(gain[:, :, None] > 0, newest.astype(hidden.dtype), hidden)
         fed = live.sum(axis=1)
@@ -294,7 +321,8 @@ class Drafts:
             old,
             calls=old.calls + ~state.done,
             used=old.used + jnp.where(state.done, 0, taken if old.apart else taken.max()),
-            kept=kept,
+            kept=jnp.pad(kept, ((0, 0), (0, self.probes), (0, 0))),
+            probed=probed,
             record=old.record.add(
                 old.trust, drafted=fed - 1 - old.forced, run=verdict.run - old.forced, counts=counts - old.forced
             ),
@@ -324,6 +352,15 @@ class Drafts:
         )
         return rows.settle(state)
 
+    def _no_probes(self, batch: int, rows: int) -> Probed | None:
+        """The probes before the first call; None if the drafter has none."""
+        if not self.probes:
+            return None
+        none, hidden = jnp.zeros((batch, rows, self.probes), jnp.int32), self._no_hidden(batch, rows)
+        if hidden is not None:
+            hidden = jnp.zeros((*none.shape, hidden.shape[2]), hidden.dtype)
+        return Probed(none > 0, none, hidden)
+
     def _no_hidden(self, batch: int, rows: int) -> Array | None:
         """The outputs of the decoder before the first call, [B, R, W]; None if the drafter does not want them."""
         if not wants(self.drafter, "hidden"):
@@ -334,14 +371,23 @@ class Drafts:
     def choose_lengths(self, rows: Rows, count: Array, odds: Array, hangs: Array, needed: Array) -> Array:
         """The numbers of tokens to draft, at the costs of these calls; see `draft_lengths.choose_lengths`."""
         width = self.width(rows)
-        most = len(count) * rows.rows * width
+        most = len(count) * rows.rows * self.columns(rows)
         sizes = (*(n for n in self.query_counts if n < most), most) if self.rounded else None
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=width - 1, sizes=sizes)
 
     def _has_room(self, rows: Rows, drafts: DraftState) -> Array:
         """bool [B], whether the slots suffice for drafts in this call and a call for each later time-step without."""
         later = rows.rows * (rows.time_max - drafts.calls - 1)
-        return drafts.used + rows.rows * self.width(rows) + later <= self.slots(rows)
+        return drafts.used + rows.rows * self.columns(rows) + later <= self.slots(rows)
+
+
+def _with_answers(probed: Probed, answers: Array, outputs: Array | None) -> Probed:
+    """The probes of a call with the tokens i32 [B, P * R] and the outputs [B, P * R, W] of the model."""
+    batch, rows, count = probed.fed.shape
+    tokens, hidden = answers.reshape(batch, count, rows).swapaxes(1, 2), probed.hidden
+    if hidden is not None and outputs is not None:
+        hidden = outputs.reshape(batch, count, rows, -1).swapaxes(1, 2).astype(hidden.dtype)
+    return Probed(probed.fed, tokens, hidden)
 
 
 def verify(rows: Rows, state: RowState, answers: Array) -> Verdict:

@@ -36,6 +36,8 @@ Array = jax.Array
 
 NOWHERE = 2**30  # the row of empty slots and of fillers; it is greater than all real rows, so no query sees the slot
 
+CERTAIN, DRAFTED, PROBE = 0, 1, 2  # the kinds of queries
+
 
 @flax.struct.dataclass
 class Query:
@@ -46,6 +48,9 @@ class Query:
     time: Array  # i32 [B|1, S]
     live: Array  # bool [B, S], whether the query is fed; at least one query is live until every example is done
     lineage: Array | None = None  # i32 [B, S, T], the one row that a query sees at each time; None: `grid.visible`
+    # i32 [B, S], CERTAIN, DRAFTED or PROBE: other queries see no probe, and a probe sees no drafted token. None: there
+    # are no probes.
+    kind: Array | None = None
 
 
 @flax.struct.dataclass
@@ -140,6 +145,10 @@ def gather(
         mask = grid.visible(*here) & (filled.row < NOWHERE)[:, None]
         if group is not None:
             mask &= grid.shares_group(group(row)[:, :, None], group(filled.row)[:, None])
+        if query.kind is not None:  # no probe and no rejected draft is kept, so all slots of earlier steps are certain
+            kind = at_places(query.kind, CERTAIN)
+            of_slot = _put(jnp.full_like(filled.row, CERTAIN), kind, start)[:, None]
+            mask &= of_slot != jnp.where(kind == PROBE, DRAFTED, PROBE)[:, :, None]
         positions = position(row, time), position(filled.row, filled.time)  # NOWHERE + NOWHERE overflows, but is masked
     else:  # a beam's tokens are in several rows, so only times count for positions
         line = jnp.take_along_axis(query.lineage, at_places(jnp.arange(rows)[None], 0)[:, :, None], axis=1)

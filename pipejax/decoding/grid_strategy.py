@@ -46,8 +46,8 @@ class GridStrategy(Rows):
 
     @property
     def most_queries(self) -> int:
-        """The most queries of an example in one call: `width` for each row."""
-        return self.rows * self.width
+        """The most queries of an example in one call: `width` for each row, and its probes."""
+        return self.rows * (1 if self.drafts is None else self.drafts.columns(self))
 
     @property
     def slots(self) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 
 from pipejax import grid
 from pipejax.decoding import strategy_checks
-from pipejax.decoding.gathering import Query, Step, query_coordinates
+from pipejax.decoding.gathering import PROBE, Query, Step, query_coordinates
 from pipejax.decoding.strategy import Stepper, Strategy, ends_of, group_of, is_end
 from pipejax.decoding.times import count_before
 from pipejax.system import Tree
@@ -57,7 +57,8 @@ def known_rows(strategy: Stepper, state: Tree, query: Query) -> KnownRows:
     batch, rows, width = found.tokens.shape
     start = jnp.asarray(cast(Strategy, strategy).start(np.arange(rows)), jnp.int32)
     row = jnp.broadcast_to(query.row, query.live.shape)
-    count = jnp.where(query.live, query.time - start[jnp.minimum(row, rows - 1)], 0)  # tokens of the row that are fed
+    counts = query.live if query.kind is None else query.live & (query.kind != PROBE)
+    count = jnp.where(counts, query.time - start[jnp.minimum(row, rows - 1)], 0)  # tokens of the row that are fed
     at = jnp.arange(batch)[:, None], row
     tokens = found.tokens.at[(*at, jnp.where(count > 0, count - 1, width))].set(query.tokens, mode="drop")
     length = jnp.maximum(found.lengths, jnp.zeros((batch, rows), jnp.int32).at[at].max(count, mode="drop"))

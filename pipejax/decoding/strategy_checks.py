@@ -52,6 +52,8 @@ def check_query(strategy: Stepper, query: Query, batch: int) -> None:
     shape = batch, strategy.most_queries
     expect(strategy, "query: live", query.live, "bool", shape, of=", most_queries for each example")
     expect(strategy, "query: tokens", query.tokens, "int32", shape)
+    if query.kind is not None:
+        expect(strategy, "query: kind", query.kind, "int32", shape)
     expect(strategy, "query: row", query.row, "int32", shape, (1, shape[1]))
     expect(strategy, "query: time", query.time, "int32", shape, (1, shape[1]))
 

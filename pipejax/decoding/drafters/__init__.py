@@ -2,7 +2,7 @@
 
 from pipejax import config as config_lib
 from pipejax.config import DRAFTS
-from pipejax.decoding.drafters.drafter import WANTS, Draft, Drafter, Setting, TargetModel, Written
+from pipejax.decoding.drafters.drafter import WANTS, Draft, Drafter, Probed, Probes, Setting, TargetModel, Written
 from pipejax.decoding.drafters.drafter_checks import check_members
 from pipejax.decoding.drafters.jacobi import Jacobi
 from pipejax.decoding.drafters.model_drafter import FromModel, SmallModel
@@ -16,6 +16,8 @@ __all__ = [
     "FromModel",
     "FromSource",
     "Jacobi",
+    "Probed",
+    "Probes",
     "Setting",
     "SmallModel",
     "TargetModel",

@@ -1,7 +1,7 @@
 """The interface of drafters: the rows that a drafter is given, and the drafts that it returns.
 
 Shapes: B batch, L source length, R rows of the grid, T the most tokens of a row, D the most drafted tokens of a row in
-a call, W the width of the model.
+a call, P the probe columns of a row, W the width of the model.
 """
 
 import dataclasses
@@ -19,6 +19,15 @@ WANTS = ("parameters", "encoded", "hidden")  # the elements of `Drafter.wants`
 
 
 @flax.struct.dataclass
+class Probed:
+    """The probe columns of the last call."""
+
+    fed: Array  # bool [B, R, P], whether the call fed the column
+    tokens: Array  # i32 [B, R, P], the tokens that the model generated from them, with rules and forced tokens
+    hidden: Array | None  # [B, R, P, W], the outputs of the decoder; None: the drafter does not want "hidden"
+
+
+@flax.struct.dataclass
 class Written:
     """The tokens of the rows that are generated so far, and the sources of the batch.
 
@@ -30,7 +39,21 @@ class Written:
     guesses: Array  # i32 [B, R, D], the model's tokens of the previous call for the places from `length` on
     guessed: Array  # i32 [B, R], number of guesses; the model generated them from rejected tokens, so they may be wrong
     source: SourceIds | None = None  # the sources, as in `Drafter.init`
+    probed: Probed | None = None  # None: the drafter has no probes
     hidden: Array | None = None  # [B, R, W], the output of the decoder that gave each row's newest token; 0: none
+
+
+@flax.struct.dataclass
+class Probes:
+    """Columns that a call feeds beside the tokens of rows. They never count as tokens, and are not kept.
+
+    A probe sees the tokens that are certain, up to its own row and time, and other probes, but no drafted token. No
+    other column sees it. The result is in `Written.probed` of the next call.
+    """
+
+    tokens: Array  # i32 [B, R, P]
+    place: Array  # i32 [B, R, P], where in its row the column stands: at 0 bos, at j the j-th token, from 1 on
+    live: Array  # bool [B, R, P], whether to feed the column; it may also stand in a row that has not begun
 
 
 @flax.struct.dataclass
@@ -40,6 +63,7 @@ class Draft:
     tokens: Array  # i32 [B, R, D]; an end token may be drafted too, and ends the draft
     count: Array  # i32 [B, R], number of drafted tokens
     trust: Array  # i32 [B, R], index into `odds`
+    probes: Probes | None = None  # needed if the drafter has the member `probes`
 
 
 @moved.attributes(queries="query_counts")
@@ -77,6 +101,8 @@ class Drafter(Protocol):
       alone.
     - `widen(source, slots)`, traced: returns `SourceIds.memory` for the same sources padded to `slots` tokens. Needed
       if the shape of the result of `read` depends on L.
+    - `probes`, P: the number of probe columns of a row in a call, see `Probes`. Each call feeds them, unless the cache
+      is nearly full.
     - `loops`, True if `propose` computes a loop over a cache. The state may then have arrays with another first axis,
       which are not reset when an example of a running batch begins.
     """

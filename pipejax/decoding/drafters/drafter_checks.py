@@ -31,6 +31,9 @@ def check_members(drafter: Any) -> None:
     for part in ("init", "propose"):
         if not callable(getattr(drafter, part, None)):
             refuse(drafter, part, "no such method", "the method that Drafter describes")
+    probes = getattr(drafter, "probes", 0)
+    if not isinstance(probes, int) or probes < 0:
+        refuse(drafter, "probes", repr(probes), "a number of columns")
     odds = getattr(drafter, "odds", None)
     if not (isinstance(odds, tuple) and odds and all(isinstance(x, float) and 0 < x < 1 for x in odds)):
         refuse(drafter, "odds", repr(odds), "a tuple of probabilities between 0 and 1, one for each degree of trust")
@@ -49,3 +52,9 @@ def check_draft(drafter: Any, draft: Any, shape: tuple[int, ...]) -> None:
     expect(drafter, "propose: tokens", draft.tokens, "int32", shape)
     expect(drafter, "propose: count", draft.count, "int32", shape[:2])
     expect(drafter, "propose: trust", draft.trust, "int32", shape[:2])
+    if not (probes := getattr(drafter, "probes", 0)):
+        return
+    if draft.probes is None:
+        refuse(drafter, "propose: probes", "None", f"the {probes} probes of each row")
+    for name, kind in (("tokens", "int32"), ("place", "int32"), ("live", "bool")):
+        expect(drafter, f"propose: probes: {name}", getattr(draft.probes, name), kind, (*shape[:2], probes))
