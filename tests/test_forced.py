@@ -78,7 +78,7 @@ def test_calls_equal_the_wavefront(delay: int, time_max: int, sub_max: int, lite
 
         source = [token for row in table for token in row]
         forced = forced_table(strategy, prefixes)
-        found = scripted.decode(strategy, [source], [answer], width=10, forced=forced)
+        found: Any = scripted.decode(strategy, [source], [answer], width=10, forced=forced)
         expected = oracle.algorithm1(
             oracle.scripted_next_tokens(answer),
             delay=delay,
@@ -90,7 +90,7 @@ def test_calls_equal_the_wavefront(delay: int, time_max: int, sub_max: int, lite
         assert [row for row in rows_of(found, 0) if row] == [row for row in written if row]
         assert found.steps[0] == expected.steps
         assert TRUNCATIONS[found.truncated[0]] == expected.truncated
-        rule = {"delay": delay, "time_max": time_max, "literal": literal}
+        rule: Any = {"delay": delay, "time_max": time_max, "literal": literal}
         calls = wavefront.trace(expected.all_rows, guess, sub_max=sub_max, **rule)
         assert found.calls[0] == len(calls)
         saved += expected.calls - len(calls)
@@ -106,7 +106,7 @@ def test_names_of_rows_that_start_together_cost_one_call() -> None:
     answer = [[2, 3, 4], [5, 6, 7, 8], [2, 2, 3]]
     strategy: Any = with_forced(Pipelined(delay=0, time_max=9, sub_max=3), 4)
     forced = forced_table(strategy, [[2, 3], [5, 6, 7], [2, 2]])
-    found = scripted.decode(strategy, [[0]], [answer], width=10, forced=forced)
+    found: Any = scripted.decode(strategy, [[0]], [answer], width=10, forced=forced)
     assert rows_of(found, 0) == answer
     assert (found.steps[0], found.calls[0]) == (5, 3)
 
@@ -128,7 +128,7 @@ def test_forced_tokens_are_fed_by_one_call_only_where_this_is_possible() -> None
     assert columns_for(DecodingOptions(forced=forced, rules=(stateless,)), grid, "cpu") == 4
     assert columns_for(DecodingOptions(forced=forced, rules=(stateless, keeps)), grid, "cpu") == 0
     assert with_forced(grid, 0) is grid
-    assert with_forced(Beam(9, 2), 4) == Beam(9, 2)  # type: ignore[arg-type]
+    assert with_forced(Beam(9, 2), 4) == Beam(9, 2)
     assert with_forced(OwnSteps(delay=1, time_max=9, sub_max=3), 4) == OwnSteps(delay=1, time_max=9, sub_max=3)
     assert with_forced(Sequential(9), 4).drafts.forced == 4  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from pipejax.training.step import batch_loss
 from support import oracle, scripted
 from support.batches import rows_of
 from support.refusals import refuses
-from support.tiny import FEW_WORDS
+from support.tiny import MORE_WORDS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -73,7 +73,7 @@ def next_tokens_of(params: Any, encoded: np.ndarray, method: InGroups) -> oracle
             for line, here in zip(oracle.visibility(cells), groups, strict=True)
         ]
         fed = [token for row in rows for token in row]
-        logits = oracle.decoder_logits(params, FEW_WORDS, encoded, fed, visible, oracle.distances(cells))
+        logits = oracle.decoder_logits(params, MORE_WORDS, encoded, fed, visible, oracle.distances(cells))
         last = np.cumsum([len(row) for row in rows]) - 1
         return [int(np.argmax(logits[at])) for at in last]
 
@@ -93,29 +93,29 @@ def test_answers_equal_algorithm_1(method: InGroups) -> None:
     """Rows see their group and group 0 alone; with prefixes and with drafts, in batches."""
     rng, changed = np.random.default_rng(3), 0
     for seed in range(2):
-        params = oracle.random_params(FEW_WORDS, np.random.default_rng(seed), eos_scale=1.3)
-        generator = Generator(Config(model=FEW_WORDS, method=method), params, None)
+        params = oracle.random_params(MORE_WORDS, np.random.default_rng(seed), eos_scale=1.3)
+        generator = Generator(Config(model=MORE_WORDS, method=method), params, None)
         for number in range(2):
             ids = [[*rng.integers(2, 12, rng.integers(3, 9)).tolist(), EOS] for _ in range(2)]
             prefixes = [rng.integers(2, 12, n).tolist() for n in (1, 3, 2, 1)]
             given = [{"source_ids": x, "row_prefixes": prefixes[: method.rows]} for x in ids]
             found = generator.decode(given, batch_size=2, draft=("none", "source")[number], draft_tokens=2)
             for x, record in zip(ids, found, strict=True):
-                encoded = oracle.encode(params, FEW_WORDS, x)
-                rule = {"delay": method.delay, "time_max": 10, "sub_max": method.rows, "stop": "empty_row"}
+                encoded = oracle.encode(params, MORE_WORDS, x)
+                rule: Any = {"delay": method.delay, "time_max": 10, "sub_max": method.rows, "stop": "empty_row"}
                 expected = oracle.algorithm1(next_tokens_of(params, encoded, method), prefixes=prefixes, **rule)
                 assert record["row_ids"] == expected.rows
                 assert record["steps"] == expected.steps and record["calls"] < expected.calls
-                paper = oracle.grid_next_tokens(params, FEW_WORDS, encoded, method.delay)
+                paper = oracle.grid_next_tokens(params, MORE_WORDS, encoded, method.delay)
                 changed += oracle.algorithm1(paper, prefixes=prefixes, **rule).rows != expected.rows
     assert changed > 2
 
 
 def test_a_row_that_sees_no_other_is_an_answer_of_its_own() -> None:
     """With a group for each row and all rows at once: as the sequential decoder writes it after its prefix."""
-    params = oracle.random_params(FEW_WORDS, np.random.default_rng(1), eos_scale=1.3)
-    generator = Generator(Config(model=FEW_WORDS, method=InGroups(rows=3)), params, None)
-    plain = Generator(Config(model=FEW_WORDS, decode=DecodeConfig(max_length=10)), params, None)
+    params = oracle.random_params(MORE_WORDS, np.random.default_rng(1), eos_scale=1.3)
+    generator = Generator(Config(model=MORE_WORDS, method=InGroups(rows=3)), params, None)
+    plain = Generator(Config(model=MORE_WORDS, decode=DecodeConfig(max_length=10)), params, None)
     ids, prefixes = [5, 9, 7, EOS], [[3], [4, 6, 8], [9, 2]]
     (record,) = generator.decode([{"source_ids": ids, "row_prefixes": prefixes}])
     for row, prefix in zip(record["row_ids"], prefixes, strict=True):
@@ -134,13 +134,13 @@ def test_rows_of_other_groups_do_not_limit_forced_tokens() -> None:
     forced[0, 0, 0], forced[0, 1, :4] = 2, (5, 6, 7, 8)
     for strategy, calls in ((Pipelined(0, 9, 3), 4), (Grouped(0, 9, 3), 2)):
         named: Any = with_forced(strategy, 4)
-        found = scripted.decode(named, [[0]], [answer], width=10, forced=forced)
+        found: Any = scripted.decode(named, [[0]], [answer], width=10, forced=forced)
         assert rows_of(found, 0) == answer
         assert (found.steps[0], found.calls[0]) == (6, calls)
 
 
 def test_the_loss_equals_plain_python() -> None:
-    rng, params = np.random.default_rng(0), oracle.random_params(FEW_WORDS, np.random.default_rng(4))
+    rng, params = np.random.default_rng(0), oracle.random_params(MORE_WORDS, np.random.default_rng(4))
     method, source = InGroups(delay=1, common=1, size=2), [5, 9, 7, 3, EOS]
     rows = [rng.integers(2, 12, n).tolist() for n in (2, 4, 3, 1)]
     flat = grid.flatten(rows, delay=1, bos=0, eos=EOS)
@@ -150,8 +150,8 @@ def test_the_loss_equals_plain_python() -> None:
         [sees and there in (0, here) for sees, there in zip(line, groups, strict=True)]
         for line, here in zip(oracle.visibility(cells), groups, strict=True)
     ]
-    encoded = oracle.encode(params, FEW_WORDS, source)
-    logits = oracle.decoder_logits(params, FEW_WORDS, encoded, flat.inputs.tolist(), visible, oracle.distances(cells))
+    encoded = oracle.encode(params, MORE_WORDS, source)
+    logits = oracle.decoder_logits(params, MORE_WORDS, encoded, flat.inputs.tolist(), visible, oracle.distances(cells))
     expected = sum(
         weight * (np.log(np.exp(line).sum()) - line[token])
         for line, token, weight in zip(logits, flat.targets.tolist(), flat.weights.tolist(), strict=True)
@@ -162,7 +162,7 @@ def test_the_loss_equals_plain_python() -> None:
         "example": jnp.zeros((1, len(cells)), jnp.int32),
         "slots": jnp.asarray([len(cells)]),
     }
-    loss = jax.jit(lambda group: batch_loss(FEW_WORDS.module(), params, batch, None, group=group), static_argnums=0)
+    loss = jax.jit(lambda group: batch_loss(MORE_WORDS.module(), params, batch, None, group=group), static_argnums=0)
     strategy = method.strategy(Ids(0, EOS))
     total, count = loss(strategy.group)
     np.testing.assert_allclose(float(total), expected, rtol=1e-5)
@@ -186,12 +186,12 @@ def test_a_rule_knows_only_the_rows_that_a_query_sees() -> None:
     ],
 )
 def test_numbers_that_are_no_groups_are_refused(group: Any, found: str) -> None:
-    kind = dataclasses.dataclass(frozen=True)(type("Wrong", (Pipelined,), {"group": group}))
-    method = dataclasses.dataclass(frozen=True)(
-        type("Own", (InGroups,), {"strategy": lambda self, ids: kind(0, 9, 3), "name": "own"})
-    )()
+    frozen: Any = dataclasses.dataclass(frozen=True)
+    kind = frozen(type("Wrong", (Pipelined,), {"group": group}))
+    members = {"strategy": lambda self, ids: kind(0, 9, 3), "name": "own"}
+    method = frozen(type("Own", (InGroups,), members))()
     with refuses("Wrong.group", found=f"{found} for rows 0, 1, ...", expected="a whole number of 0 or more"):
-        Generator(Config(model=FEW_WORDS, method=method), {}, None).make_strategy()
+        Generator(Config(model=MORE_WORDS, method=method), {}, None).make_strategy()
 
 
 @pytest.mark.slow

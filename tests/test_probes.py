@@ -102,7 +102,8 @@ def broken(change: Any) -> Any:
         state, draft = Everywhere.propose(self, state, written, most)
         return state, dataclasses.replace(draft, probes=change(draft.probes))
 
-    return dataclasses.dataclass(frozen=True)(type("Broken", (Everywhere,), {"propose": propose}))()
+    frozen: Any = dataclasses.dataclass(frozen=True)
+    return frozen(type("Broken", (Everywhere,), {"propose": propose}))()
 
 
 @pytest.mark.parametrize(

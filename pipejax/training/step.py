@@ -208,11 +208,11 @@ def train_step(
       The new state, and the scalars "loss", "tokens", "grad_norm", "good" and "learning_rate".
     """
     trained, fixed = partition(state.params, is_trained)
+    compute = partial(batch_loss, model, most_logits=most_logits, beside=beside, group=group)
 
     def summed(trained: Tree, batch: Arrays, part: Array | None = None) -> tuple[Array, Array]:
         params, own = place(combine(trained, fixed)), key if model.dropout else None
-        options = {"most_logits": most_logits, "beside": beside, "group": group}
-        return batch_loss(model, params, batch, own, loss, position, part, **options)
+        return compute(params, batch, own, loss, position, part)
 
     gradient_of = jax.value_and_grad(summed, has_aux=True)
     if accumulate == 1:

@@ -68,7 +68,7 @@ class Looking(Plain):
         return self.grid.position(row, time)
 
     @property
-    def group(self) -> Any:  # type: ignore[override]  # a constant of most strategies
+    def group(self) -> Any:
         """The groups of the large model's grid."""
         return self.grid.group
 
