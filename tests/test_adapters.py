@@ -1,5 +1,6 @@
 """Adapters: PEFT's in and out, whose own library has the last word."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +20,6 @@ from pipejax.convert.__main__ import main as convert_main
 from pipejax.system.cli import run
 from pipejax.system.errors import UserError
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 
 SOURCE, TARGET = [[3, 4, 5, 6, 49, 1]], [[0, 7, 8, 9]]
@@ -35,6 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "all, by the root": {"r": 4, "lora_alpha": 3, "target_modules": "all-linear", "use_rslora": True},
     "patterns": {"r": 4, "lora_alpha": 8, "target_modules": ["q", "v", "wi_1"], **PATTERNS},
 }
+
+
+@functools.cache
+def peft() -> Any:
+    """PEFT, which the first test that calls this imports: the import takes seconds."""
+    return pytest.importorskip("peft")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def whole(base: Path) -> Any:
 def adapt(base: Path, out: Path, settings: dict[str, Any], **saving: Any) -> np.ndarray:
     """Trains an adapter by PEFT for some updates, saves it and gives its logits."""
     torch.manual_seed(1)
-    model = peft.get_peft_model(whole(base), peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **settings))
+    model = peft().get_peft_model(whole(base), peft().LoraConfig(task_type="SEQ_2_SEQ_LM", **settings))
     optimizer = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], 0.05)
     for step in range(4):
         labels = torch.tensor([[10 + step, 11, 12, 1]])
@@ -96,7 +102,7 @@ def test_peft_adapter_round_trip_keeps_logits(kind: str, base: Path, tmp_path: P
     assert sum("lora_" in path for path in flatten_dict(stored, sep="/")) == len(tensors)
 
     to_hf(tmp_path / "run", tmp_path / "back", adapter=True, base_model=str(base))
-    again = peft.PeftModel.from_pretrained(whole(base), tmp_path / "back")
+    again = peft().PeftModel.from_pretrained(whole(base), tmp_path / "back")
     np.testing.assert_allclose(theirs(again), expected, atol=1e-4)
     by_transformers = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back")
     np.testing.assert_allclose(theirs(by_transformers), expected, atol=1e-4)
@@ -204,7 +210,7 @@ def test_fields_that_leave_lora_plain_are_accepted(kind: str, base: Path, adapte
     """The merged matrices equal PEFT's."""
     shutil.copytree(adapter, tmp_path / "adapter")
     change(**PLAIN[kind])(tmp_path / "adapter")
-    merged = peft.PeftModel.from_pretrained(whole(base), tmp_path / "adapter").merge_and_unload().state_dict()
+    merged = peft().PeftModel.from_pretrained(whole(base), tmp_path / "adapter").merge_and_unload().state_dict()
     model, params = read_hf(base)
     flat, factors = flatten_dict(params, sep="/"), peft_adapters.read_factors(tmp_path / "adapter", model)
     assert sum(path.endswith("lora_a") for path in factors) == 2 * 2 + 2 * 4

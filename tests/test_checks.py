@@ -19,6 +19,7 @@ from pipejax.decoding import TRUNCATIONS, Decoded, Pipelined
 from pipejax.methods import Beams, Method, PipelinedMethod, RowPrefixes, SequentialMethod, Target
 from pipejax.methods.losses import cross_entropy
 from pipejax.model import layers, t5
+from pipejax.model.slots import Slots
 from pipejax.testing import BACKBONE_REQUIREMENTS, METHOD_REQUIREMENTS, BackboneCase, MethodCase
 from support.branching import Branching
 from support.foreign import Lines, Uneven
@@ -538,6 +539,18 @@ def backbone(decoder: Any = t5.Decoder, encoder: Any = t5.Encoder, base: Any = t
     return lambda: kind(**vars(testing.TOY))
 
 
+def in_blocks(change: Callable[[Slots], Slots]) -> Piece:
+    """A T5 whose decoder changes the coordinates of its slots in attention in blocks."""
+
+    def seen(self: Any, queries: Slots, keys: Slots, distances: Any = None) -> Any:
+        if queries.row is not None:  # of self-attention
+            queries, keys = change(queries), change(keys)
+        return t5.Decoder.seen(self, queries, keys, distances)
+
+    decoder = type("Decoder", (t5.Decoder,), {"seen": seen})
+    return backbone(decoder, head_width=lambda self: self.d_kv)
+
+
 def without_fact(name: str) -> Any:
     return lambda self: {key: x for key, x in T5Config.facts(self).items() if key != name}
 
@@ -574,6 +587,14 @@ BROKEN_BACKBONES: dict[str, tuple[Piece, str]] = {
     "another gradient with remat": (backbone(OtherWithDots), "remat"),
     "dropout that is ignored": (backbone(base=NoDropout), "dropout"),
     "dropout that is never off": (backbone(base=AlwaysDropout), "dropout"),
+    "blocks without rows and times": (
+        in_blocks(lambda slots: dataclasses.replace(slots, row=None, time=None)),
+        "attention in blocks",
+    ),
+    "blocks in which positions do not matter": (
+        in_blocks(lambda slots: dataclasses.replace(slots, position=0 * slots.position)),
+        "attention in blocks",
+    ),
 }
 
 

@@ -81,11 +81,10 @@ class Scripted(Pipelined):
 def decode_scripted(strategy, answers):
     """Decodes a batch whose examples write these rows."""
     script = scripted.script(answers, strategy.rows, strategy.time_max + 1, strategy.eos)
-    model, sizes = NoModel(), Sizes.fit(strategy, len(answers))
+    sizes = Sizes.fit(strategy, len(answers))
 
     def stretch(slots, carry):
-        state = scripted.State(strategy.init(len(answers)), jnp.asarray(script))
-        return decode_stretch(strategy, carry or decoding.begin(strategy, model, state, sizes), sizes, slots)
+        return decode_stretch(strategy, carry or begin(strategy, script, sizes), sizes, slots)
 
     return jax.device_get(decoding.run(stretch, sizes).decoded)
 
@@ -94,14 +93,10 @@ def test_one_program_with_all_cache_sizes_decodes_like_one_for_each() -> None:
     strategy, grown = Scripted(delay=1, time_max=12, sub_max=4), set()
     sizes = Sizes.fit(strategy, 2, slots=(14, 22))
 
-    def begin(script):
-        state = scripted.State(strategy.init(2), script)
-        return decoding.begin(strategy, NoModel(), state, sizes)
-
     @jax.jit
     def whole(script):
         return decoding.run_in_one_program(
-            lambda slots, carry: decode_stretch(strategy, carry or begin(script), sizes, slots), sizes
+            lambda slots, carry: decode_stretch(strategy, carry or begin(strategy, script, sizes), sizes, slots), sizes
         )
 
     for length in (1, 5, 11):
@@ -111,12 +106,17 @@ def test_one_program_with_all_cache_sizes_decodes_like_one_for_each() -> None:
 
         def stretch(slots, carry, script=script, used=used):
             used.append(slots)
-            return decode_stretch(strategy, carry or begin(script), sizes, slots)
+            return decode_stretch(strategy, carry or begin(strategy, script, sizes), sizes, slots)
 
         expected = decoding.run(stretch, sizes).decoded
         jax.tree.map(np.testing.assert_array_equal, whole(script), expected)
         grown.add(len(used))
     assert len(sizes.slots) == 3 and grown == {1, 2, 3}
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def begin(strategy, script, sizes):
+    return decoding.begin(strategy, NoModel(), scripted.State(strategy.init(len(script)), script), sizes)
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
@@ -158,6 +158,7 @@ def test_pipelined_equals_algorithm_1(setting):
             assert TRUNCATIONS[decoded.truncated[b]] == expected.truncated
 
 
+@pytest.mark.slow
 def test_the_random_models_run_into_every_case():
     """Else the test above would prove little: what its first models do, by the oracle alone."""
     truncated, empty_first, uneven, gaps, rows = set(), 0, 0, 0, 0
@@ -260,8 +261,7 @@ def test_rows_are_compared_only_if_they_must_be_unique():
 
 def test_a_cache_that_is_too_small_is_an_error():
     strategy = Scripted(delay=1, time_max=9, sub_max=2)
-    state = scripted.State(strategy.init(1), jnp.full((1, 2, 10), 2))
-    carry = decoding.begin(strategy, NoModel(), state, Sizes((2,), (8,)))
+    carry = begin(strategy, np.full((1, 2, 10), 2, np.int32), Sizes((2,), (8,)))
     with pytest.raises(UserError, match=r"^slots: found a cache of 8, which is full"):
         decoding.run(
             lambda slots, old: decode_stretch(strategy, old or carry, Sizes((2,), (8,)), slots), Sizes((2,), (8,))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -34,11 +35,13 @@ from pipejax.decoding.drafters import FromModel, FromSource, Jacobi
 from pipejax.decoding.gathering import NOWHERE, Filled, hide
 from pipejax.inference import answers
 from pipejax.inference.backends import XLA, call_costs
+from pipejax.inference.decoding_options import forced_of
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.backends import OwnKernel
+from pipejax.methods import RowPrefixes
 from pipejax.model.t5 import Memory
 from pipejax.offline.records import as_line
 from pipejax.system.errors import UserError
@@ -156,7 +159,8 @@ def test_time_runs_on_after_the_last_row_that_fits_into_it():
 
 def test_unfinished_answer_counts_only_finished_calls():
     strategy = with_drafts(Pipelined(delay=1, time_max=6, sub_max=2), Drafts(Table(), 1))
-    state = strategy.init(1, SourceIds(np.full((1, 2 * GUESSED), 3, np.int32), np.zeros(1, np.int32)))
+    source = SourceIds(np.full((1, 2 * GUESSED), 3, np.int32), np.zeros(1, np.int32))
+    state = jax.jit(partial(strategy.init, 1))(source)
     ask, advance = jax.jit(strategy.query), jax.jit(strategy.advance)
     for made in range(3):
         state, query = ask(state)
@@ -186,7 +190,9 @@ def test_trace_belongs_to_its_example_and_is_optional():
         [(0, 3, 3, [6, 6, 1]), (1, 2, 2, [8, 1]), (2, 2, 2, [2, 1]), (3, 1, 1, [1])],
     ]
     untraced = with_drafts(inner, Drafts(Table(), 3))
-    state = untraced.init(3, SourceIds(np.zeros((3, 4 * GUESSED), np.int32), np.zeros(3, np.int32)))
+    state = jax.eval_shape(
+        partial(untraced.init, 3), SourceIds(np.zeros((3, 4 * GUESSED), np.int32), np.zeros(3, np.int32))
+    )
     assert state.drafts.trace is None
     same = scripted.decode(untraced, sources_, answers, width=8)
     assert same.trace is None
@@ -201,19 +207,25 @@ def test_a_trace_without_a_drafter_is_refused(name, beams):
 
 
 MODELS = 46  # random models a setting: more than 500 for each drafter in all of them
-# delay, time_max, sub_max, literal, batch; None: sequential, and time_max is max_length
+NAMES = ((2, 3), (4,), (2, 5, 6))  # the first tokens of rows
+# delay, time_max, sub_max, literal, batch, names; without a delay decoding is sequential, and time_max is max_length
 SETTINGS = [
-    (1, 12, 5, False, 7),
-    (1, 12, 5, True, 4),
-    (2, 15, 6, False, 5),
-    (2, 9, 4, True, 3),
-    (3, 14, 4, False, 8),
-    (3, 16, 20, True, 1),
-    (1, 6, 20, False, 3),
-    (1, 20, 2, False, 4),
-    (1, 1, 1, False, 2),
-    (None, 14, 1, False, 6),
-    (None, 30, 1, False, 1),
+    (1, 12, 5, False, 7, ()),
+    (1, 12, 5, True, 4, ()),
+    (2, 15, 6, False, 5, ()),
+    (2, 9, 4, True, 3, ()),
+    (3, 14, 4, False, 8, ()),
+    (3, 16, 20, True, 1, ()),
+    (1, 6, 20, False, 3, ()),
+    (1, 20, 2, False, 4, ()),
+    (1, 1, 1, False, 2, ()),
+    (None, 14, 1, False, 6, ()),
+    (None, 30, 1, False, 1, ()),
+    (0, 12, 3, False, 5, NAMES),
+    (0, 9, 3, True, 1, NAMES),
+    (1, 12, 5, True, 3, NAMES),
+    (2, 14, 4, False, 4, NAMES),
+    (3, 16, 3, False, 6, NAMES),
 ]
 
 
@@ -266,20 +278,21 @@ def test_the_longer_a_call_reads_the_more_it_drafts(numbers, dtype, drafted):
 @pytest.mark.parametrize(
     "setting, drafter",
     [pytest.param(setting, drafter, marks=marks(setting, drafter)) for setting in SETTINGS for drafter in DRAFTERS],
-    ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else type(x).__name__,
+    ids=lambda x: "-".join([*map(str, x[:-1]), *["names"] * bool(x[-1])]) if isinstance(x, tuple) else type(x).__name__,
 )
 def test_drafted_answers_equal_undrafted_answers(setting, drafter):
-    *shape, batch = setting
+    *shape, batch, names = setting
     plain = strategy_of(*shape)
+    forced = forced_of(RowPrefixes(names), plain)
     rounded = batch % 2 == 0
     drafts = Drafts(drafter, 4, query_counts=(batch + 2,), fixed=3.0 if rounded else 10.0, rounded=rounded)
     drafted = with_drafts(plain, drafts)
-    without = compiled(TINY, plain)
+    without = compiled(TINY, plain, forced=forced)
     sizes = Sizes.fit(
         drafted, batch, query_counts=drafted.query_counts, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
     )
     drafts_itself = isinstance(drafter, FromModel)
-    program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None)
+    program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None, forced=forced)
     fewer = 0
     for seed in range(MODELS):
         rng = np.random.default_rng([seed, *(x or 0 for x in shape)])
@@ -582,3 +595,19 @@ def test_draft_lengths_generate_the_most_tokens_for_the_cost() -> None:
         lengths = choose(count, odds, hangs, jnp.int32(needed), fixed=fixed, most=8, sizes=None).ravel().tolist()
         fed = [chance for row, n in zip(chances, lengths, strict=True) for chance in row[:n]]
         assert speed(fed) == pytest.approx(best, rel=1e-6)
+
+
+def test_odds_are_the_decayed_rates_after_two_tokens_of_prior_knowledge() -> None:
+    """By hand, for three rows of two degrees of trust; the third row's newest token did not count."""
+
+    @jax.jit
+    def odds() -> list[jax.Array]:
+        trust, none = jnp.asarray([[0, 1, 0]]), jnp.zeros((1, 3), jnp.int32)
+        drafted, run, counts = (jnp.asarray([x]) for x in ([3, 2, 2], [1, 2, 0], [1, 2, -1]))
+        records = [draft_lengths.TrackRecord.empty(1, 2)]
+        records.append(records[0].add(trust, drafted=drafted, run=run, counts=counts))  # 1 of 2 and 2 of 2 were right
+        records.append(records[1].add(trust, drafted=none, run=none, counts=none))
+        return [record.odds((0.5, 0.25), trust)[0, :2] for record in records]
+
+    by_hand = [[0.5, 0.25], [(1 + 1) / (2 + 2), (0.5 + 2) / (2 + 2)], [1.9 / 3.8, (0.5 + 1.8) / 3.8]]
+    np.testing.assert_allclose(odds(), by_hand, rtol=1e-6)

@@ -106,6 +106,7 @@ def test_answers_equal_answers_decoded_alone(generator):
             assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_requests_against_repetition_beside_others(generator):
     """Each has its own settings; a request without them is answered as without the others."""
     given = texts(6)

@@ -138,8 +138,9 @@ def test_inputs_are_given_by_former_keywords(t5: pipejax.Generator) -> None:
 
 
 def test_the_former_attribute_names_the_default_method(t5: pipejax.Generator) -> None:
-    with pytest.warns(DeprecationWarning, match=r"^Generator\.default_strategy is now default_method"):
+    with pytest.warns(DeprecationWarning, match=r"^Generator\.default_strategy is now default_method") as caught:
         assert t5.default_strategy == t5.default_method == "sequential"  # type: ignore[attr-defined]
+    assert caught[0].filename == __file__  # the line of the caller
     with pytest.warns(DeprecationWarning, match=r"^pipejax\.config\.STRATEGIES is now pipejax\.config\.METHODS"):
         assert config_lib.STRATEGIES is config_lib.METHODS
 

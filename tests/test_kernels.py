@@ -200,7 +200,7 @@ def test_the_encoder_equals_numpys_on_sources_of_several_blocks(level, shape):
     check_encoder(level, shape, "int8", lengths=(2, 31, 32, 513, 1030))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", [pytest.param(x, marks=() if x == "int8" else pytest.mark.slow) for x in WEIGHTS])
 def test_a_source_that_is_not_finite_stays_so(level, weights):
     """An infinite number in one token spoils its whole source, and no other source of the batch."""
     model, own, _, _ = made("silu", weights, level)

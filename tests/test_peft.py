@@ -27,7 +27,6 @@ from pipejax.system.errors import UserError
 from support import in_transformers
 from support.in_transformers import VISION, config_facts, varied
 
-peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # PEFT asks for it
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),  # of bases without a name, and of tied heads
@@ -96,6 +95,12 @@ QUICK = [("t5gemma2", "encoder"), ("t5gemma2", "everything"), ("umt5", "attentio
 SOURCE, TARGET = [[3, 4, 5, 6, 49, 1]], [[0, 7, 8, 9]]
 
 
+@functools.cache
+def peft() -> Any:
+    """PEFT, which the first test that calls this imports: the import takes seconds."""
+    return pytest.importorskip("peft")
+
+
 def params_of(kind: str) -> Any:
     return varied(BACKBONES[kind], 0, centered=kind in GEMMA)
 
@@ -130,8 +135,8 @@ def original(kind: str) -> Any:
 
 def adapted(kind: str, settings: dict[str, Any]) -> Any:
     """That model with an adapter whose factors are random."""
-    found = peft.get_peft_model(
-        of_transformers(kind), peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **{"r": 2, "lora_alpha": 4} | settings)
+    found = peft().get_peft_model(
+        of_transformers(kind), peft().LoraConfig(task_type="SEQ_2_SEQ_LM", **{"r": 2, "lora_alpha": 4} | settings)
     )
     torch.manual_seed(1)
     for name, x in found.named_parameters():
@@ -148,8 +153,8 @@ def logits(model: Any) -> np.ndarray:
 
 def loaded(kind: str, tensors: Any, facts: Any) -> Any:
     """That model with an adapter of ours, once PEFT had a place for each tensor, and a tensor for each place."""
-    model = peft.get_peft_model(of_transformers(kind), peft.LoraConfig(**facts)).eval()
-    result = peft.set_peft_model_state_dict(model, {name: torch.from_numpy(x) for name, x in tensors.items()})
+    model = peft().get_peft_model(of_transformers(kind), peft().LoraConfig(**facts)).eval()
+    result = peft().set_peft_model_state_dict(model, {name: torch.from_numpy(x) for name, x in tensors.items()})
     assert not result.unexpected_keys
     assert not [name for name in result.missing_keys if "lora_" in name]
     places = [name for name, _ in model.named_parameters() if "lora_" in name]
@@ -290,7 +295,7 @@ def test_adapter_directories_round_trip(kind: str, tmp_path: Any) -> None:
     run = checkpoint.open_run(tmp_path / "run")
     np.testing.assert_allclose(ours(run.items["params"], kind), expected, atol=1e-4)
     to_hf(tmp_path / "run", tmp_path / "back", adapter=True, base_model=base)
-    again = peft.PeftModel.from_pretrained(of_transformers(kind), tmp_path / "back")
+    again = peft().PeftModel.from_pretrained(of_transformers(kind), tmp_path / "back")
     np.testing.assert_allclose(logits(again), expected, atol=1e-4)
     more = {"attn_implementation": "eager"} if kind == "t5gemma" else {}
     by_transformers = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back", **more)

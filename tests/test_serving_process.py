@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import openai
 import pytest
 
 import pipejax
@@ -103,7 +103,13 @@ def server(trained: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[Any]:
+def openai() -> Any:
+    """OpenAI's client library, whose import takes a second: this file is also collected for the quick tests."""
+    return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def client(openai: Any, server: Server) -> Iterator[Any]:
     """OpenAI's own."""
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0) as made:
         yield made
@@ -151,7 +157,7 @@ def test_samples_equal_samples_of_decode(server: Server, trained: Path, monkeypa
     assert len({record["text"] for record in wanted}) == 4
 
 
-def test_the_client_of_openai(server: Server, client: Any, expected: dict[str, list[Any]]) -> None:
+def test_the_client_of_openai(openai: Any, server: Server, client: Any, expected: dict[str, list[Any]]) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "pipejax"
     found = client.completions.create(model="tiny", prompt=TEXTS[:3], logprobs=1)
@@ -183,7 +189,7 @@ def test_the_client_of_openai(server: Server, client: Any, expected: dict[str, l
 
 
 def test_chats_and_responses_of_the_client_of_openai(
-    server: Server, client: Any, expected: dict[str, list[Any]]
+    openai: Any, server: Server, client: Any, expected: dict[str, list[Any]]
 ) -> None:
     texts = [record["text"] for record in expected["pipelined"]]
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXTS[1]}]

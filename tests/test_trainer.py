@@ -155,7 +155,7 @@ def test_pack_follows_the_batch_size(size, pack):
 
 def test_fixed_batches_hold_everything_once(tokenizer):
     encoded = [encode_example(e, tokenizer, CONFIG, MODEL) for e in demo.examples("dev")[:31]]
-    shapes = choose_shapes(demo.examples("train"), tokenizer, CONFIG, MODEL)
+    shapes = choose_shapes(demo.examples("dev"), tokenizer, CONFIG, MODEL)
     batches = list(fixed_batches(encoded, CONFIG.train, shapes))
     assert sum(b.arrays["weights"].sum() for b in batches) == sum(e.target.weights.sum() for e in encoded)
 
@@ -236,7 +236,7 @@ def test_program_that_failed_ahead_is_compiled_again(batches, monkeypatch):
     assert len(unneeded) <= 1 and not cli._unneeded
 
 
-@pytest.mark.parametrize("dtype, precise", [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize("dtype, precise", [("float32", True), pytest.param("bfloat16", False, marks=pytest.mark.slow)])
 def test_float32_is_not_rounded_in_products(dtype, precise):
     trainer = Trainer(change(CONFIG, train={"dtype": dtype}))
     text = trainer.lower(abstract_batch(CONFIG.train, (16, 16))).as_text()

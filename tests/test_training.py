@@ -558,6 +558,7 @@ def files_of(place):
     return {str(path.relative_to(place)): path.stat().st_mtime_ns for path in place.rglob("*")}
 
 
+@pytest.mark.slow
 def test_dry_run_makes_first_step_and_leaves_no_files(tmp_path, said, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert dry_run(change(CONFIG, train={"tensorboard": True}), tmp_path / "run") == 0
@@ -572,6 +573,7 @@ def test_dry_run_makes_first_step_and_leaves_no_files(tmp_path, said, monkeypatc
         assert expected in words, expected
 
 
+@pytest.mark.slow
 def test_dry_run_raises_errors_of_the_run(finished, tmp_path, said):
     before = files_of(finished)
     with pytest.raises(UserError, match=r"train\.learning_rate: 0\.001 -> 0\.5; expected no change on resume"):
@@ -585,6 +587,7 @@ def test_dry_run_raises_errors_of_the_run(finished, tmp_path, said):
     assert files_of(finished) == before and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_does_not_change_existing_run(finished, said):
     before = files_of(finished)
     assert dry_run(CONFIG, finished) == 0
@@ -599,5 +602,6 @@ def test_dry_run_reports_loss_that_is_not_finite(tmp_path, said, monkeypatch):
         make_step(self)
 
     monkeypatch.setattr(loop.Run, "make_step", poisoned)
-    assert dry_run(CONFIG, tmp_path / "run") == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert dry_run(CONFIG, tmp_path / "run") == 1 and not [*tmp_path.iterdir()]
     assert any("the loss or the gradient of the first step is not finite" in line for line in said)

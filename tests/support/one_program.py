@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from pipejax import decoding
 from pipejax.config import T5Config
-from pipejax.decoding import Decoded, Sizes, SourceIds, Strategy
+from pipejax.decoding import Decoded, DecodingOptions, Sizes, SourceIds, Strategy
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.drafter_parameters import SmallModel
 from pipejax.inference.programs import decode_batch, encode_batch, schedule
@@ -25,11 +26,13 @@ def compiled(
     backend: Backend = XLA,
     small: T5Config | None = None,
     shares_encoder: bool = False,
+    forced: np.ndarray | None = None,
 ) -> Callable[..., Decoded]:
     """From parameters, source i32 [B, L] and length i32 [B] to what is decoded.
 
     With `small`, the architecture of a T5 that drafts, its parameters come last. With `shares_encoder` it computes with
-    the outputs of the large one's encoder.
+    the outputs of the large one's encoder. `forced`: i32 [R, W], the token that all examples generate at each row and
+    time, -1 where the model chooses; None: the model chooses all tokens.
     """
     model = config.module()
     other = None if small is None else T5(small)
@@ -51,9 +54,11 @@ def compiled(
     def whole(params: Any, source: jax.Array, length: jax.Array, *of_small: Any) -> Decoded:
         weights, memory, found = encode(params, source, length, *of_small)
         chosen = sizes or schedule(strategy, len(length))
+        options = DecodingOptions(forced=None if forced is None else np.repeat(forced[None], len(length), axis=0))
         read = (SourceIds(source, length, memory=found),) if strategy.reads_source else ()
         stretch = decoding.run(
-            lambda slots, carry: decode(weights, memory, carry, *read, sizes=chosen, slots=slots), chosen
+            lambda slots, carry: decode(weights, memory, carry, *read, options=options, sizes=chosen, slots=slots),
+            chosen,
         )
         return stretch.decoded
 
