@@ -113,6 +113,14 @@ def few_memory_maps(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_sampled_examples() -> Iterator[None]:
+    """Padded shapes are chosen from the lengths of 400 examples: encoding 4,000 takes most of a second in each run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipejax.data.batches.SAMPLE", 400)
+        yield
+
+
 @pytest.fixture(scope="session")
 def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels that tests compile: in a cache of the suite's own, from one of its runs to the next."""

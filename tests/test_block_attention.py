@@ -168,7 +168,7 @@ def test_slots_attend_to_their_own_sources() -> None:
     assert max(apart(rng, across(rng, 2, 50, 131), rate=0.1)) < 1e-5
 
 
-@pytest.mark.parametrize("length", [40, 100, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [100, *(pytest.param(n, marks=pytest.mark.slow) for n in (40, 200))])
 def test_the_band_of_whole_sources_has_the_gradient_of_the_bias(length: int) -> None:
     """Sources without padding, whose lengths are no multiples of the blocks."""
     position = np.broadcast_to(np.arange(length), (2, length))
@@ -260,13 +260,18 @@ def packed(rng: np.random.Generator, *, examples: int, groups: int, length: int,
 def test_packed_examples_have_the_masks_of_attend(over_sources: bool, length: int) -> None:
     """The kernel's bits, seen through values of one column each, where examples begin at odd columns."""
     rng, count = np.random.default_rng(11), 64
-    example = jnp.asarray(np.searchsorted([13, 40], np.arange(count), side="right")[None])
-    q, k = (jnp.asarray(rng.standard_normal((1, 2, count, 64)), jnp.float32) for _ in "qk")
-    values, seed = jnp.broadcast_to(jnp.eye(count), (1, 2, count, count)), jnp.asarray([3, 4], jnp.uint32)
-    with dropout.numbered(jnp.asarray([5, 0, 9]), length, example):
-        seen = Seen(Slots(example * 0), Slots(example * 0), None, Blocks(interpret=True))
-        found = attend_in_blocks(q, k, values, seen, seed, 0.5, over_sources=over_sources)
-        expected = attend(q, k, values, jnp.zeros((1, 1, 1, 1)), seed, 0.5, over_sources=over_sources)
+    example = np.searchsorted([13, 40], np.arange(count), side="right")[None].astype(np.int32)
+    q, k = (rng.standard_normal((1, 2, count, 64)).astype(np.float32) for _ in "qk")
+    values, seed = np.tile(np.eye(count, dtype=np.float32), (1, 2, 1, 1)), np.asarray([3, 4], np.uint32)
+
+    @jax.jit
+    def attended(q: Array, k: Array, values: Array, seed: Array) -> tuple[Any, Any]:
+        with dropout.numbered(jnp.asarray([5, 0, 9]), length, jnp.asarray(example)):
+            seen = Seen(Slots(example * 0), Slots(example * 0), None, Blocks(interpret=True))
+            found = attend_in_blocks(q, k, values, seen, seed, 0.5, over_sources=over_sources)
+            return found, attend(q, k, values, jnp.zeros((1, 1, 1, 1)), seed, 0.5, over_sources=over_sources)
+
+    found, expected = map(np.asarray, attended(q, k, values, seed))
     np.testing.assert_array_equal(found == 0, expected == 0)
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert 0.45 < float((found == 0).mean()) < 0.55

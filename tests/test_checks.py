@@ -330,7 +330,12 @@ REAL_METHODS: dict[str, tuple[Method, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", REAL_METHODS)
+REPEATED = "pipelined, a delay of 3", "pipelined, unique", "names, a delay of 1"  # other cases have the same methods
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in REPEATED else ()) for case in REAL_METHODS]
+)
 def test_real_method_keeps_the_rules(case: str) -> None:
     """Checks all rules except "answers", which takes longer."""
     method, targets = REAL_METHODS[case]

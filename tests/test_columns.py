@@ -308,6 +308,7 @@ def test_the_schema_of_a_json_object_has_the_columns(names: Any, row_names: Any,
     assert own.answer_format is not None and [row.name for row in own.answer_format.rows] == [*names]
 
 
+@pytest.mark.slow
 def test_records_in_memory_train_as_their_table_does(tmp_path: Path, compiled_once: None) -> None:
     """A list, or a data frame with cells as pandas reads them from the table."""
     tokenizer = tokenizer_in(tmp_path / "tokenizer")

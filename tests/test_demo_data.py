@@ -54,7 +54,7 @@ def test_the_first_long_note() -> None:
     )
 
 
-@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_splits(long: bool) -> None:
     notes = {split: [example.source for example in examples(split, long=long)] for split in SIZES}
     assert [len(notes[split]) for split in ("train", "dev", "test")] == [20_000, 256, 512]

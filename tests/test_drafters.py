@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,13 +77,9 @@ def opened(drafter: Any, **decode: Any) -> Generator:
     return Generator(config, params, None, drafter=OpenDrafter(drafter, params=own))
 
 
-def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
-    """Its drafts are the tokens in the order of their scores, computed in NumPy."""
-    drafting = opened(Ranked(), trace=True)
+def count_drafts(given: list[list[int]], records: Sequence[Any]) -> int:
+    """Checks that drafts are the tokens in the order of their scores, computed in NumPy; returns their number."""
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(4))
-    rng = np.random.default_rng(5)
-    given = [[*rng.permutation(np.arange(2, 12))[: rng.integers(3, 9)].tolist(), 1] for _ in range(6)]
-    records = drafting.decode(given, drafter=Ranked(odds=(0.98,)), batch_size=1)
     seen = 0
     for text, record in zip(given, records, strict=True):
         scores = oracle.encode(params, MORE_WORDS, text) @ vector(MORE_WORDS.d_model)
@@ -94,7 +91,14 @@ def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
                 assert drafted == [tokens[(row + length[row] + k) % 8] for k in range(len(drafted))]
                 length[row] += written
                 seen += len(drafted)
-    assert seen > 20
+    return seen
+
+
+def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
+    drafting = opened(Ranked(), trace=True)
+    rng = np.random.default_rng(5)
+    given = [[*rng.permutation(np.arange(2, 12))[: rng.integers(3, 9)].tolist(), 1] for _ in range(6)]
+    assert count_drafts(given, drafting.decode(given, drafter=Ranked(odds=(0.98,)), batch_size=1)) > 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +262,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("kind", ["Ranked", pytest.param("RankedOnce", marks=pytest.mark.slow)])
+def test_a_named_drafter_reads_its_checkpoint(run: Path) -> None:
+    named = {"decode.draft": f"{NAME}:Ranked", "decode.draft_checkpoint": str(run.parent), "decode.trace": True}
+    given = [[5, 9, 4, 1], [7, 2, 11, 1]]
+    assert count_drafts(given, pipejax.load(run, overrides=named).decode(given)) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Ranked", "RankedOnce"])
 def test_a_named_drafter_is_opened_with_a_checkpoint(run: Path, kind: str) -> None:
     """Its parameters are read; records and streams equal those without drafts, and are shorter by some calls."""
     named = {"decode.draft": f"{NAME}:{kind}", "decode.draft_checkpoint": str(run.parent)}
@@ -292,18 +303,27 @@ def test_names_of_drafters_that_cannot_be_used_are_one_line(run: Path) -> None:
         pipejax.load(run).decode([[5, 1]], drafter=Ranked())
 
 
-def test_opening_a_run_does_not_import_the_drafter_that_it_names(run: Path) -> None:
-    """Its module must be imported by the caller, or be named by the caller."""
+@pytest.fixture
+def named(run: Path) -> Path:
+    """A run whose config names a drafter of a module beside the run."""
     config = config_lib.load(run / "config.json")
     config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, draft="user_drafter:AsSource"))
     checkpoint.save_params(run.parent / "named", config, oracle.random_params(MORE_WORDS, np.random.default_rng(4)))
     (run.parent / "user_drafter.py").write_text(
         "from pipejax.decoding.drafters import FromSource\n\n\nclass AsSource(FromSource):\n    pass\n"
     )
-    name = "user_drafter"
+    return run.parent / "named"
+
+
+def test_opening_a_run_does_not_import_the_drafter_that_it_names(named: Path) -> None:
+    """Its module must be imported by the caller, or be named by the caller."""
     with refuses("decode.draft", found="user_drafter:AsSource", expected="--set decode.draft=user_drafter:AsSource"):
-        pipejax.load(run.parent / "named")
-    assert name not in sys.modules
+        pipejax.load(named)
+    assert "user_drafter" not in sys.modules
+
+
+@pytest.mark.slow
+def test_a_program_names_the_drafter_of_a_run_to_import_it(named: Path) -> None:
     program = (
         "import sys, pipejax\n"
         "t5 = pipejax.load('named', overrides=['decode.draft=user_drafter:AsSource'])\n"
@@ -311,8 +331,8 @@ def test_opening_a_run_does_not_import_the_drafter_that_it_names(run: Path) -> N
     )
     found = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=run.parent,
-        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(run.parent), "PATH": "/usr/bin:/bin"},
+        cwd=named.parent,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(named.parent), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=False,

@@ -47,7 +47,11 @@ def decoder(heads: int, width: int, batch: int, memory: Memory | None = None, ki
 
 
 @pytest.mark.parametrize(
-    "outputs, inputs, queries", [(16, 16, 2), (48, 80, 5), (48, 768, 16), (48, 80, 70), (8208, 32, 2)]
+    "outputs, inputs, queries",
+    [
+        *((16, 16, 2), (48, 768, 16), (8208, 32, 2)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((48, 80, 5), (48, 80, 70))),
+    ],
 )
 def test_products_equal_numpys(outputs: int, inputs: int, queries: int) -> None:
     rows, x, residual = normal(1, outputs, inputs), 9 * normal(2, inputs, queries), normal(3, outputs, queries)
@@ -67,7 +71,9 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("queries, spread", [(1, 1.0), (5, 30.0), (20, 3.0), (33, 1.0)])
+@pytest.mark.parametrize(
+    "queries, spread", [(1, 1.0), (5, 30.0), pytest.param(20, 3.0, marks=pytest.mark.slow), (33, 1.0)]
+)
 def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> None:
     """Masked slots, and an example whose slots are all masked."""
     batch, heads, width, length = 3, 2, 32, 192
@@ -83,7 +89,13 @@ def test_attention_to_a_memory_equals_numpys(queries: int, spread: float) -> Non
     assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize("queries, start", [(1, [0]), (1, [130, 2]), (6, [0]), (6, [63]), (20, [0, 64]), (33, [100])])
+@pytest.mark.parametrize(
+    "queries, start",
+    [
+        *((1, [130, 2]), (6, [63]), (33, [100])),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, [0]), (6, [0]), (20, [0, 64]))),
+    ],
+)
 def test_attention_to_a_cache_equals_numpys(queries: int, start: list[int]) -> None:
     """Garbage lies in slots that are still empty; the new keys and values land there, and nothing else changes."""
     batch, heads, width, slots = 2, 3, 16, 140

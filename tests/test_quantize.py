@@ -17,6 +17,7 @@ from pipejax.checkpoint.__main__ import verify
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert
 from pipejax.inference.backends import Xla
+from pipejax.inference.lazy_programs import dtype_of
 from pipejax.inference.loading import load
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.backends import OwnKernel
@@ -230,3 +231,15 @@ def test_a_changed_bit_is_found(smaller, tmp_path):
     file.write_bytes(content)
     (report,) = verify(tmp_path / "run/checkpoints")
     assert report["damaged"]
+
+
+@pytest.mark.parametrize(
+    "weights, dtype, expected",
+    [
+        *(("auto", "auto", "float32"), ("auto", "bfloat16", "bfloat16"), ("int8", "bfloat16", "bfloat16")),
+        *(("bfloat16", "auto", "float32"), ("float32", "auto", "float32")),
+    ],
+)
+def test_weights_in_fewer_bytes_keep_the_dtype_of_computing(weights: str, dtype: str, expected: str) -> None:
+    """On a CPU, whose default is float32."""
+    assert dtype_of(Config(decode=DecodeConfig(weights=weights, dtype=dtype))) == jnp.dtype(expected)

@@ -126,12 +126,11 @@ def back(step):
 def test_pack_puts_each_live_query_in_one_place():
     live = np.asarray([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], bool)
     tokens = np.arange(10, 22).reshape(3, 4)
-    query = Query(tokens=jnp.asarray(tokens), row=jnp.arange(4)[None], time=jnp.full((3, 4), 7), live=jnp.asarray(live))
+    query = Query(tokens=tokens, row=np.arange(4)[None], time=np.full((3, 4), 7), live=live)
     before = Filled(
-        jnp.pad(jnp.asarray([[0, 2], [0, 1], [1, NOWHERE]]), ((0, 0), (0, 8)), constant_values=NOWHERE),
-        jnp.full((3, 10), 6),
+        np.pad([[0, 2], [0, 1], [1, NOWHERE]], ((0, 0), (0, 8)), constant_values=NOWHERE), np.full((3, 10), 6)
     )
-    step, number, filled = gather(query, before, jnp.asarray([4]), 5, 3)
+    step, number, filled = jax.jit(gather, static_argnums=(3, 4))(query, before, np.asarray([4]), 5, 3)
     assert step.tokens[:4].tolist() == [10, 12, 13, 19]
     assert [number[0, 0], number[0, 2], number[0, 3], number[2, 1]] == [0, 1, 2, 3]
     assert step.query_at_place.tolist() == [[0, 1, 2], [5, 5, 5], [3, 5, 5]]
@@ -156,15 +155,15 @@ def test_a_query_with_a_lineage_sees_the_rows_of_its_line():
     live = np.asarray([[1, 0, 1], [0, 0, 0]], bool)
     lineage = np.asarray([[[0, 1, 0, 0], [9, 9, 9, 9], [0, 0, 2, 0]], np.zeros((3, 4))], np.int32)
     query = Query(
-        tokens=jnp.full((2, 3), 5),
-        row=jnp.arange(3)[None],
-        time=jnp.full((1, 3), 2),
-        live=jnp.asarray(live),
-        lineage=jnp.asarray(lineage),
+        tokens=np.full((2, 3), 5),
+        row=np.arange(3)[None],
+        time=np.full((1, 3), 2),
+        live=live,
+        lineage=lineage,
     )
     nothing = [NOWHERE] * 4
-    before = Filled(jnp.asarray([[1, 0, 0, *nothing, 9]] * 2), jnp.asarray([[1, 0, 1, *nothing, 9]] * 2))
-    step, _, filled = gather(query, before, jnp.asarray([4]), 4, 2)
+    before = Filled(*(np.asarray([[*first, *nothing, 9]] * 2) for first in ([1, 0, 0], [1, 0, 1])))
+    step, _, filled = jax.jit(gather, static_argnums=(3, 4))(query, before, np.asarray([4]), 4, 2)
     assert filled.row[0].tolist() == [1, 0, 0, NOWHERE, 0, 2, NOWHERE, 9]
     assert step.mask[0].astype(int).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 0, 0]]
     assert back(step)[0, :, [0, 1, 2, 4, 5]].T.tolist() == [[1, 2, 1, 0, 0]] * 2
