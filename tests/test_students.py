@@ -237,6 +237,18 @@ def test_a_killed_run_comes_to_the_same_end(given, taught, tmp_path, monkeypatch
 
 
 @pytest.mark.long
+def test_the_answers_of_a_sequential_model_are_learned(given, tmp_path):
+    config = dataclasses.replace(LARGE, train=dataclasses.replace(LARGE.train, method="sequential"))
+    large = checkpoint.open_run(given / "large")
+    params, files = large.items["params"], large.tokenizer_files()
+    checkpoint.save_params(tmp_path / "large", config, params, tokenizer_source=files)
+    assert run(tmp_path, tmp_path / "run", source=str(given / "sources.jsonl")) == 0
+    assert checkpoint.open_run(tmp_path / "run").config.train.method == "sequential"
+    found = json.loads((tmp_path / "run" / students.FIGURES).read_text())
+    assert found["equal_answers"] == 100 and found["calls"]["model"] <= found["calls"]["none"]
+
+
+@pytest.mark.long
 def test_a_small_t5_of_other_sizes_has_its_own_encoder(given, tmp_path):
     """From a config, and then from the checkpoint that this training wrote."""
     model = dataclasses.replace(MODEL, d_model=12, num_heads=3)
