@@ -189,11 +189,11 @@ def test_schedule_holds_every_decode():
 @pytest.mark.parametrize(
     "strategy", [Pipelined(delay=1, time_max=23, sub_max=10), Sequential(max_length=200), Beam(60, 5)]
 )
-@pytest.mark.parametrize("number, turn", [(0, 1), (1, 1), (1, 4)])
-def test_no_step_copies_the_cache(strategy, batch, number, turn):
+@pytest.mark.parametrize("number, steps", [(0, 1), (1, 1), (1, 4)])
+def test_no_step_copies_the_cache(strategy, batch, number, steps):
     """In the compiled program no computation that a loop's body calls copies the cache, the memory or a weight."""
     model = t5.T5(CONFIG)
-    sizes = Sizes.fit(strategy, batch, query_counts=(4 * batch,), slots=(31, 78), turn=turn)
+    sizes = Sizes.fit(strategy, batch, query_counts=(4 * batch,), slots=(31, 78), steps=steps)
     ready = jax.eval_shape(lambda k: XLA.prepare(model, CONFIG.init_params(k)), jax.random.key(0))
     source, length = jax.ShapeDtypeStruct((batch, 17), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     memory = jax.eval_shape(partial(programs.encode_batch, model), ready.encoding, source, length)
@@ -211,10 +211,10 @@ def test_no_step_copies_the_cache(strategy, batch, number, turn):
         elif " = " in line:
             inside.append(line)
     loops = [line for lines in computations.values() for line in lines if " while(" in line]
-    # A turn of several steps is one loop more, whose condition is not evaluated.
-    assert len(loops) == (1 + (turn > 1)) * len(sizes.query_counts) + (len(sizes.query_counts) > 1)
-    known = [line for line in loops if f'"known_trip_count":{{"n":"{turn}"}}' in line]
-    assert len(known) == (turn > 1) * len(sizes.query_counts)
+    # An iteration of several steps is one loop more, whose condition is not evaluated.
+    assert len(loops) == (1 + (steps > 1)) * len(sizes.query_counts) + (len(sizes.query_counts) > 1)
+    known = [line for line in loops if f'"known_trip_count":{{"n":"{steps}"}}' in line]
+    assert len(known) == (steps > 1) * len(sizes.query_counts)
     waiting, bodies = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in loops], set()
     while waiting:
         if (name := waiting.pop()) not in bodies:

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Drafts, Pipelined, with_drafts
 from pipejax.decoding.drafters import FromSource
-from pipejax.inference import ways
+from pipejax.inference import configurations
+from pipejax.inference.configurations import DEFAULT, Configuration
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.inference.ways import USUAL, Way
 from pipejax.kernels import block_attention, gpu
 from pipejax.kernels.backends import Gpu
 from pipejax.system import targets
@@ -80,10 +80,10 @@ def test_a_kernel_is_compiled(name: str) -> None:
     assert KERNEL in (lowered.compile().as_text() or "")
 
 
-def absent(device: jax.Device, way: Way) -> Programs:
+def absent(device: jax.Device, configuration: Configuration) -> Programs:
     """The programs of a T5 for a device that is not here, with shapes in the place of weights."""
     made = Programs(TINY, jnp.dtype(jnp.bfloat16), devices=[device], backend=Gpu())
-    made.ways.fixed, made._call_costs = way, 1.0
+    made.configurations.fixed, made._call_costs = configuration, 1.0
     params = jax.eval_shape(TINY.init_params, jax.random.key(0))
     place = NamedSharding(made._mesh(1), PartitionSpec())
     made._placed[1] = jax.tree.map(
@@ -100,20 +100,24 @@ GRID = Pipelined(1, 20, 5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    "strategy, way",
-    [(GRID, Way(graph=True)), (GRID, USUAL), (with_drafts(GRID, Drafts(FromSource(), 3)), Way(graph=True, turn=1))],
+    "strategy, configuration",
+    [
+        (GRID, Configuration(graph=True)),
+        (GRID, DEFAULT),
+        (with_drafts(GRID, Drafts(FromSource(), 3)), Configuration(graph=True, steps=1)),
+    ],
     ids=["graph", "host", "drafts"],
 )
 def test_a_decode_is_one_graph_and_returns_nothing_new(
-    name: str, strategy: Any, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, strategy: Any, configuration: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the option; without it the host controls the loop. Results replace the argument for them in both cases."""
     device = targets.find_target(name, "--target").devices(1)[0]
-    monkeypatch.setattr(ways, "GRAPH", ways.GRAPH | {"xla_dump_to": str(tmp_path)})
-    if way == USUAL:
-        options = property(lambda way: {"xla_dump_to": str(tmp_path)})
-        monkeypatch.setattr(Way, "compiler_options", options)
-    made = absent(device, way)
+    monkeypatch.setattr(configurations, "GRAPH", configurations.GRAPH | {"xla_dump_to": str(tmp_path)})
+    if configuration == DEFAULT:
+        options = property(lambda configuration: {"xla_dump_to": str(tmp_path)})
+        monkeypatch.setattr(Configuration, "compiler_options", options)
+    made = absent(device, configuration)
     with targets.named(device):
         made.warm_up(strategy, batch_size=1, length=16, report=Report())
     table: dict[Any, Any] = made._compiled
@@ -123,6 +127,6 @@ def test_a_decode_is_one_graph_and_returns_nothing_new(
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= table_of_pointers
     thunks = max(tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")).read_text()
     started = [line for line in thunks.splitlines() if line[:1].isdigit()]
-    assert thunks.count("kWhile") >= 1 + (way.turn != 1)
-    assert (len(started) == 1 and "kCommandBuffer" in started[0]) == way.graph
-    assert any("kWhile" in line for line in started) != way.graph
+    assert thunks.count("kWhile") >= 1 + (configuration.steps != 1)
+    assert (len(started) == 1 and "kCommandBuffer" in started[0]) == configuration.graph
+    assert any("kWhile" in line for line in started) != configuration.graph

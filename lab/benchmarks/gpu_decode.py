@@ -19,18 +19,18 @@ from lab.benchmarks.systems import SIZES, random_params
 from lab.launch import trial
 from pipejax import decoding
 from pipejax.decoding import Pipelined, Sequential, Sizes
-from pipejax.inference import programs, ways
+from pipejax.inference import configurations, programs
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.configurations import Configuration, ConfigurationTable
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.inference.ways import Way, Ways
 from pipejax.kernels.backends import Gpu
 from pipejax.model.precision import precision
 from pipejax.system import compile_cache
 
 Array = jax.Array
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
-LOOPS = ways.GRAPH[ways.COMMAND_BUFFERS]  # what XLA puts into a CUDA graph, with loops
+LOOPS = configurations.GRAPH[configurations.COMMAND_BUFFERS]  # what XLA puts into a CUDA graph, with loops
 
 
 class Decodes:
@@ -53,19 +53,19 @@ class Decodes:
         """A strategy whose answers have no end, with that many rows."""
         return Sequential(steps, eos=10**6) if queries == 1 else Pipelined(1, steps, queries, eos=10**6)
 
-    def case(self, name: str, backend: Backend, queries: int, turn: int, **options: Any) -> Case:
+    def case(self, name: str, backend: Backend, queries: int, steps: int, **options: Any) -> Case:
         """A case of `compile`."""
-        steps = f"{turn} {'step' if turn == 1 else 'steps'} in an iteration"
+        iteration = f"{steps} {'step' if steps == 1 else 'steps'} in an iteration"
         queries_ = f"{queries} {'query' if queries == 1 else 'queries'}"
-        label = f"{name}, {queries_}, {steps}"
-        return Case(label, partial(self.compile, label, backend, queries, turn, **options))
+        label = f"{name}, {queries_}, {iteration}"
+        return Case(label, partial(self.compile, label, backend, queries, steps, **options))
 
     def compile(
         self,
         name: str,
         backend: Backend,
         queries: int,
-        turn: int,
+        steps: int,
         *,
         graphs: str | None = None,
         blocks: launch.LaunchBlocks | None = None,
@@ -77,13 +77,13 @@ class Decodes:
           name: the name of the case.
           backend: computes the steps.
           queries: queries of a step.
-          turn: steps in an iteration of the loop.
+          steps: steps in an iteration of the loop.
           graphs: what XLA may put into a CUDA graph; None: XLA's choice.
           blocks: blocks of the launch that decodes; None: XLA's loop decodes.
           keeps: whether the carry with the cache is returned as well.
         """
         strategy = self.strategy(queries)
-        sizes = Sizes.fit(strategy, 1, slots=programs.SLOTS[1:], turn=turn)
+        sizes = Sizes.fit(strategy, 1, slots=programs.SLOTS[1:], steps=steps)
         slots = next(x for x in sizes.slots if x >= (self.many + 1) * queries)
 
         def decode(weights: Any, memory: Any, pause_after: Array) -> Any:
@@ -99,7 +99,7 @@ class Decodes:
         # The name of the directory must not change: it is part of the key in the cache of compiled programs.
         dump = (compile_cache.safe_directory() or Path("build")) / "thunks" / name.replace(" ", "_")
         options: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
-        options |= {} if graphs is None else {ways.COMMAND_BUFFERS: graphs}
+        options |= {} if graphs is None else {configurations.COMMAND_BUFFERS: graphs}
         with precision(BFLOAT16):
             lowered = jax.jit(decode).lower(self.weights, self.memory, jnp.int32(0))
             program = lowered.compile(compiler_options=options)
@@ -125,15 +125,15 @@ class Decodes:
 
         return measuring
 
-    def compile_product(self, way: Way | None) -> Callable[[], Result]:
+    def compile_product(self, configuration: Configuration | None) -> Callable[[], Result]:
         """Compiles what `pipejax decode` compiles.
 
         Args:
-          way: the configuration of decoding; None: the first decode compares the configurations and chooses one.
+          configuration: the configuration of decoding; None: the first decode compares all of them and chooses one.
         """
         found = Programs(self.config, BFLOAT16, devices=jax.local_devices()[:1], backend=self.own)
         found.set_params(self.params)
-        found.ways = Ways(way)
+        found.configurations = ConfigurationTable(configuration)
         source, lengths = self.source[None], np.full((1, 1), self.source.size, np.int32)
 
         def call(count: int) -> None:
@@ -147,9 +147,10 @@ class Decodes:
         begun = time.perf_counter()
         call(self.many)
         more: Result = {"first_s": time.perf_counter() - begun}
-        if way is None:
-            chosen = next(iter(found.ways._chosen.values()), Way())  # without a GPU there is no choice
-            found.ways, more["way"] = Ways(chosen), str(chosen)
+        if configuration is None:
+            # Without a GPU there is no choice.
+            chosen = next(iter(found.configurations._chosen.values()), Configuration())
+            found.configurations, more["configuration"] = ConfigurationTable(chosen), str(chosen)
         call(self.few)
 
         def measuring() -> Result:
@@ -189,8 +190,10 @@ def cases(rehearse: bool) -> list[Case]:
         every.case("own kernels, loops in the graph", own, 9, 1, graphs=LOOPS),
         every.case("own kernels, cache returned", own, 9, 4, keeps=True),
         Case("`pipejax decode`, 9 queries, its choice", partial(every.compile_product, None)),
-        Case("`pipejax decode`, 9 queries, loops on the host", partial(every.compile_product, Way())),
-        Case("`pipejax decode`, 9 queries, loops in the graph", partial(every.compile_product, Way(graph=True))),
+        Case("`pipejax decode`, 9 queries, loops on the host", partial(every.compile_product, Configuration())),
+        Case(
+            "`pipejax decode`, 9 queries, loops in the graph", partial(every.compile_product, Configuration(graph=True))
+        ),
         every.case("own kernels", own, 9, 1),
         every.case("own kernels", own, 20, 4),
     ]

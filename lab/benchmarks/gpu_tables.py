@@ -100,7 +100,7 @@ TABLES = (
             Column("equal tokens", "equal", ".0%"),
             Column("loops of the host", "host_loops", ""),
             Column("failed", "failed", ""),
-            Column("choice", "way", ""),
+            Column("choice", "configuration", ""),
         ),
     ),
     Table(

@@ -49,9 +49,9 @@ from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config,
 from pipejax.decoding import GREEDILY, Pipelined, Sequential, SourceIds, Strategy
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA, Backend
+from pipejax.inference.configurations import DEFAULT, Configuration
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
-from pipejax.inference.ways import USUAL, Way
 from pipejax.kernels.backends import Gpu
 from pipejax.system import cli, targets
 from pipejax.system.errors import UserError
@@ -142,7 +142,9 @@ def main(argv: Sequence[str]) -> int:
     for (target, kind), name_of_model, name_of_dtype in itertools.product(kinds.items(), models, dtypes):
         device, is_gpu = kind.devices(1)[0], isinstance(kind, targets.GpuTarget)
         config, dtype = SIZES[name_of_model], jnp.dtype(name_of_dtype)
-        made = absent(config, dtype, device, Gpu() if is_gpu and not flags.xla else XLA, Way(graph=flags.graph))
+        made = absent(
+            config, dtype, device, Gpu() if is_gpu and not flags.xla else XLA, Configuration(graph=flags.graph)
+        )
         both = Sequential(512), Pipelined(GridConfig().delay, GridConfig().time_max, GridConfig().sub_max)
         decoders = (case for batch in batches if batch for case in cases(made, both, batch, flags.source))
         steps = [step_of(name, config, name_of_dtype, device, arrays=flags.arrays) for name in trainings]
@@ -260,7 +262,9 @@ def squares(text: str, whole: Config) -> list[str]:
     return sorted(found)
 
 
-def absent(config: T5Config, dtype: Any, device: jax.Device, backend: Backend = XLA, way: Way = USUAL) -> Programs:
+def absent(
+    config: T5Config, dtype: Any, device: jax.Device, backend: Backend = XLA, configuration: Configuration = DEFAULT
+) -> Programs:
     """The programs of a T5 with shapes in the place of weights, for a device that need not be here.
 
     Args:
@@ -268,10 +272,10 @@ def absent(config: T5Config, dtype: Any, device: jax.Device, backend: Backend = 
       dtype: the dtype of computations.
       device: where everything lies.
       backend: computes the steps of a decoder.
-      way: the configuration of the decoders.
+      configuration: the configuration of the decoders.
     """
     made = Programs(config, dtype, devices=[device], backend=backend)
-    made.ways.fixed, made._call_costs = way, 1.0
+    made.configurations.fixed, made._call_costs = configuration, 1.0
     params = jax.eval_shape(config.init_params, jax.random.key(0))
     ready, place = jax.eval_shape(partial(backend.prepare, made.model), params), NamedSharding(made._mesh(1), P())
     made._placed[1] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), ready)
@@ -287,9 +291,9 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
       batch: the size of the batch.
       length: tokens of each source.
     """
-    way, ready, told = made.ways.fixed or USUAL, made.on(1), Report()
+    configuration, ready, told = made.configurations.fixed or DEFAULT, made.on(1), Report()
     source = np.zeros((1, batch, length), np.int32), np.ones((1, batch), np.int32)
-    encoder: Any = "encoder", 0, (ready.encoding, *source, None), (1, batch, length), told, USUAL
+    encoder: Any = "encoder", 0, (ready.encoding, *source, None), (1, batch, length), told, DEFAULT
     yield Case(f"encode, batch {batch}", partial(made._program, *encoder))
     encode = partial(programs.encode_batch, made.model, backend=made.backend)
     of_one = jax.eval_shape(encode, ready.encoding, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in source))
@@ -297,9 +301,9 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
     for strategy in map(made.tuned_for, strategies):
         carry, read = None, SourceIds(*source) if strategy.reads_source else None
         options = GREEDILY.take(np.zeros((1, batch), np.int32))
-        for slots in programs.schedule(strategy, batch, made.devices[0].platform, way).slots:
+        for slots in programs.schedule(strategy, batch, made.devices[0].platform, configuration).slots:
             arguments = (ready.decoding, None), memory, carry, read, options
-            decoder = strategy, slots, arguments, memory.mask.shape, told, way
+            decoder = strategy, slots, arguments, memory.mask.shape, told, configuration
             name = f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots"
             yield Case(name, partial(made._program, *decoder), partial(_least_bytes, made, decoder))
             carry = made._find(*decoder).carry
@@ -342,14 +346,14 @@ def count_thunks(text: str) -> Buffers:
 @contextlib.contextmanager
 def dumped(more: Mapping[str, str] = MappingProxyType({})) -> Iterator[Path]:
     """A context in which programs of `Programs`, and training steps for GPUs, are compiled with dumps into a folder."""
-    options: Any = Way.compiler_options
+    options: Any = Configuration.compiler_options
     with tempfile.TemporaryDirectory() as folder:
 
-        def with_dumps(way: Way) -> dict[str, str | bool]:
-            return {**(options.fget(way) or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True, **more}
+        def with_dumps(configuration: Configuration) -> dict[str, str | bool]:
+            return {**(options.fget(configuration) or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True, **more}
 
         with (
-            mock.patch.object(Way, "compiler_options", property(with_dumps)),
+            mock.patch.object(Configuration, "compiler_options", property(with_dumps)),
             mock.patch.dict(step.GPU_OPTIONS, {"xla_dump_to": folder, **more}),
         ):
             yield Path(folder)
@@ -412,7 +416,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     said = []
     for loop in result["loops"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(loop["kernels"].items()))
-        unit = "a turn" if result["per_step"] else "in all"
+        unit = "an iteration" if result["per_step"] else "in all"
         count = sum(loop["kernels"].values())
         name = f"{result['target']:<8} {result['model']} {result['dtype']} {result['program']:<32}"
         least = f", {loop['bytes'] / result['least_bytes']:.2f} of the least" if "least_bytes" in result else ""

@@ -28,7 +28,7 @@ from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config,
 from pipejax.decoding import Drafts, Pipelined, Sequential, Strategy, with_drafts
 from pipejax.decoding.drafters import FromSource, Jacobi
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.ways import Way
+from pipejax.inference.configurations import Configuration
 from pipejax.kernels.backends import Gpu
 from pipejax.system import cli, targets
 from pipejax.system.errors import described_error
@@ -46,7 +46,7 @@ class Decode:
     strategy: Strategy
     batch: int
     length: int
-    way: Way
+    configuration: Configuration
 
 
 def pick(rng: np.random.Generator, *values: Any) -> Any:
@@ -86,13 +86,13 @@ def random_decode(rng: np.random.Generator) -> Decode:
         strategy=strategy,
         batch=int(pick(rng, 1, 1, 2, 3, 8, 32)),
         length=int(pick(rng, 16, 64, 512, 1024)),
-        way=Way(graph=True, turn=int(pick(rng, 0, 1))),
+        configuration=Configuration(graph=True, steps=int(pick(rng, 0, 1))),
     )
 
 
 def check_decode(found: Decode, device: jax.Device) -> str:
     """Compiles the first decoder of a decode; the reason why it is no single CUDA graph, or ""."""
-    made = absent(found.config, jnp.dtype(found.dtype), device, found.backend, found.way)
+    made = absent(found.config, jnp.dtype(found.dtype), device, found.backend, found.configuration)
     with dumped() as folder, targets.named(device):
         made_of = cases(made, [found.strategy], found.batch, found.length)
         next(made_of)  # the encoder has no loop

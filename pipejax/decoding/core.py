@@ -12,7 +12,7 @@ steps need that number; a `switch` inside a single loop would copy the cache. Wh
 the program returns, and the program of the next cache size continues.
 
 On devices where reading the condition of a loop takes long, one iteration of the loop computes several steps
-(`Sizes.turn`). Steps after the end of the loop are computed too, but change only free slots.
+(`Sizes.steps`). Steps after the end of the loop are computed too, but change only free slots.
 
 Shapes: B batch, S most queries of an example in a step (one for each row, unless there are drafts), T time-steps of the
 grid, N queries of a step over the whole batch, Q queries of one example, C cache slots of the program, V vocabulary.
@@ -56,7 +56,7 @@ class Sizes:
 
     query_counts: tuple[int, ...]  # values of N, ascending; the last suffices for every step
     slots: tuple[int, ...]  # values of C, ascending; the last suffices for every decode
-    turn: int = 1  # number of steps in one iteration of a loop
+    steps: int = 1  # number of steps in one iteration of a loop
 
     @classmethod
     def fit(
@@ -66,7 +66,7 @@ class Sizes:
         *,
         query_counts: tuple[int, ...] = (),
         slots: tuple[int, ...] = (),
-        turn: int = 1,
+        steps: int = 1,
     ) -> "Sizes":
         """Chooses sizes that suffice for every decode of a strategy.
 
@@ -75,12 +75,12 @@ class Sizes:
           batch: B.
           query_counts: the values of N to choose from; the largest possible one is always added.
           slots: the cache sizes to choose from; the largest possible size is always added.
-          turn: steps in one iteration of a loop.
+          steps: steps in one iteration of a loop.
         """
         most = batch * strategy.most_queries
         chosen = (*(n for n in query_counts if n < most), most)
         holds = strategy.slots + strategy.most_queries  # the last step also writes its fillers
-        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), turn)
+        return cls(chosen, (*(c for c in slots if min(chosen[0], strategy.most_queries) <= c < holds), holds), steps)
 
     def full(self) -> UserError:
         """The error for a strategy that fills more slots than its `slots`."""
@@ -231,7 +231,7 @@ def decode(
     loop = _Loop(strategy, model, sizes, slots, options, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
     several = len(sizes.query_counts) > 1
-    carry = jax.lax.while_loop(loop.can_continue, loop.run_all_sizes if several else partial(loop.turn, 0), carry)
+    carry = jax.lax.while_loop(loop.can_continue, loop.run_all_sizes if several else partial(loop.iterate, 0), carry)
     decoded = dataclasses.replace(strategy.result(carry.state), log_probs=carry.log_probs)
     strategy_checks.check_result(strategy, decoded, len(carry.query.live))
     over, left = strategy.done(carry.state).all(), carry.steps_left
@@ -265,7 +265,7 @@ class _Loop:
         done = self.strategy.done(carry.state)
         limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
         # Steps after the end of an iteration still write to the cache, so there must be room for one more step.
-        taken = carry.used if self.sizes.turn == 1 else carry.used + carry.query.live.sum(axis=1)
+        taken = carry.used if self.sizes.steps == 1 else carry.used + carry.query.live.sum(axis=1)
         goes = ~done.all() & (taken.max() <= limits[carry.size])
         if self.watched is not None:
             goes &= ~(done & self.watched).any()
@@ -279,15 +279,15 @@ class _Loop:
         """Runs the loop of each size once, as long as the steps have this size."""
         for size, width in enumerate(self.widths):
             if width <= self.slots:
-                carry = jax.lax.while_loop(partial(self.fits, size), partial(self.turn, size), carry)
+                carry = jax.lax.while_loop(partial(self.fits, size), partial(self.iterate, size), carry)
         return carry
 
-    def turn(self, size: int, carry: Carry) -> Carry:
-        """One iteration of the loop of a size: `Sizes.turn` steps."""
-        if self.sizes.turn == 1:
+    def iterate(self, size: int, carry: Carry) -> Carry:
+        """One iteration of the loop of a size: `Sizes.steps` steps."""
+        if self.sizes.steps == 1:
             return self.step(size, carry)
         # A loop of static length compiles the step once, and has no condition that the host would have to read.
-        found: Carry = jax.lax.fori_loop(0, self.sizes.turn, lambda _, carry: self.step_if_it_fits(size, carry), carry)
+        found: Carry = jax.lax.fori_loop(0, self.sizes.steps, lambda _, carry: self.step_if_it_fits(size, carry), carry)
         return found
 
     def step_if_it_fits(self, size: int, carry: Carry) -> Carry:

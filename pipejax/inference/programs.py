@@ -40,8 +40,8 @@ from pipejax.decoding import (
 )
 from pipejax.decoding.drafters import Drafter, wants
 from pipejax.inference.backends import XLA, Backend, Ready, call_costs
+from pipejax.inference.configurations import DEFAULT, Configuration, ConfigurationTable, DecodeShape, changes
 from pipejax.inference.report import Report
-from pipejax.inference.ways import USUAL, Size, Way, Ways, changes
 from pipejax.model import lora
 from pipejax.model.backbone import Backbone, Module, choose_blocks, smallest_batch
 from pipejax.model.precision import precision
@@ -56,7 +56,7 @@ SLOTS = (160, *(448 << i for i in range(16)))  # cache sizes, in slots
 # batch 1 takes half as long as a step of T5-Base. More steps per iteration save more of this time, but waste more steps
 # at the end of a decode; for answers of 10 to 30 steps, about four are fastest. On CPUs and TPUs reading the condition
 # costs nothing.
-TURNS = {"gpu": 4, "cuda": 4}
+ITERATION_STEPS = {"gpu": 4, "cuda": 4}
 # Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, attention is padded to
 # the example with the most live rows, and steps continue until the longest answer ends.
 CPU_BATCH = 8
@@ -72,7 +72,7 @@ def devices() -> list[jax.Device]:
     return here[:1] if here[0].platform == "cpu" else here
 
 
-def schedule(strategy: Stepper, batch: int, platform: str = "", way: Way = USUAL) -> Sizes:
+def schedule(strategy: Stepper, batch: int, platform: str = "", configuration: Configuration = DEFAULT) -> Sizes:
     """Returns the static sizes of a decode: one program per number of slots, with one loop per number of queries.
 
     On a CPU the time of a step grows with its queries. On other devices it hardly does, so one loop is enough.
@@ -81,14 +81,16 @@ def schedule(strategy: Stepper, batch: int, platform: str = "", way: Way = USUAL
       strategy: the strategy.
       batch: B.
       platform: JAX's name of the platform; "": the default one.
-      way: the configuration of decoding on a GPU.
+      configuration: the configuration of decoding on a GPU.
     """
     platform = platform or jax.default_backend()
     on_cpu = platform == "cpu"
     query_counts = (QUERY_COUNTS if on_cpu else ()) if strategy.queries is None else strategy.queries
     # If a draft is a loop within each step, several steps per iteration would copy the loop's cache.
-    turn = 1 if getattr(strategy.drafter, "loops", False) else way.turn or TURNS.get(platform, 1)
-    return Sizes.fit(strategy, batch, query_counts=query_counts, slots=SLOTS if on_cpu else SLOTS[1:], turn=turn)
+    steps = configuration.steps or ITERATION_STEPS.get(platform, 1)
+    if getattr(strategy.drafter, "loops", False):
+        steps = 1
+    return Sizes.fit(strategy, batch, query_counts=query_counts, slots=SLOTS if on_cpu else SLOTS[1:], steps=steps)
 
 
 def encode_batch(
@@ -258,11 +260,11 @@ class Programs:
         blocks = choose_blocks(config, self.devices[0])  # for the encoder
         self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
-        self.ways = Ways()
+        self.configurations = ConfigurationTable()
         self._compiled = CompiledPrograms()
         # The last results of the encoder and of the first decoding program, with the keys of their programs.
         self._results: dict[str, tuple[Hashable, Tree]] = {}
-        self._reuses = self.devices[0].platform in TURNS
+        self._reuses = self.devices[0].platform in ITERATION_STEPS
         self._alone: contextlib.AbstractContextManager[object]
         self._alone = threading.Lock() if self._reuses else contextlib.nullcontext()
         self._copies: dict[jax.Device, Ready] = {}
@@ -353,24 +355,24 @@ class Programs:
         numbers = np.minimum(np.arange(across * batch_size), len(sources) - 1).reshape(across, batch_size)
         options = options.take(numbers)
 
-        def decode_by(way: Way) -> Decoded:
+        def decode_by(configuration: Configuration) -> Decoded:
             def decode_segment(slots: int, carry: Carry | None) -> Segment:
                 arguments = weights, memory, carry, read, options
-                found: Segment = self._run(strategy, slots, arguments, shape, report, way)
+                found: Segment = self._run(strategy, slots, arguments, shape, report, configuration)
                 for x in jax.tree.leaves((found.over, found.decoded)):
                     x.copy_to_host_async()  # so that the host waits once
                 return found
 
-            sizes = schedule(strategy, batch_size, self.devices[0].platform, way)
+            sizes = schedule(strategy, batch_size, self.devices[0].platform, configuration)
             found: Decoded = jax.device_get(decoding.run(decode_segment, sizes).decoded)
             return jax.tree.map(np.array, found) if self._reuses else found
 
-        if self._has_ways(options):
-            size = self._size(strategy, options, shape)
-            decoded = self.ways.decode(size, self._changes(strategy, batch_size), decode_by, report)
-            self._drop_other_ways(_key(strategy, 0, (options,), shape, self.ways.find(size)))
+        if self._has_configurations(options):
+            own = self._decode_shape(strategy, options, shape)
+            decoded = self.configurations.decode(own, self._changes(strategy, batch_size), decode_by, report)
+            self._drop_other_configurations(_key(strategy, 0, (options,), shape, self.configurations.find(own)))
         else:
-            decoded = decode_by(self.ways.fixed or USUAL)
+            decoded = decode_by(self.configurations.fixed or DEFAULT)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
         decoded = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decoded)
         return decoded if decoded.calls is not None else dataclasses.replace(decoded, calls=strategy.calls(decoded))
@@ -390,31 +392,34 @@ class Programs:
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
         weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
         options, carry, shape = options.take(np.arange(batch_size)[None]), None, memory.mask.shape
-        has_ways = self._has_ways(options)
-        way = self.ways.find(self._size(strategy, options, shape)) if has_ways else self.ways.fixed or USUAL
-        for slots in schedule(strategy, batch_size, self.devices[0].platform, way).slots:
-            carry = self._find(strategy, slots, (weights, memory, carry, read, options), shape, report, way).carry
+        configuration = self.configurations.fixed or DEFAULT
+        if self._has_configurations(options):
+            configuration = self.configurations.find(self._decode_shape(strategy, options, shape))
+        for slots in schedule(strategy, batch_size, self.devices[0].platform, configuration).slots:
+            carry = self._find(
+                strategy, slots, (weights, memory, carry, read, options), shape, report, configuration
+            ).carry
 
-    def _has_ways(self, options: DecodingOptions) -> bool:
+    def _has_configurations(self, options: DecodingOptions) -> bool:
         """Whether several configurations of decoding are possible: on a GPU, greedily or with drafts."""
-        return self.devices[0].platform in TURNS and not options.need_logits
+        return self.devices[0].platform in ITERATION_STEPS and not options.need_logits
 
-    def _size(self, strategy: Strategy, options: DecodingOptions, shape: tuple[int, ...]) -> Size:
-        """Returns the key of a decode of shape [E, B, L] in `ways`."""
+    def _decode_shape(self, strategy: Strategy, options: DecodingOptions, shape: tuple[int, ...]) -> DecodeShape:
+        """Returns the key of a decode of shape [E, B, L] in `configurations`."""
         device, given = self.devices[0], jax.tree.map(lambda x: (x.shape, str(x.dtype)), options)
         facts = device.device_kind, getattr(device, "core_count", 0), self.config, self.model.dtype, self.backend
-        return Size((strategy, shape[:2], str(given)), shape[2], repr((*facts, strategy, shape, given)))
+        return DecodeShape((strategy, shape[:2], str(given)), shape[2], repr((*facts, strategy, shape, given)))
 
-    def _changes(self, strategy: Strategy, batch: int) -> tuple[Way, ...]:
+    def _changes(self, strategy: Strategy, batch: int) -> tuple[Configuration, ...]:
         """Returns the configurations that a trial compares with the default."""
-        turn = schedule(strategy, batch, self.devices[0].platform).turn
-        return changes(turn=turn, kernels=self.backend.without_kernels != self.backend)
+        steps = schedule(strategy, batch, self.devices[0].platform).steps
+        return changes(steps=steps, kernels=self.backend.without_kernels != self.backend)
 
-    def _drop_other_ways(self, chosen: tuple[Hashable, ...]) -> None:
+    def _drop_other_configurations(self, chosen: tuple[Hashable, ...]) -> None:
         """Frees programs that were compared with a chosen one; `chosen` is its key, with any number of slots."""
-        part, _, *same, way = chosen
+        part, _, *same, configuration = chosen
         for key in [*self._compiled]:
-            if key[0] == part and [*key[2:-1]] == same and key[-1] != way:
+            if key[0] == part and [*key[2:-1]] == same and key[-1] != configuration:
                 self._compiled.pop(key, None)
 
     def _encode(
@@ -472,14 +477,14 @@ class Programs:
         arguments: tuple[Tree, ...],
         shape: Tree,
         report: Report,
-        way: Way = USUAL,
+        configuration: Configuration = DEFAULT,
     ) -> Tree:
         """Runs a program. On a GPU, small results replace the previous results of the same shapes in memory."""
-        program = self._program(part, slots, arguments, shape, report, way)
+        program = self._program(part, slots, arguments, shape, report, configuration)
         if len(program.args_info[0]) == len(arguments):
             return program(*arguments)
         name = "encoder" if isinstance(part, str) else "drafter" if isinstance(part, Reading) else "decoder"
-        key = _key(part, slots, arguments[4:], shape, USUAL)
+        key = _key(part, slots, arguments[4:], shape, DEFAULT)
         of_key, room = self._results.pop(name, (None, None))
         if of_key != key:
             del room  # its memory is free before the new results are allocated
@@ -495,10 +500,10 @@ class Programs:
         arguments: tuple[Tree, ...],
         shape: Tree,
         report: Report,
-        way: Way = USUAL,
+        configuration: Configuration = DEFAULT,
     ) -> Tree:
         """Compiles a program; returns the shapes of the result of `_run`."""
-        return self._program(part, slots, arguments, shape, report, way).out_info
+        return self._program(part, slots, arguments, shape, report, configuration).out_info
 
     def _program(
         self,
@@ -507,16 +512,16 @@ class Programs:
         arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
-        way: Way,
+        configuration: Configuration,
     ) -> jax.stages.Compiled:
         """Returns a compiled part of a decode, a decoder with `slots` cache slots, for batches of shape [E, B, L].
 
         On a GPU, a program with small results that starts a decode has another argument: arrays of the shapes of its
         results, which replace them in memory.
         """
-        key = _key(part, slots, arguments[4:], shape, way)
+        key = _key(part, slots, arguments[4:], shape, configuration)
         program: jax.stages.Compiled = self._compiled.find(
-            key, lambda: self._compile(part, slots, arguments, shape, report, way)
+            key, lambda: self._compile(part, slots, arguments, shape, report, configuration)
         )
         return program
 
@@ -527,7 +532,7 @@ class Programs:
         arguments: tuple[Tree, ...],
         shape: tuple[int, int, int],
         report: Report,
-        way: Way,
+        configuration: Configuration,
     ) -> jax.stages.Compiled:
         """Compiles a program; see `_program`."""
         jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
@@ -540,8 +545,8 @@ class Programs:
         elif isinstance(part, Reading):
             function, name = partial(read_batch, part.drafter), "drafter"
         else:
-            sizes = schedule(part, batch, self.devices[0].platform, way)
-            backend = self.backend if way.kernels else self.backend.without_kernels
+            sizes = schedule(part, batch, self.devices[0].platform, configuration)
+            backend = self.backend if configuration.kernels else self.backend.without_kernels
             function = partial(decode_batch, self.model, part, sizes=sizes, slots=slots, backend=backend)
             name = f"{type(part).__name__.lower()} decoder"
             more = "" if slots == sizes.slots[0] else ", for longer answers"
@@ -572,15 +577,17 @@ class Programs:
                 lowered = jitted.lower(*arguments, room)
             else:
                 lowered = jax.jit(each, in_shardings=places).lower(*arguments)
-        program = lowered.compile(way.compiler_options)
+        program = lowered.compile(configuration.compiler_options)
         report.compile_seconds += time.perf_counter() - begun
         report.shapes += 1
         return program
 
 
-def _key(part: Tree, slots: int, wished: tuple[Tree, ...], shape: Tree, way: Way) -> tuple[Hashable, ...]:
+def _key(
+    part: Tree, slots: int, wished: tuple[Tree, ...], shape: Tree, configuration: Configuration
+) -> tuple[Hashable, ...]:
     """Returns the key of a program in `Programs`; `wished` are the options of a decoder, in a tuple."""
-    return part, slots, shape, *shapes_of(wished), way
+    return part, slots, shape, *shapes_of(wished), configuration
 
 
 def shapes_of(tree: Tree) -> tuple[Hashable, ...]:

@@ -1,4 +1,4 @@
-"""Several steps in one turn of the loop: answers, steps, pauses and state are the same as with one step a turn."""
+"""Several steps in one iteration of a loop: answers, steps, pauses and state are those of one step in an iteration."""
 
 import dataclasses
 import re
@@ -53,10 +53,10 @@ class Setting:
     queries: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     wished: tuple[str, ...] = ()
-    turn: int = 3
+    steps: int = 3
 
-    def sizes(self, turn: int) -> Sizes:
-        return Sizes.fit(self.strategy, self.batch, query_counts=self.queries, slots=self.slots, turn=turn)
+    def sizes(self, steps: int) -> Sizes:
+        return Sizes.fit(self.strategy, self.batch, query_counts=self.queries, slots=self.slots, steps=steps)
 
 
 def wishes_of(setting: Setting, rng: np.random.Generator) -> DecodingOptions:
@@ -117,19 +117,19 @@ def lent(setting: Setting, given: Given) -> tuple[Any, Hashed]:
     return (bound_to(strategy, model, given.source) if strategy.reads_source else strategy), model
 
 
-@partial(jax.jit, static_argnames=("setting", "turn", "slots"))
-def stretch(setting: Setting, turn: int, slots: int, given: Given, carry: Carry | None) -> Segment:
-    (strategy, model), sizes, options = lent(setting, given), setting.sizes(turn), given.options
+@partial(jax.jit, static_argnames=("setting", "steps", "slots"))
+def stretch(setting: Setting, steps: int, slots: int, given: Given, carry: Carry | None) -> Segment:
+    (strategy, model), sizes, options = lent(setting, given), setting.sizes(steps), given.options
     if carry is None:
         state = strategy.init(setting.batch, given.source if strategy.reads_source else None)
         carry = decoding.begin(strategy, model, state, sizes, options=options)
     return decoding.decode(strategy, model, carry, sizes=sizes, slots=slots, options=options)
 
 
-@partial(jax.jit, static_argnames=("setting", "turn", "slots"))
+@partial(jax.jit, static_argnames=("setting", "steps", "slots"))
 def go_on(
     setting: Setting,
-    turn: int,
+    steps: int,
     slots: int,
     given: Given,
     carry: Carry | None,
@@ -138,7 +138,7 @@ def go_on(
     *pause: Any,
 ) -> tuple[Segment, Any]:
     """As a running batch; `pause`: after how many steps, when so many are left by what it hears, and who is watched."""
-    (strategy, model), sizes, options = lent(setting, given), setting.sizes(turn), given.options
+    (strategy, model), sizes, options = lent(setting, given), setting.sizes(steps), given.options
     if carry is None:
         state = strategy.stop(strategy.init(setting.batch), jnp.ones(setting.batch, bool))
         carry = decoding.begin(strategy, model, state, sizes, options=options, apart=True)
@@ -188,39 +188,39 @@ def same(found: Segment, expected: Segment) -> None:
     jax.tree.map(equal, *rest)
 
 
-def whole(setting: Setting, turn: int, given: Given) -> tuple[Segment, int]:
+def whole(setting: Setting, steps: int, given: Given) -> tuple[Segment, int]:
     """The end of a decode, and how often its cache grew."""
-    sizes, stretches = setting.sizes(turn), 0
+    sizes, stretches = setting.sizes(steps), 0
 
     def one(slots: int, carry: Carry | None) -> Segment:
         nonlocal stretches
         stretches += 1
-        return stretch(setting, turn, slots, given, carry)
+        return stretch(setting, steps, slots, given, carry)
 
     return decoding.run(one, sizes), stretches - 1
 
 
 def check(setting: Setting, seeds: range) -> dict[str, int]:
-    """Decodes random models in turns of one step and of several, and counts what came of it."""
+    """Decodes random models with one step in an iteration and with several, and counts what came of it."""
     seen = {"grown": 0, "apart": 0, "cut": 0}
     for seed in seeds:
         given = Given.draw(setting, seed)
-        (expected, _), (found, grown) = (whole(setting, turn, given) for turn in (1, setting.turn))
+        (expected, _), (found, grown) = (whole(setting, steps, given) for steps in (1, setting.steps))
         same(found, expected)
-        steps = np.asarray(expected.decoded.steps)
+        taken = np.asarray(expected.decoded.steps)
         seen["grown"] += grown > 0
-        seen["apart"] += len({*steps.tolist()}) > 1
-        seen["cut"] += bool((steps % setting.turn).any())
+        seen["apart"] += len({*taken.tolist()}) > 1
+        seen["cut"] += bool((taken % setting.steps).any())
     return seen
 
 
 def check_stream(setting: Setting, seeds: range) -> int:
-    """Answers that come and go, with pauses, in turns of one step and of several; gives how many there were."""
+    """Returns the number of answers of running batches that pause, with one step in an iteration and with several."""
     answers = 0
     for seed in seeds:
         given, runs = Given.draw(setting, seed), list[list[Any]]()
-        for turn in (1, setting.turn):
-            rng, carry, events, slots = np.random.default_rng([seed, 3]), None, list[Any](), setting.sizes(turn).slots
+        for steps in (1, setting.steps):
+            rng, carry, events, slots = np.random.default_rng([seed, 3]), None, list[Any](), setting.sizes(steps).slots
             size, in_use = 0, np.zeros(setting.batch, bool)
             for _ in range(14):
                 begins = ~in_use & (rng.random(setting.batch) < 0.7)
@@ -231,7 +231,7 @@ def check_stream(setting: Setting, seeds: range) -> int:
                 answers += int(begins.sum())
                 while True:
                     pause = np.int32(left), np.int32(hears), in_use
-                    found, done = go_on(setting, turn, slots[size], given, carry, begins, ends, *pause)
+                    found, done = go_on(setting, steps, slots[size], given, carry, begins, ends, *pause)
                     carry, begins, ends = found.carry, 0 * begins > 0, 0 * ends > 0
                     told, done = int(found.steps_left), np.asarray(done)
                     left = abs(told)
@@ -252,37 +252,37 @@ GRID = Pipelined(delay=1, time_max=10, sub_max=4)
 
 def test_grid_with_a_growing_cache() -> None:
     """A step that does not fit must not write: it would take slots that are used when a larger cache goes on."""
-    seen = check(Setting(GRID, slots=(9,), turn=4), range(12))
+    seen = check(Setting(GRID, slots=(9,), steps=4), range(12))
     assert min(seen.values()) > 3, seen
 
 
 def test_drafts_that_are_scored() -> None:
     drafted = with_drafts(Pipelined(delay=1, time_max=9, sub_max=3), Drafts(FromSource(), tokens=2, trace=True))
-    seen = check(Setting(drafted, 2, wished=("scores",), turn=3), range(8))
+    seen = check(Setting(drafted, 2, wished=("scores",), steps=3), range(8))
     assert seen["apart"] > 1 and seen["cut"] > 1, seen
 
 
 def test_rows_by_a_grammar_token_by_token() -> None:
-    seen = check(Setting(Sequential(9), slots=(4,), wished=("grammar", "scores", "forced"), turn=2), range(8))
+    seen = check(Setting(Sequential(9), slots=(4,), wished=("grammar", "scores", "forced"), steps=2), range(8))
     assert min(seen.values()) > 0, seen
 
 
-def test_a_longer_turn_leaves_room_for_one_step_more() -> None:
-    """Where one step is a turn, a cache is filled to its end."""
-    setting = Setting(Sequential(9), 1, slots=(4,), turn=2)
-    for turn, used in ((1, 4), (2, 3)):
-        firsts = [stretch(setting, turn, 4, Given.draw(setting, seed), None) for seed in range(4)]
+def test_a_longer_iteration_leaves_room_for_one_step_more() -> None:
+    """With one step in an iteration, a cache is filled to its end."""
+    setting = Setting(Sequential(9), 1, slots=(4,), steps=2)
+    for steps, used in ((1, 4), (2, 3)):
+        firsts = [stretch(setting, steps, 4, Given.draw(setting, seed), None) for seed in range(4)]
         assert {int(x.carry.used[0]) for x in firsts if not x.over} == {used}
 
 
 def test_beams() -> None:
     """Their first step asks one query of each example, and those after it more: they are taken in another loop."""
-    seen = check(Setting(Beam(7, 3), 2, (4,), turn=7), range(6))
+    seen = check(Setting(Beam(7, 3), 2, (4,), steps=7), range(6))
     assert seen["apart"] > 1 and seen["cut"] > 1, seen
 
 
 def test_answers_that_come_and_go() -> None:
-    assert check_stream(Setting(GRID, 2, slots=(14,), turn=3), range(5)) > 25
+    assert check_stream(Setting(GRID, 2, slots=(14,), steps=3), range(5)) > 25
 
 
 def setting_of(number: int) -> tuple[Setting, bool]:
@@ -314,23 +314,23 @@ def setting_of(number: int) -> tuple[Setting, bool]:
     return Setting(strategy, batch, (*queries,), (*slots,), (*wished,), pick(2, 3, 4, 7)), kind == "stream"
 
 
-def test_each_device_has_its_turns() -> None:
-    def turns(strategy: Strategy) -> list[int]:
-        return [programs.schedule(strategy, 1, platform).turn for platform in ("", "cpu", "tpu", "gpu", "cuda")]
+def test_each_device_has_its_number_of_steps_in_an_iteration() -> None:
+    def steps_of(strategy: Strategy) -> list[int]:
+        return [programs.schedule(strategy, 1, platform).steps for platform in ("", "cpu", "tpu", "gpu", "cuda")]
 
-    assert turns(GRID) == turns(with_drafts(GRID, Drafts(FromSource()))) == [1, 1, 1, 4, 4]
-    assert turns(with_drafts(GRID, Drafts(FromModel()))) == [1] * 5
+    assert steps_of(GRID) == steps_of(with_drafts(GRID, Drafts(FromSource()))) == [1, 1, 1, 4, 4]
+    assert steps_of(with_drafts(GRID, Drafts(FromModel()))) == [1] * 5
 
 
-@pytest.mark.parametrize("turn", [1, 5])
-def test_a_turn_is_a_loop_of_known_length_that_chooses_no_cache(turn: int) -> None:
+@pytest.mark.parametrize("steps", [1, 5])
+def test_an_iteration_is_a_loop_of_known_length_that_chooses_no_cache(steps: int) -> None:
     """One step is traced in each loop; the condition of the outer loops alone is asked."""
     setting = Setting(GRID, queries=(5,))
-    given, slots = Given.draw(setting, 0), setting.sizes(turn).slots[-1]
-    traced = stretch.trace(setting, turn, slots, given, None)
+    given, slots = Given.draw(setting, 0), setting.sizes(steps).slots[-1]
+    traced = stretch.trace(setting, steps, slots, given, None)
     text = traced.lower().as_text()
-    assert re.findall(r"\blength=(\d+)", str(traced.jaxpr)) == [str(turn)] * 2 * (turn > 1)
-    assert text.count("stablehlo.while") == 3 + 2 * (turn > 1)
+    assert re.findall(r"\blength=(\d+)", str(traced.jaxpr)) == [str(steps)] * 2 * (steps > 1)
+    assert text.count("stablehlo.while") == 3 + 2 * (steps > 1)
     cache = f"tensor<{setting.batch}x{slots}xui32>"
     assert cache in text
     assert not [line for line in text.splitlines() if "select" in line and line.rstrip().endswith(cache)]
@@ -343,8 +343,8 @@ def test_a_t5_decodes_and_streams_the_same(kind: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(programs, "SLOTS", (16, 4000))
     monkeypatch.setattr(programs, "QUERY_COUNTS", ())
     texts, runs = [[3, 5, 7, 4, 1], [9, 8, 1], [2, 3, 4, 5, 6, 7, 8, 9, 1]], list[list[Any]]()
-    for turn in (1, 3):
-        monkeypatch.setitem(programs.TURNS, "cpu", turn)
+    for steps in (1, 3):
+        monkeypatch.setitem(programs.ITERATION_STEPS, "cpu", steps)
         if kind == "schema":
             made = with_schemas(decode={"scores": True}, time_max=16)
             runs.append(made.decode(texts, schema=schema("whole", "colour", "yes"), batch_size=2))

@@ -14,18 +14,18 @@ import pytest
 
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Decoded, Pipelined
-from pipejax.inference import programs, ways
+from pipejax.inference import configurations, programs
+from pipejax.inference.configurations import CONFIGURATIONS, DEFAULT, Configuration, ConfigurationTable, DecodeShape
 from pipejax.inference.generator import Generator
 from pipejax.inference.report import Report
-from pipejax.inference.ways import USUAL, WAYS, Size, Way, Ways
 from pipejax.system import compile_cache, trials
 from pipejax.system.errors import UserError
 from support import oracle
 from support.tiny import MORE_WORDS
 
-GRAPH, ONE_STEP, NO_KERNELS = Way(graph=True), Way(turn=1), Way(kernels=False)
+GRAPH, ONE_STEP, NO_KERNELS = Configuration(graph=True), Configuration(steps=1), Configuration(kernels=False)
 ALL = GRAPH, ONE_STEP, NO_KERNELS
-SHORT, LONG = Size("kind", 64, "short"), Size("kind", 128, "long")
+SHORT, LONG = DecodeShape("kind", 64, "short"), DecodeShape("kind", 128, "long")
 
 
 @pytest.fixture
@@ -51,16 +51,16 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **milliseconds: float) -> None:
         self.times = milliseconds
-        self.results: dict[Way, Decoded | Exception] = {}
-        self.count: Counter[Way] = Counter()
+        self.results: dict[Configuration, Decoded | Exception] = {}
+        self.count: Counter[Configuration] = Counter()
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
-    def __call__(self, way: Way) -> Decoded:
-        self.count[way] += 1
-        changed = (ms for name, ms in self.times.items() if getattr(way, name) != getattr(USUAL, name))
+    def __call__(self, configuration: Configuration) -> Decoded:
+        self.count[configuration] += 1
+        changed = (ms for name, ms in self.times.items() if getattr(configuration, name) != getattr(DEFAULT, name))
         self.now += (10 + sum(changed)) / 1e3
-        found = self.results.get(way, decoded())
+        found = self.results.get(configuration, decoded())
         if isinstance(found, Exception):
             raise found
         return found
@@ -70,17 +70,19 @@ def test_the_fastest_configuration_is_chosen_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     """Changes that save time are kept and combined; a later process begins with the verdict."""
-    device = Device(monkeypatch, graph=-4, turn=2, kernels=-1)
-    chosen, table, report = Way(graph=True, kernels=False), Ways(), Report()
-    assert table.find(SHORT) == USUAL
+    device = Device(monkeypatch, graph=-4, steps=2, kernels=-1)
+    chosen, table, report = Configuration(graph=True, kernels=False), ConfigurationTable(), Report()
+    assert table.find(SHORT) == DEFAULT
     for _ in range(3):
         assert table.decode(SHORT, ALL, device, report).tokens[0, 0, 0] == 5
-    assert table.find(SHORT) == chosen and device.count[chosen] == 1 + ways.ROUNDS + 2
-    assert device.count[Way(graph=True, turn=1)] == 1 + ways.ROUNDS and device.count[ONE_STEP] == 0
+    assert table.find(SHORT) == chosen and device.count[chosen] == 1 + configurations.ROUNDS + 2
+    assert device.count[Configuration(graph=True, steps=1)] == 1 + configurations.ROUNDS and device.count[ONE_STEP] == 0
     [line] = [line for line in said if line.startswith("decoding configuration")]
-    assert line.startswith(f"decoding configuration: {chosen} (10.00 ms a decode with {USUAL}, 6.00 ms with {GRAPH}; ")
+    assert line.startswith(
+        f"decoding configuration: {chosen} (10.00 ms a decode with {DEFAULT}, 6.00 ms with {GRAPH}; "
+    )
     device.count.clear()
-    other = Ways()
+    other = ConfigurationTable()
     assert other.find(SHORT) == chosen
     for _ in range(2):
         other.decode(SHORT, ALL, device, Report())
@@ -92,36 +94,36 @@ def test_the_fastest_configuration_is_chosen_once(
 def test_the_time_of_a_trial_counts_as_compilation(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not that of the first decode, whose result is returned."""
     device, report = Device(monkeypatch, graph=5), Report(compile_seconds=100)
-    Ways().decode(SHORT, (GRAPH,), device, report)
-    assert report.compile_seconds == pytest.approx(100 + (15 + ways.ROUNDS * (10 + 15)) / 1e3)
+    ConfigurationTable().decode(SHORT, (GRAPH,), device, report)
+    assert report.compile_seconds == pytest.approx(100 + (15 + configurations.ROUNDS * (10 + 15)) / 1e3)
 
 
 def test_a_small_gain_changes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Ways()
+    table = ConfigurationTable()
     table.decode(SHORT, ALL, Device(monkeypatch, graph=-0.1), Report())
-    assert table.find(SHORT) == USUAL
+    assert table.find(SHORT) == DEFAULT
 
 
 def test_other_tokens_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """The slow configuration stays. Tokens after the end of a row are not compared."""
-    device, table = Device(monkeypatch, graph=-5, turn=-5), Ways()
+    device, table = Device(monkeypatch, graph=-5, steps=-5), ConfigurationTable()
     device.results = {GRAPH: decoded(7), ONE_STEP: decoded(garbage=9)}
     table.decode(SHORT, (GRAPH, ONE_STEP), device, Report())
     assert table.find(SHORT) == ONE_STEP and device.count[GRAPH] == 1
-    assert f"warning: decoding with {USUAL}, because {GRAPH} gives other tokens" in said
+    assert f"warning: decoding with {DEFAULT}, because {GRAPH} gives other tokens" in said
     for other in (decoded(lengths=[[1, 0]]), decoded(steps=[5]), decoded(truncated=[1])):
-        assert not ways._are_same(other, decoded())
-    assert ways._are_same(decoded(garbage=3), decoded())
+        assert not configurations._are_same(other, decoded())
+    assert configurations._are_same(decoded(garbage=3), decoded())
 
 
 @pytest.mark.parametrize("text, kept", [("cannot capture", True), ("RESOURCE_EXHAUSTED: out of memory", False)])
 def test_a_configuration_that_fails_in_its_trial_is_not_used(
     text: str, kept: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, table = Device(monkeypatch, graph=-5), Ways()
+    device, table = Device(monkeypatch, graph=-5), ConfigurationTable()
     device.results[GRAPH] = RuntimeError(text)
     assert table.decode(SHORT, (GRAPH,), device, Report()).tokens[0, 0, 0] == 5
-    assert table.find(SHORT) == USUAL and (cache / "verdicts").exists() == kept
+    assert table.find(SHORT) == DEFAULT and (cache / "verdicts").exists() == kept
 
 
 def test_a_chosen_configuration_that_fails_later_is_replaced(
@@ -129,22 +131,25 @@ def test_a_chosen_configuration_that_fails_later_is_replaced(
 ) -> None:
     """As when a larger cache cannot be compiled so; the verdict is removed."""
     device = Device(monkeypatch, graph=-5)
-    for table in (Ways(), Ways()):  # the first makes the trial, the second reads the verdict
+    for table in (
+        ConfigurationTable(),
+        ConfigurationTable(),
+    ):  # the first makes the trial, the second reads the verdict
         device.results.clear()
         table.decode(SHORT, (GRAPH,), device, Report())
         device.results[GRAPH] = RuntimeError("cannot capture")
         device.count.clear()
         for _ in range(2):
             assert table.decode(SHORT, (GRAPH,), device, Report()).tokens[0, 0, 0] == 5
-        assert device.count == {GRAPH: 1, USUAL: 2} and table.find(SHORT) == USUAL
+        assert device.count == {GRAPH: 1, DEFAULT: 2} and table.find(SHORT) == DEFAULT
         assert [*(cache / "verdicts").iterdir()] == []
-    wanted = f"warning: decoding configuration: {USUAL}, because {GRAPH} failed (RuntimeError: cannot capture)"
+    wanted = f"warning: decoding configuration: {DEFAULT}, because {GRAPH} failed (RuntimeError: cannot capture)"
     assert said.count(wanted) == 2
 
 
 def test_errors_of_all_configurations_reach_the_caller(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, table = Device(monkeypatch, graph=-5), Ways()
-    device.results[USUAL] = RuntimeError("the device is lost")
+    device, table = Device(monkeypatch, graph=-5), ConfigurationTable()
+    device.results[DEFAULT] = RuntimeError("the device is lost")
     with pytest.raises(RuntimeError, match="lost"):
         table.decode(SHORT, (GRAPH,), device, Report())
     device.results.clear()
@@ -156,35 +161,39 @@ def test_errors_of_all_configurations_reach_the_caller(cache: Path, monkeypatch:
 
 
 def test_another_length_is_compared_with_the_last_verdict_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, table = Device(monkeypatch, graph=-4, kernels=-1), Ways()
-    chosen = Way(graph=True, kernels=False)
+    device, table = Device(monkeypatch, graph=-4, kernels=-1), ConfigurationTable()
+    chosen = Configuration(graph=True, kernels=False)
     table.decode(SHORT, ALL, device, Report())
     device.count.clear()
     table.decode(LONG, ALL, device, Report())
-    assert device.count == {USUAL: 1 + ways.ROUNDS, chosen: 1 + ways.ROUNDS} and table.find(LONG) == chosen
+    assert (
+        device.count == {DEFAULT: 1 + configurations.ROUNDS, chosen: 1 + configurations.ROUNDS}
+        and table.find(LONG) == chosen
+    )
     device.count.clear()
-    slow = Ways()
+    slow = ConfigurationTable()
     monkeypatch.setenv(compile_cache.VARIABLE, "off")
     for size in (SHORT, LONG):
         slow.decode(size, (ONE_STEP,), device, Report())
-    assert device.count == {USUAL: 1 + ways.ROUNDS + 1, ONE_STEP: 1 + ways.ROUNDS}
+    assert device.count == {DEFAULT: 1 + configurations.ROUNDS + 1, ONE_STEP: 1 + configurations.ROUNDS}
 
 
 def test_a_fixed_configuration_is_not_compared(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    Ways(GRAPH).decode(SHORT, ALL, device, Report())
+    ConfigurationTable(GRAPH).decode(SHORT, ALL, device, Report())
     assert device.count == {GRAPH: 1} and not (cache / "verdicts").exists()
 
 
 def test_every_combination_has_a_name() -> None:
-    assert len(WAYS) == 8 and WAYS[str(USUAL)] == USUAL and all(str(way) == name for name, way in WAYS.items())
+    assert len(CONFIGURATIONS) == 8 and CONFIGURATIONS[str(DEFAULT)] == DEFAULT
+    assert all(str(configuration) == name for name, configuration in CONFIGURATIONS.items())
 
 
 def test_users_flags_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ways.changes(turn=4, kernels=True) == ALL
-    assert ways.changes(turn=1, kernels=False) == (GRAPH,)
+    assert configurations.changes(steps=4, kernels=True) == ALL
+    assert configurations.changes(steps=1, kernels=False) == (GRAPH,)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-    assert ways.changes(turn=4, kernels=True) == (ONE_STEP, NO_KERNELS)
+    assert configurations.changes(steps=4, kernels=True) == (ONE_STEP, NO_KERNELS)
 
 
 CONFIG = Config(
@@ -205,7 +214,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU decodes as a GPU does, in caches that grow."""
     monkeypatch.setattr(programs, "SLOTS", (16, 24, 4000))
     monkeypatch.setattr(programs, "QUERY_COUNTS", ())
-    monkeypatch.setitem(programs.TURNS, "cpu", 3)
+    monkeypatch.setitem(programs.ITERATION_STEPS, "cpu", 3)
 
 
 @pytest.mark.slow
@@ -219,19 +228,19 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_device_with_several_configurations_decodes_the_same(
     settings: dict[str, Any],
-    fixed: tuple[Way | None, ...],
+    fixed: tuple[Configuration | None, ...],
     cache: Path,
     as_gpu: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Batches of two sizes, repeatedly, in all configurations, with results in place of earlier ones."""
     with monkeypatch.context() as patch:
-        patch.delitem(programs.TURNS, "cpu")
+        patch.delitem(programs.ITERATION_STEPS, "cpu")
         plain = generator()
         expected = [plain.decode(SOURCES[:n], batch_size=2, **settings) for n in (3, 1)]
-    for way in fixed:
+    for configuration in fixed:
         made = generator()
-        made.programs.ways.fixed = way
+        made.programs.configurations.fixed = configuration
         for n, records in zip((3, 1, 3, 1), expected * 2, strict=True):
             assert made.decode(SOURCES[:n], batch_size=2, **settings) == records
     kept = [*(cache / "verdicts").glob("*.json")]
@@ -246,7 +255,7 @@ def addresses(tree: Any) -> list[int]:
 def test_results_keep_their_addresses(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results of the encoder and of the first program: in a greedy decode only the source has a new address."""
     made = generator(devices=jax.devices()[:2])
-    made.programs.ways.fixed = USUAL
+    made.programs.configurations.fixed = DEFAULT
     texts = SOURCES[:2] * 2
     expected = made.decode(texts, batch_size=2)
     before = {name: addresses(tree) for name, (_, tree) in made.programs._results.items()}
@@ -267,7 +276,7 @@ def test_results_keep_their_addresses(as_gpu: None, cache: Path, monkeypatch: py
 def test_large_results_are_allocated_anew(as_gpu: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "REUSED", 0)
     made = generator()
-    made.programs.ways.fixed = USUAL
+    made.programs.configurations.fixed = DEFAULT
     assert made.decode(SOURCES[:1]) == made.decode(SOURCES[:1]) and not made.programs._results
 
 
@@ -277,9 +286,9 @@ def test_programs_of_other_configurations_are_freed(as_gpu: None, cache: Path, m
     made = generator()
     made.decode(SOURCES[:1], temperature=0.5)
     sampled = {*made.programs._compiled}
-    monkeypatch.setattr(ways, "GAIN", 1e9)
+    monkeypatch.setattr(configurations, "GAIN", 1e9)
     made.decode(SOURCES[:1])
-    fastest = Way(graph=True, turn=1)
+    fastest = Configuration(graph=True, steps=1)
     table: dict[Any, Any] = made.programs._compiled
     found = {key: key[-1] for key in table if key not in sampled}
     assert found and {*found.values()} == {fastest} and sampled <= {*table}
