@@ -91,9 +91,15 @@ def apart(
     dtype: Any = jnp.float32,
     scale: float = 1.0,
     heads: int = 2,
+    arrays: int | None = None,
 ) -> list[float]:
-    """The largest differences of results and gradients from those of `attend`, relative to the largest or to 1."""
+    """The largest differences of results and gradients from those of `attend`, relative to the largest or to 1.
+
+    `arrays`: the number of arrays that hold queries, keys and values. None: as in the layers of a T5, one in
+    self-attention, and two in cross-attention.
+    """
     of_queries, of_keys, bucket = slots
+    arrays = arrays or (2 if bucket is None else 1)
     (batch, queries), keys = of_queries.group.shape, of_keys.group.shape[1]
     q, k, v = (
         jnp.asarray(rng.standard_normal((batch, heads, n, width)) * size, dtype)
@@ -104,10 +110,10 @@ def apart(
     seen: Any = visible(of_queries, of_keys)
     gradient = jnp.asarray(rng.standard_normal((batch, heads, queries, width)), jnp.float32)
     places = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (of_queries, of_keys, bucket))
-    return [float(x) for x in compared((q, k, v, table), *places, jnp.asarray(seen), seed, gradient, rate)]
+    return [float(x) for x in compared((q, k, v, table), *places, jnp.asarray(seen), seed, gradient, rate, arrays)]
 
 
-@partial(jax.jit, static_argnums=7)
+@partial(jax.jit, static_argnums=(7, 8))
 def compared(
     given: tuple[Array, ...],
     of_queries: Slots,
@@ -117,6 +123,7 @@ def compared(
     seed: Array | None,
     gradient: Array,
     rate: float,
+    arrays: int,
 ) -> list[Array]:
     some = seen.any(-1)[:, None, :, None]
 
@@ -130,10 +137,10 @@ def compared(
     def in_blocks(q: Array, k: Array, v: Array, table: Array) -> Array:
         distances = None if bucket is None else Distances(table, bucket)
         there = Seen(of_queries, of_keys, distances, Blocks(interpret=True))
-        # Sources have keys and values in one array, as the layers of a T5; slots of targets have two.
-        if of_keys.row is None:
-            return attend_in_blocks(q, jnp.concatenate([k, v], axis=1), None, there, seed, rate).astype(jnp.float32)
-        return attend_in_blocks(q, k, v, there, seed, rate).astype(jnp.float32)
+        together: Any = {1: ((q, k, v), (), ()), 2: ((q,), (k, v), ()), 3: ((q,), (k,), (v,))}[arrays]
+        first, *others = (jnp.concatenate(each, axis=1) if each else None for each in together)
+        assert first is not None
+        return attend_in_blocks(first, others[0], others[1], there, seed, rate).astype(jnp.float32)
 
     def computed(function: Any) -> Any:
         found, back = jax.vjp(function, *given)
@@ -198,7 +205,8 @@ def differences(number: int) -> tuple[list[float], float]:
     kind = number // 10 % 3
     slots = across(rng, batch, queries, length) if kind == 2 else (encoder, decoder)[kind](rng, batch, length)
     dtype, scale = jnp.bfloat16 if half else jnp.float32, 1e4 if loud else 1.0
-    found = apart(rng, slots, width=width, rate=rate, dtype=dtype, scale=scale)
+    arrays = None if number // 30 % 2 else 3
+    found = apart(rng, slots, width=width, rate=rate, dtype=dtype, scale=scale, arrays=arrays)
     # Where scores are large one weight is 1: the gradients of queries, keys and table are 0 but for rounding.
     # In bfloat16, sums of products cancel to 0.05 or so where a query sees a single key, whose gradient is 0.
     return ([found[0], found[3]], 0.1) if loud else (found, 0.1 if half else 2e-5)
@@ -306,7 +314,8 @@ def test_several_devices_attend_for_their_own_examples() -> None:
 
 
 def test_each_device_has_the_slots_and_lines_of_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alone(queries: Array, keys: Array, values: Array, seen: Seen, lines: Any, rate: float) -> Array:
+    def alone(projections: tuple[Array, ...], seen: Seen, lines: Any, rate: float) -> Array:
+        queries, *_ = projections
         assert queries.shape == (2, 5, 3, 16) and seen.queries.group.shape == (2, 5)
         number = (lines.hashes[:, 0, :1] % 1000 + 1000 * seen.queries.group[:, :1]).astype(jnp.float32)
         return jnp.broadcast_to(number[..., None, None], queries.shape)

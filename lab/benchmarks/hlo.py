@@ -3,7 +3,8 @@
 A kernel is an instruction that a device has to start: a fusion, a product, a copy, a custom call. What only renames a
 buffer (a tuple, a bitcast) is none.
 
-Bytes are those of the device's main memory. A TPU's compiler fetches buffers into memory on the chip before they are
+Bytes are those of the device's main memory. An array that one of pipejax's kernels for GPUs returns in the memory of an
+operand counts once, as the operand. A TPU's compiler fetches buffers into memory on the chip before they are
 used, and says so in their layouts, S(1): what lies there costs nothing to read.
 """
 
@@ -22,6 +23,7 @@ FREE = frozenset(
 )
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PREFETCHES = ("copy-start", "slice-start")
+KERNEL = "__gpu$xla.gpu.triton"  # the custom calls of kernels that are written in Pallas
 HOST = ("infeed", "outfeed", "send", "recv")
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 _SHAPE = re.compile(r"\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\](\{[^{}]*\})?")
@@ -174,6 +176,11 @@ class Program:
         if one.kind in PREFETCHES:
             return _fetched(one)[1]
         written, inner = size(one.shape), {x.name: size(x.shape) for x in inside}
+        if aliasing := re.search(
+            rf'custom_call_target="{re.escape(KERNEL)}".*output_to_operand_aliasing=(.*?)\)\}}', one.text
+        ):
+            parts = _parts(one.shape)
+            return written - sum(parts[int(index or 0)] for index in re.findall(r"\{(\d*)\}:", aliasing[1]))
         for update in (x for x in inside if x.kind == "dynamic-update-slice" and size(x.shape) in _parts(one.shape)):
             written -= size(update.shape) - (inner.get(update.operands[1], 0) if one.kind == "fusion" else 0)
         return max(written, 0)

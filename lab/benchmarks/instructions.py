@@ -111,24 +111,27 @@ def modules(kind: str, device: jax.Device) -> list[str]:
     def shaped(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def rows(slots: Slots) -> jax.ShapeDtypeStruct:
-        shape = BATCH, HEADS, slots.group.shape[1], WIDTH
+    def rows(slots: Slots, arrays: int) -> jax.ShapeDtypeStruct:
+        shape = BATCH, arrays * HEADS, slots.group.shape[1], WIDTH
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
     def attend(
-        q: Any, k: Any, v: Any, table: Any, bucket: Any, of_queries: Slots, of_keys: Slots, seed: Any, back: Any
+        arrays: tuple[Any, ...], table: Any, bucket: Any, of_queries: Slots, of_keys: Slots, seed: Any, back: Any
     ) -> Any:
-        def forward(q: Any, k: Any, v: Any, table: Any) -> Any:
+        def forward(arrays: tuple[Any, ...], table: Any) -> Any:
             distances = None if kind == "cross" else Distances(table, bucket)
             seen = Seen(of_queries, of_keys, distances, Blocks())
-            return block_attention.attend_in_blocks(q, k, v, seen, seed, RATE)
+            keys = arrays[1] if kind == "cross" else None
+            return block_attention.attend_in_blocks(arrays[0], keys, None, seen, seed, RATE)
 
-        found, gradient = jax.vjp(forward, q, k, v, table)
+        found, gradient = jax.vjp(forward, arrays, table)
         return found, gradient(back)
 
     vectors = np.zeros((32, HEADS), np.float32), np.zeros(2 * LONGEST + 1, np.int32), queries, keys
-    given = rows(queries), rows(keys), rows(keys), *jax.tree.map(shaped, vectors), shaped(np.zeros(2, np.uint32))
-    compiled = jax.jit(attend).lower(*given, rows(queries))
+    # As in a T5: queries, keys and values are one array, or in cross-attention two.
+    arrays = (rows(queries, 1), rows(keys, 2)) if kind == "cross" else (rows(queries, 3),)
+    given = arrays, *jax.tree.map(shaped, vectors), shaped(np.zeros(2, np.uint32))
+    compiled = jax.jit(attend).lower(*given, rows(queries, 1))
     with tempfile.TemporaryDirectory() as folder:
         compiled.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": False, **PTX})
         return [path.read_text() for path in Path(folder).glob("*.ptx")]

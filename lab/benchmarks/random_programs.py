@@ -1,29 +1,35 @@
 """Compiles random decodes and training steps for GPUs that need not be here, with the loops of decodes in CUDA graphs.
 
     make venv-programs
-    python -m lab.benchmarks.random_programs --targets h100,rtx4090 [--decodes 300] [--steps 20] [--seed 0] [--json OUT]
+    python -m lab.benchmarks.random_programs --output FILE [--targets h100,rtx4090] [--decodes 300] [--steps 20]
+                                             [--processes 2] [--seed 0]
 
 Models have two layers in encoder and decoder, and random sizes, dtypes and weights; decodes have random methods,
 drafts, batches and lengths. Each is compiled for one of the targets, in turn. A decode passes if its whole program is
 one CUDA graph: the host controls no loop. The command prints a line for each failure, and exits with 1 if there is one.
-320 programs take more than half an hour on one core: start one command for each target (--targets NAME --decodes 150
---steps 10, with another --seed) on two.
+320 programs take about 40 minutes of a processor, so 20 minutes with two processes on two cores.
+
+FILE has a JSON line for each program, written as soon as it is compiled. A command that was interrupted continues with
+the same flags: programs in FILE are not compiled again.
 """
 
 import dataclasses
-import os
+import json
+import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lab.benchmarks.programs import absent, buffers, cases, dumped
-from lab.benchmarks.systems import save
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Drafts, Pipelined, Sequential, Strategy, with_drafts
 from pipejax.decoding.drafters import FromSource, Jacobi
@@ -31,7 +37,7 @@ from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.configurations import Configuration
 from pipejax.kernels.backends import Gpu
 from pipejax.system import cli, targets
-from pipejax.system.errors import described_error
+from pipejax.system.errors import UserError, described_error
 from pipejax.training import step
 from pipejax.training.memory import longest_batch
 
@@ -124,48 +130,93 @@ def check_step(config: Config, device: jax.Device) -> str:
     return ""
 
 
+KINDS: dict[str, tuple[Callable[..., Any], Callable[..., str]]] = {
+    "decode": (random_decode, check_decode),
+    "step": (random_step, check_step),
+}
+
+
+class Task(NamedTuple):
+    """A random program to compile, as in the lines of the output."""
+
+    kind: str  # of KINDS
+    number: int
+    target: str
+    seed: int
+
+
+def compile_task(task: Task) -> dict[str, Any]:
+    """Compiles a random program; returns its line of the output."""
+    begun, busy = time.perf_counter(), time.process_time()
+    draw, check = KINDS[task.kind]
+    case = draw(np.random.default_rng([task.seed, task.number]))
+    try:
+        why = check(case, targets.find_target(task.target, "--targets").devices(1)[0])
+    except Exception as error:  # compilers raise errors of many types
+        why = described_error(error)
+    jax.clear_caches()
+    line = {**task._asdict(), "jax": jax.__version__, "why": why} | ({"case": repr(case)} if why else {})
+    return line | {"seconds": time.perf_counter() - begun, "processor_seconds": time.process_time() - busy}
+
+
+def start_process() -> None:
+    """Prepares a process that compiles."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def read_lines(output: Path) -> list[dict[str, Any]]:
+    """The lines of an earlier command; a last line that was interrupted is removed from the file."""
+    if not output.exists():
+        return []
+    whole, _, _ = output.read_text(encoding="utf-8").rpartition("\n")
+    output.write_text(whole + "\n" * bool(whole), encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def main(argv: Sequence[str]) -> int:
-    """Compiles, prints failures and a summary; writes JSON."""
+    """Compiles, prints failures and a summary, and writes lines."""
     parser = cli.Parser(prog="python -m lab.benchmarks.random_programs", description=__doc__)
     parser.add_argument("--targets", default="h100,rtx4090", metavar="NAME,...", help="GPUs (h100,rtx4090)")
     parser.add_number("--decodes", "decodes to compile (300)", least=0, default=300)
     parser.add_number("--steps", "training steps to compile (20)", least=0, default=20)
+    parser.add_number("--processes", "processes that compile (2)", least=1, default=2)
     parser.add_number("--seed", "the first number of the random generators (0)", least=0, default=0)
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="JSON lines; programs that are there are not compiled again"
+    )
     flags = parser.parse_args(argv)
-    cli.check_output_file("--json", flags.json)
-    jax.config.update("jax_platforms", "cpu")
-    names = flags.targets.split(",")
-    devices = {name: targets.find_target(name, "--targets").devices(1)[0] for name in names}
-    kinds = (("decode", flags.decodes, random_decode, check_decode), ("step", flags.steps, random_step, check_step))
-    begun, passed, failures = time.perf_counter(), Counter[str](), []
-    for kind, count, draw, check in kinds:
-        for number in range(count):
-            target = names[number % len(names)]
-            case: Any = draw(np.random.default_rng([flags.seed, number]))
-            try:
-                why = check(case, devices[target])
-            except Exception as error:  # compilers raise errors of many types
-                why = described_error(error)
-            if why:
-                failures.append({"kind": kind, "number": number, "target": target, "why": why, "case": repr(case)})
-                print(f"{kind} {number} for {target}: {why}: {case}", flush=True)
-            else:
-                passed[f"{kind}, {target}"] += 1
-            jax.clear_caches()
-    seconds, busy = time.perf_counter() - begun, sum(os.times()[:4])
-    counts = ", ".join(f"{name}: {count}" for name, count in passed.items())
-    print(f"{counts} compiled, {len(failures)} failed; {seconds:.0f} s, of the processor {busy:.0f} s")
-    if flags.json:
-        found = {
-            "passed": dict(passed),
-            "failures": failures,
-            "seconds": seconds,
-            "processor_seconds": busy,
-            "jax": jax.__version__,
-        }
-        save(flags.json, found | {"command": "python -m lab.benchmarks.random_programs " + " ".join(argv)})
-    return int(bool(failures))
+    cli.check_output_file("--output", flags.output)
+    names, output = flags.targets.split(","), Path(flags.output)
+    for name in names:
+        targets.find_target(name, "--targets")
+    counts = {"step": flags.steps, "decode": flags.decodes}  # steps first, since they take longer
+    tasks = [Task(kind, n, names[n % len(names)], flags.seed) for kind, count in counts.items() for n in range(count)]
+    lines = {Task(*(line[name] for name in Task._fields)): line for line in read_lines(output)}
+    left, begun = [task for task in tasks if task not in lines], time.perf_counter()
+    if len(left) < len(tasks):
+        print(f"{len(tasks) - len(left)} programs are in {output}, {len(left)} are left", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        output.open("a", encoding="utf-8") as file,
+        ProcessPoolExecutor(flags.processes, mp_context=spawn, initializer=start_process) as pool,
+    ):
+        try:
+            for future in as_completed([pool.submit(compile_task, task) for task in left]):
+                line = future.result()
+                lines[Task(*(line[name] for name in Task._fields))] = line
+                print(json.dumps(line), file=file, flush=True)
+                if line["why"]:
+                    print("{kind} {number} for {target}: {why}: {case}".format_map(line), flush=True)
+        except BrokenProcessPool as error:
+            hint = "the same command continues; with --processes 1 the first program that is missing is the reason"
+            raise UserError(str(output), "a process that compiles has ended", hint=hint) from error
+    found = [lines[task] for task in tasks]
+    passed = Counter(f"{line['kind']}, {line['target']}" for line in found if not line["why"])
+    counted, busy = ", ".join(f"{name}: {n}" for name, n in passed.items()), sum(x["processor_seconds"] for x in found)
+    failed, seconds = len(found) - passed.total(), time.perf_counter() - begun
+    times = f"this command took {seconds:.0f} s, all programs {busy:.0f} s of a processor"
+    print(f"{counted} compiled, {failed} failed; {times}")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

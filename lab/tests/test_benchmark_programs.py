@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lab.benchmarks import instructions, programs
+from lab.benchmarks import instructions, programs, random_programs
 from lab.benchmarks.hlo import Program, elements, size
 from lab.benchmarks.programs import Buffers, absent, cases, count_thunks, report, troubles
 from lab.benchmarks.systems import SIZES
@@ -227,6 +227,26 @@ def test_moved_bytes_count_loop_trips_and_fusion_results_are_no_buffers() -> Non
     assert "s32[]" in shapes and not [one for one in shapes if one == "f32[9,9]{1,0}"]
 
 
+IN_PLACE = """\
+ENTRY %main (a: f32[8,4], b: f32[2]) -> (f32[2], f32[8,4]) {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[2]{0} parameter(1)
+  ROOT %k = (f32[2]{0}, f32[8,4]{1,0}) custom-call(%a, %b), custom_call_target="NAME", output_to_operand_aliasing=ALIAS
+}
+"""
+
+
+def test_an_array_that_a_kernel_completes_counts_once() -> None:
+    """The custom call of a product with a summand reads and writes all of such an array."""
+    for target, alias, size_in_bytes in (
+        ("__gpu$xla.gpu.triton", "{{1}: (0, {})}", 128 + 8 + 8),
+        ("__gpu$xla.gpu.triton", "{{0}: (1, {})}", 128 + 8 + 128),
+        ("__gpu$xla.gpu.triton", "{{0}: (1, {}), {1}: (0, {})}", 128 + 8),
+        ("__cublas$gemm", "{{1}: (0, {})}", 128 + 8 + 128 + 8),
+    ):
+        assert Program(IN_PLACE.replace("NAME", target).replace("ALIAS", alias)).moved() == size_in_bytes
+
+
 def test_an_array_of_queries_by_keys_is_trouble() -> None:
     whole = programs.TRAININGS["paper"]._replace(model=SIZES["base"]).config
     (_, length), (_, slots) = (longest_batch(whole)[name] for name in ("source", "inputs"))
@@ -352,3 +372,20 @@ def test_a_training_step_is_counted(tmp_path: Path) -> None:
         assert min(own["by_loop"]) > 5 and own["spilled_bytes"] == 0 and own["starts"] % 4 == 0  # four parts
     assert result["starts"] > result["small_starts"] > 0
     assert sum(kind["starts"] for kind in result["kinds"].values()) == result["starts"]
+
+
+def test_random_programs_of_an_earlier_command_are_not_compiled_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that was not written to its end does not count."""
+    output = tmp_path / "found.jsonl"
+    tasks = [random_programs.Task("decode", n, target, 3) for n, target in enumerate(("h100", "rtx4090"))]
+    times = {"seconds": 1.5, "processor_seconds": 2.0}
+    lines = [json.dumps({**task._asdict(), "why": why, **times}) for task, why in zip(tasks, ("", "no"), strict=True)]
+    output.write_text("\n".join([*lines, lines[0][:40]]))
+    given = ["--output", str(output), "--decodes", "2", "--steps", "0", "--seed", "3"]
+    assert random_programs.main(given) == 1
+    assert output.read_text() == "\n".join([*lines, ""])
+    said = capsys.readouterr().out
+    assert said.startswith(f"2 programs are in {output}, 0 are left\n")
+    assert "decode, h100: 1 compiled, 1 failed; " in said and said.endswith("all programs 4 s of a processor\n")

@@ -44,15 +44,22 @@ Ref = Any  # a reference of Pallas to an array in the device's memory
 Kernel = Callable[..., None]  # reads and writes references
 Shapes = Any  # `jax.ShapeDtypeStruct`s of a kernel's results: one, or a sequence of them
 Add = Callable[[Array, Array | None, tuple[Array, ...]], tuple[Array, ...]]
-Kept = tuple[
-    Array, Array, Array | None, Seen, Lines | None, Array, Array
-]  # arguments and results that the backward pass reads
+# Queries [B, Q, H, K], keys and values [B, C, H, K]; those that one product computes are one array with all heads.
+Projections = tuple[Array, ...]
+Kept = tuple[Projections, Seen, Lines | None, Array, Array]  # arguments and results that the backward pass reads
 LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
 TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of bfloat16 causes about 0.01
 BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
 BACKWARD_BLOCK = 32  # of the blocks over which backward kernels loop; larger ones exceed the registers of an Ada GPU
 GROUP = 8  # buckets whose sums fit into the registers of a program
 NOWHERE = 2**30  # greater than every group, row and time
+
+
+class Heads(NamedTuple):
+    """An array [B, N, heads, K], as a reference, and the number of its first head that is meant."""
+
+    ref: Ref
+    first: int = 0
 
 
 class TileSizes(NamedTuple):
@@ -69,11 +76,12 @@ class TileSizes(NamedTuple):
     interpret: bool  # whether Pallas interprets the kernels, on any device
 
     @classmethod
-    def of(cls, queries: Array, keys: Array, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
-        """The sizes for queries [B, Q, H, K] and keys [B, C, H, K]."""
-        batch, count, heads, width = queries.shape
+    def of(cls, projections: Projections, lines: Lines | None, rate: float, interpret: bool) -> "TileSizes":
+        """The sizes of a call."""
+        batch, queries, _, width = projections[0].shape
+        keys, heads = projections[-1].shape[1], sum(x.shape[2] for x in projections) // 3
         other, own_rate = forward_block(width), rate if lines else 0.0
-        return cls(batch, heads, count, keys.shape[1], width, BLOCK, other, own_rate, interpret)
+        return cls(batch, heads, queries, keys, width, BLOCK, other, own_rate, interpret)
 
 
 class Facts(NamedTuple):
@@ -221,12 +229,23 @@ def difference(width: int, *, trains: bool = True, interpret: bool = False) -> A
     whole = jnp.where(jnp.arange(length) < jnp.asarray([[length], [90]]), 0, -1)
     position = jnp.broadcast_to(jnp.arange(length), group.shape)
     sides = Slots(group, row, time, row + time), Slots(whole, position=position, consecutive=True)
-    of_sides = [_difference(given, table, bucket, slots, trains=trains, interpret=interpret) for slots in sides]
+    # Queries, keys and values are one array, as in self-attention, or two, as in cross-attention.
+    of_sides = [
+        _difference(given, table, bucket, slots, one_array=one_array, trains=trains, interpret=interpret)
+        for slots, one_array in zip(sides, (True, False), strict=True)
+    ]
     return jnp.stack(of_sides).max()
 
 
 def _difference(
-    given: Sequence[Array], table: Array, bucket: Array, slots: Slots, *, trains: bool, interpret: bool
+    given: Sequence[Array],
+    table: Array,
+    bucket: Array,
+    slots: Slots,
+    *,
+    one_array: bool,
+    trains: bool,
+    interpret: bool,
 ) -> Array:
     """`difference` on queries, keys and values `given` [B, H, N, K], with the coordinates of their slots."""
     seed, rate = jnp.asarray([1, 2], jnp.uint32), 0.1
@@ -235,8 +254,10 @@ def _difference(
 
     def ours(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         there = Seen(slots, slots, Distances(table, bucket), Blocks(interpret=interpret))
-        together = jnp.concatenate([keys, values], axis=1)
-        return attend_in_blocks(queries, together, None, there, seed, rate).astype(jnp.float32)
+        rest: Array | None = jnp.concatenate([keys, values], axis=1)
+        if one_array:
+            queries, rest = jnp.concatenate([queries, keys, values], axis=1), None
+        return attend_in_blocks(queries, rest, None, there, seed, rate).astype(jnp.float32)
 
     def others(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         apart = jnp.clip(slots.position[:, :, None] - slots.position[:, None] + 128, 0, 256)
@@ -259,7 +280,7 @@ def _difference(
 
 def attend_in_blocks(
     queries: Array,
-    keys: Array,
+    keys: Array | None,
     values: Array | None,
     seen: Seen,
     seed: Array | None,
@@ -269,65 +290,66 @@ def attend_in_blocks(
 ) -> Array:
     """Computes softmax(queries keys^T + bias) values, [B, H, Q, K]. Sums are float32.
 
+    If one product computes keys and values, or also the queries, the arguments may be one array, with the heads of the
+    queries first and those of the values last. Copying them apart would read and write them once more.
+
     If `seen.blocks.split` is a sharding, each device computes the attention of its own examples.
 
     Args:
-      queries: [B, H, Q, K]. As in T5, scores are not divided by sqrt(K).
-      keys: [B, H, C, K]; or keys and values [B, 2 H, C, K], the heads of the keys first, if `values` is None. Products
-        that compute both at once return them in this form.
+      queries: [B, H, Q, K]; or queries, keys and values [B, 3 H, Q, K], if `keys` is None. As in T5, scores are not
+        divided by sqrt(K).
+      keys: [B, H, C, K]; or keys and values [B, 2 H, C, K], if `values` is None; or None.
       values: [B, H, C, K], or None.
       seen: the coordinates of queries and keys, the bias, and the options of the kernels.
       seed: u32 [2], the seed of dropout on the weights; None: no dropout.
       rate: the probability that a weight is dropped.
       over_sources: as in `attend`.
     """
-    split, lines, seen = seen.blocks.split, None, planned(seen, queries.shape[0], queries.shape[3])
-    if seed is not None:
-        batch, heads, count, _ = queries.shape
-        lines = dropout.of_heads(dropout.lines(seed, (batch, count), over_sources=over_sources), heads)
+    split, lines = seen.blocks.split, None
     # The layers transpose the arrays that their products return, and the compiler cancels both transpositions.
-    queries, keys = queries.swapaxes(1, 2), keys.swapaxes(1, 2)
-    values = None if values is None else values.swapaxes(1, 2)
+    projections = tuple(x.swapaxes(1, 2) for x in (queries, keys, values) if x is not None)
+    sizes = TileSizes.of(projections, None, rate, seen.blocks.interpret)
+    seen = planned(seen, sizes.batch, sizes.width)
+    if seed is not None:
+        of_slots = dropout.lines(seed, (sizes.batch, sizes.queries), over_sources=over_sources)
+        lines = dropout.of_heads(of_slots, sizes.heads)
     if seen.blocks.is_alone:
-        return _attend_alone(queries, keys, values, seen, lines, rate).swapaxes(1, 2)
+        return _attend_alone(projections, seen, lines, rate).swapaxes(1, 2)
 
     assert split is not None
 
-    def own(queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None) -> Array:
-        return _attend_alone(queries, keys, values, seen, lines, rate)
+    def own(projections: Projections, seen: Seen, lines: Lines | None) -> Array:
+        return _attend_alone(projections, seen, lines, rate)
 
     each, everywhere = split.spec, jax.sharding.PartitionSpec()
     places: Any = seen
     of_seen = dataclasses.replace(places, queries=each, keys=each, plan=each, distances=everywhere)
-    specs = each, each, each, of_seen, each
+    specs = each, of_seen, each
     shared = jax.shard_map(own, mesh=split.mesh, in_specs=specs, out_specs=each, check_vma=False)
-    found: Array = shared(queries, keys, values, seen, lines)
+    found: Array = shared(projections, seen, lines)
     return found.swapaxes(1, 2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend_alone(
-    queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None, rate: float
-) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend_alone(projections: Projections, seen: Seen, lines: Lines | None, rate: float) -> Array:
     """Computes `attend_in_blocks` on one device, from and to arrays [B, N, H, K], as products of layers have them.
 
     `lines`: the lines [B, H, Q] of dropout; None: no dropout.
     """
-    return _forward(queries, keys, values, seen, lines, rate)[0]
+    return _forward(projections, seen, lines, rate)[0]
 
 
-def _forward(
-    queries: Array, keys: Array, values: Array | None, seen: Seen, lines: Lines | None, rate: float
-) -> tuple[Array, Kept]:
+def _forward(projections: Projections, seen: Seen, lines: Lines | None, rate: float) -> tuple[Array, Kept]:
     """The outputs [B, Q, H, K], and the residuals for `_backward`; one program for each block of queries."""
-    sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)
+    sizes = TileSizes.of(projections, lines, rate, seen.blocks.interpret)
     facts, order = Facts.of(seen, lines), seen.plan.forward
-    found = jax.ShapeDtypeStruct(queries.shape, keys.dtype)
+    shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
+    found = jax.ShapeDtypeStruct(shape, projections[-1].dtype)
     sums = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
     kernel = partial(_attend, sizes=sizes)
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
-    found, sums = _call(kernel, grid, (found, sums), sizes)(facts, order, queries, keys, values)
-    return found, (queries, keys, values, seen, lines, found, sums)
+    found, sums = _call(kernel, grid, (found, sums), sizes)(facts, order, projections)
+    return found, (projections, seen, lines, found, sums)
 
 
 def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
@@ -335,31 +357,31 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
 
     The sums that `_backward_queries` returns are added to the buckets of the differences -W and W.
     """
-    queries, keys, values, seen, lines, found, sums = kept
-    sizes = TileSizes.of(queries, keys, lines, rate, seen.blocks.interpret)._replace(other=BACKWARD_BLOCK)
+    projections, seen, lines, found, sums = kept
+    sizes = TileSizes.of(projections, lines, rate, seen.blocks.interpret)._replace(other=BACKWARD_BLOCK)
     facts, order = Facts.of(seen, lines), seen.plan.backward
-    gradient = gradient.astype(keys.dtype)
-    given = queries, keys, values, gradient, sums
+    given = projections, gradient.astype(found.dtype), sums
     grid = pl.cdiv(sizes.queries, sizes.own), sizes.heads, sizes.batch
     near = sizes.batch, sizes.heads
+    of_queries, *of_keys = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in projections)
     shapes = [
-        jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        of_queries,
         jax.ShapeDtypeStruct(sums.shape, jnp.float32),
         jax.ShapeDtypeStruct((*near, 2, grid[0] * sizes.own), jnp.float32),
     ]
     if has_band := seen.queries.consecutive and seen.keys.consecutive and facts.longest > 0:
-        shapes += [jax.ShapeDtypeStruct((*near, grid[0] * sizes.own, 2 * facts.longest), queries.dtype)]
-    of_queries = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)
-    d_queries, products, beyond, *band = of_queries(facts, order, *given, found)
+        shapes += [jax.ShapeDtypeStruct((*near, grid[0] * sizes.own, 2 * facts.longest), of_queries.dtype)]
+    call = _call(partial(_backward_queries, sizes=sizes), grid, shapes, sizes)
+    d_queries, products, beyond, *band = call(facts, order, *given, found)
     known = *given, products
-    of_keys_and_values = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values) if x is not None]
+    # If one array holds queries, keys and values, `_backward_keys` completes the array of their gradients.
+    begun = None if of_keys else d_queries
     grid_of_keys = pl.cdiv(sizes.keys, sizes.own), sizes.heads, sizes.batch
-    d_keys, *rest = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys_and_values, sizes)(
-        facts, seen.plan.across, *known
-    )
-    (d_values,) = rest or [None]
+    call = _call(partial(_backward_keys, sizes=sizes), grid_of_keys, of_keys or [of_queries], sizes, begun=begun)
+    d_projections = call(begun, facts, seen.plan.across, *known)
+    d_projections = (d_queries, *d_projections) if of_keys else tuple(d_projections)
     if (distances := seen.distances) is None:
-        return d_queries, d_keys, d_values, None, None
+        return d_projections, None, None
     buckets = distances.table.shape[0]
     if has_band:
         of_lines = _sum_band(band[0], order, sizes)  # f32 [H, 2 W]
@@ -377,7 +399,7 @@ def _backward(rate: float, kept: Kept, gradient: Array) -> tuple[Any, ...]:
     of_distances = Distances(d_table.astype(distances.table.dtype), none)
     nothing: Any = None  # integers have no gradient
     of_seen = dataclasses.replace(seen, queries=nothing, keys=nothing, plan=nothing, distances=of_distances)
-    return d_queries, d_keys, d_values, of_seen, None
+    return d_projections, of_seen, None
 
 
 def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
@@ -458,10 +480,21 @@ def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, f
     return Order(*(x.astype(jnp.int32) for x in (first, *earlier, *later, last, is_first)))
 
 
-def _call(kernel: Kernel, grid: tuple[int, ...], shapes: Shapes, sizes: TileSizes) -> Callable[..., Any]:
-    """The `pallas_call` of a kernel; `grid` is the number of programs along each axis."""
-    params = plgpu.CompilerParams(num_warps=4, num_stages=2)
-    return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=sizes.interpret)
+def _call(
+    kernel: Kernel, grid: tuple[int, ...], shapes: Shapes, sizes: TileSizes, *, begun: Array | None = None
+) -> Callable[..., Any]:
+    """The `pallas_call` of a kernel.
+
+    Args:
+      kernel: the kernel.
+      grid: the number of programs along each axis.
+      shapes: of the results.
+      sizes: the sizes of the call.
+      begun: the first argument, if the first result is this array with some of its elements replaced, in its memory.
+    """
+    params, aliases = plgpu.CompilerParams(num_warps=4, num_stages=2), {} if begun is None else {0: 0}
+    given: dict[str, Any] = {"input_output_aliases": aliases, "interpret": sizes.interpret}
+    return pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, **given)
 
 
 def _visit(order: Order, example: Array, block: Array, add: Add, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -497,19 +530,16 @@ def _of(slots: Slots, example: Array, places: Array) -> Slots:
     return jax.tree.map(lambda ref: plgpu.load(ref.at[example, places]), slots)
 
 
-def _rows(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
-    """The rows [places, K] of an array [B, N, H, K]; zeros beyond N."""
-    at = ref.at[example, places[:, None], head, jnp.arange(ref.shape[3])[None]]
+def _apart(refs: Sequence[Ref], sizes: TileSizes) -> list[Heads]:
+    """The heads of queries, keys and values, or of their gradients, from arrays that may hold several of them."""
+    return [Heads(ref, first) for ref in refs for first in range(0, ref.shape[2], sizes.heads)]
+
+
+def _rows(heads: Heads, example: Array, head: Array, places: Array, count: int) -> Array:
+    """The rows [places, K] of an array [B, N, heads, K]; zeros beyond N."""
+    ref, first = heads
+    at = ref.at[example, places[:, None], first + head, jnp.arange(ref.shape[3])[None]]
     return plgpu.load(at, mask=(places < count)[:, None], other=0)
-
-
-def _values(
-    keys_ref: Ref, values_ref: Ref | None, example: Array, head: Array, places: Array, sizes: TileSizes
-) -> Array:
-    """The rows [places, K] of the values, which follow the heads of the keys if they have no array of their own."""
-    if values_ref is None:
-        return _rows(keys_ref, example, head + sizes.heads, places, sizes.keys)
-    return _rows(values_ref, example, head, places, sizes.keys)
 
 
 def _entries(ref: Ref, example: Array, head: Array, places: Array, count: int) -> Array:
@@ -517,9 +547,10 @@ def _entries(ref: Ref, example: Array, head: Array, places: Array, count: int) -
     return plgpu.load(ref.at[example, head, places], mask=places < count, other=0)
 
 
-def _store_rows(ref: Ref, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
-    """Stores x, [places, K], to the rows of an array [B, N, H, K]; skips rows beyond N."""
-    at = ref.at[example, places[:, None], head, jnp.arange(ref.shape[3])[None]]
+def _store_rows(heads: Heads, example: Array, head: Array, places: Array, count: int, x: Array) -> None:
+    """Stores x, [places, K], to the rows of an array [B, N, heads, K]; skips rows beyond N."""
+    ref, first = heads
+    at = ref.at[example, places[:, None], first + head, jnp.arange(ref.shape[3])[None]]
     plgpu.store(at, x.astype(ref.dtype), mask=(places < count)[:, None])
 
 
@@ -575,9 +606,7 @@ def _left(
 def _attend(
     facts: Facts,
     order: Order,
-    queries_ref: Ref,
-    keys_ref: Ref,
-    values_ref: Ref | None,
+    projections: tuple[Ref, ...],
     found_ref: Ref,
     sums_ref: Ref,
     *,
@@ -590,20 +619,21 @@ def _attend(
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
-    query, here = _rows(queries_ref, example, head, q, sizes.queries), _of(facts.queries, example, q)
+    queries, keys, values = _apart(projections, sizes)
+    query, here = _rows(queries, example, head, q, sizes.queries), _of(facts.queries, example, q)
 
     def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         highest, total, found = carry  # the maximum of the scores, the sum of their powers, the weighted sum of values
         k = number * sizes.other + jnp.arange(sizes.other)
         there = _of(facts.keys, example, k)
-        scores = _dot(query, _rows(keys_ref, example, head, k, sizes.keys), trans_b=True)
+        scores = _dot(query, _rows(keys, example, head, k, sizes.keys), trans_b=True)
         scores += _bias(facts, head, here, there, side, down=False)
         seen = None if side is not None else _seen(here, there)
         scores = scores if seen is None else jnp.where(seen, scores, LOWEST)
         now = jnp.maximum(highest, scores.max(axis=1))
         weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(highest - now)
         weights = weights if seen is None else jnp.where(seen, weights, 0.0)
-        value = _values(keys_ref, values_ref, example, head, k, sizes)
+        value = _rows(values, example, head, k, sizes.keys)
         left = _left(facts, sizes, example, head, q, k, weights).astype(value.dtype)
         return now, total * kept + weights.sum(axis=1), found * kept[:, None] + _dot(left, value)
 
@@ -611,7 +641,7 @@ def _attend(
     highest, total, found = _visit(order, example, block, add, zero)
     some = jnp.where(total > 0, total, 1.0)  # `total` is 0 for a query that sees no key
     found = found / (some * dropout.share_kept(sizes.rate))[:, None]
-    _store_rows(found_ref, example, head, q, sizes.queries, found)
+    _store_rows(Heads(found_ref), example, head, q, sizes.queries, found)
     sums = jnp.where(total > 0, highest, 0.0) + jnp.log(some)
     plgpu.store(sums_ref.at[example, head, q], sums, mask=q < sizes.queries)
 
@@ -626,10 +656,12 @@ class QueryBlock(NamedTuple):
     products: Array  # f32 [q], the term of the softmax's gradient that is subtracted from each row
 
     @classmethod
-    def load(cls, facts: Facts, refs: Sequence[Ref], example: Array, head: Array, q: Array, count: int) -> "QueryBlock":
-        """Reads a block; `refs`: queries, gradient, sums and products."""
-        rows = (_rows(ref, example, head, q, count) for ref in refs[:2])
-        entries = (_entries(ref, example, head, q, count) for ref in refs[2:])
+    def load(
+        cls, facts: Facts, queries: Heads, refs: tuple[Ref, Ref, Ref], example: Array, head: Array, q: Array, count: int
+    ) -> "QueryBlock":
+        """Reads a block; `refs`: gradient, sums and products."""
+        rows = (_rows(heads, example, head, q, count) for heads in (queries, Heads(refs[0])))
+        entries = (_entries(ref, example, head, q, count) for ref in refs[1:])
         return cls(_of(facts.queries, example, q), *rows, *entries)
 
 
@@ -642,11 +674,11 @@ class KeyBlock(NamedTuple):
 
     @classmethod
     def load(
-        cls, facts: Facts, refs: tuple[Ref, Ref | None], example: Array, head: Array, k: Array, sizes: TileSizes
+        cls, facts: Facts, keys: Heads, values: Heads, example: Array, head: Array, k: Array, count: int
     ) -> "KeyBlock":
-        """Reads a block; `refs`: keys and values."""
-        rows = _rows(refs[0], example, head, k, sizes.keys)
-        return cls(_of(facts.keys, example, k), rows, _values(*refs, example, head, k, sizes))
+        """Reads a block."""
+        rows = (_rows(heads, example, head, k, count) for heads in (keys, values))
+        return cls(_of(facts.keys, example, k), *rows)
 
 
 def _gradients(
@@ -704,9 +736,7 @@ def _beyond(facts: Facts, of_queries: Slots, of_keys: Slots) -> tuple[Array, Arr
 def _backward_queries(
     facts: Facts,
     order: Order,
-    queries_ref: Ref,
-    keys_ref: Ref,
-    values_ref: Ref | None,
+    projections: tuple[Ref, ...],
     gradient_ref: Ref,
     sums_ref: Ref,
     found_ref: Ref,
@@ -731,9 +761,9 @@ def _backward_queries(
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     q = block * sizes.own + jnp.arange(sizes.own)
-    rows, gradient, found = (
-        _rows(ref, example, head, q, sizes.queries) for ref in (queries_ref, gradient_ref, found_ref)
-    )
+    of_queries, of_keys, of_values = _apart(projections, sizes)
+    of_rows = of_queries, Heads(gradient_ref), Heads(found_ref)
+    rows, gradient, found = (_rows(heads, example, head, q, sizes.queries) for heads in of_rows)
     products = (gradient.astype(jnp.float32) * found.astype(jnp.float32)).sum(axis=1)
     plgpu.store(products_ref.at[example, head, q], products, mask=q < sizes.queries)
     before = _entries(sums_ref, example, head, q, sizes.queries)
@@ -742,7 +772,7 @@ def _backward_queries(
     def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_query, *sums = carry
         k = number * sizes.other + jnp.arange(sizes.other)
-        keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes)
+        keys = KeyBlock.load(facts, of_keys, of_values, example, head, k, sizes.keys)
         d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, side)[1]
         if sums and side is not None:
             row = d_scores.sum(axis=1)
@@ -762,7 +792,7 @@ def _backward_queries(
 
     none = [jnp.zeros(sizes.own)] * (2 if facts.longest else 0)
     d_query, *sums = _visit(order, example, block, add, (jnp.zeros((sizes.own, sizes.width)), *none))
-    _store_rows(d_queries_ref, example, head, q, sizes.queries, d_query)
+    _store_rows(Heads(d_queries_ref), example, head, q, sizes.queries, d_query)
     for number, total in enumerate(sums):
         plgpu.store(beyond_ref.at[example, head, jnp.int32(number), q], total)
 
@@ -770,9 +800,7 @@ def _backward_queries(
 def _backward_buckets(
     facts: Facts,
     order: Order,
-    queries_ref: Ref,
-    keys_ref: Ref,
-    values_ref: Ref | None,
+    projections: tuple[Ref, ...],
     gradient_ref: Ref,
     sums_ref: Ref,
     products_ref: Ref,
@@ -788,8 +816,9 @@ def _backward_buckets(
     groups = of_buckets_ref.shape[2] // GROUP
     block, least = turn // groups, turn % groups * GROUP
     q = block * sizes.own + jnp.arange(sizes.own)
-    refs = queries_ref, gradient_ref, sums_ref, products_ref
-    queries = QueryBlock.load(facts, refs, example, head, q, sizes.queries)
+    of_queries, of_keys, of_values = _apart(projections, sizes)
+    refs = gradient_ref, sums_ref, products_ref
+    queries = QueryBlock.load(facts, of_queries, refs, example, head, q, sizes.queries)
 
     def add(number: Array, side: Array | None, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         if side is not None:
@@ -801,7 +830,7 @@ def _backward_buckets(
         own = jnp.where((bucket >= 0) & (bucket < GROUP), 1, 0).max() > 0
 
         def near() -> tuple[Array, ...]:
-            keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes)
+            keys = KeyBlock.load(facts, of_keys, of_values, example, head, k, sizes.keys)
             d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, None)[1]
             return tuple(total + jnp.where(bucket == n, d_scores, 0.0).sum(axis=1) for n, total in enumerate(sums))
 
@@ -813,39 +842,36 @@ def _backward_buckets(
 
 
 def _backward_keys(
+    begun: Ref | None,
     facts: Facts,
     order: Order,
-    queries_ref: Ref,
-    keys_ref: Ref,
-    values_ref: Ref | None,
+    projections: tuple[Ref, ...],
     gradient_ref: Ref,
     sums_ref: Ref,
     products_ref: Ref,
-    d_keys_ref: Ref,
-    d_values_ref: Ref | None = None,
-    *,
+    *d_refs: Ref,
     sizes: TileSizes,
 ) -> None:
     """Computes the gradients of a block of keys and of its values, from all blocks of queries that may see them.
 
     Tiles are [k, q] here, so both sums are products with a tile on the left, and no tile is transposed in registers.
+    If one array holds queries, keys and values, the only one of `d_refs` is `begun`, with the gradient of the queries.
     """
     block, head, example = (pl.program_id(n) for n in range(3))
     k = block * sizes.own + jnp.arange(sizes.own)
-    keys = KeyBlock.load(facts, (keys_ref, values_ref), example, head, k, sizes)
-    refs = queries_ref, gradient_ref, sums_ref, products_ref
+    of_queries, of_keys, of_values = _apart(projections, sizes)
+    keys = KeyBlock.load(facts, of_keys, of_values, example, head, k, sizes.keys)
+    refs = gradient_ref, sums_ref, products_ref
 
     def add(number: Array, side: Array | None, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_key, d_value = carry
         q = number * sizes.other + jnp.arange(sizes.other)
-        queries = QueryBlock.load(facts, refs, example, head, q, sizes.queries)
+        queries = QueryBlock.load(facts, of_queries, refs, example, head, q, sizes.queries)
         left, d_scores = _gradients(facts, sizes, (example, head, q, k), queries, keys, side, down=True)
         d_value += _dot(left.astype(queries.gradient.dtype), queries.gradient)
         return d_key + _dot(d_scores.astype(queries.rows.dtype), queries.rows), d_value
 
     zero = jnp.zeros((sizes.own, sizes.width))
-    d_key, d_value = _visit(order, example, block, add, (zero, zero))
-    _store_rows(d_keys_ref, example, head, k, sizes.keys, d_key)
-    if d_values_ref is None:
-        d_values_ref, head = d_keys_ref, head + sizes.heads
-    _store_rows(d_values_ref, example, head, k, sizes.keys, d_value)
+    sums = _visit(order, example, block, add, (zero, zero))
+    for heads, x in zip(_apart(d_refs, sizes)[-2:], sums, strict=True):
+        _store_rows(heads, example, head, k, sizes.keys, x)

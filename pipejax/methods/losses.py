@@ -25,14 +25,33 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
       batch add up exactly. The trainer divides them over the whole batch, so its loss is the mean over the real target
       tokens.
     """
-    # A comparison instead of an index: the gradient of an index is a scatter into all logits, while the gradient of the
-    # comparison is computed in the same pass as the gradient of softmax.
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    # A constant zero would be an array in `in_parts`, see `dropout.zero_dropped`.
-    zero = (targets & 0)[..., None].astype(logits.dtype)
-    chosen = jnp.where(is_target, logits, zero).sum(-1)
-    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+    nll = jax.nn.logsumexp(logits, axis=-1) - _logit_of(targets, logits)
     return (nll * weights).sum(), weights.sum()
+
+
+@jax.custom_vjp
+def _logit_of(targets: Array, logits: Array) -> Array:
+    """The logits f32 [G, N] of the targets.
+
+    The gradient of an index is a scatter into all logits. Here it is a comparison, which is computed in the same pass
+    as the gradient of softmax.
+    """
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+
+
+def _logit_forward(targets: Array, logits: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _logit_of(targets, logits), (targets, jnp.arange(logits.shape[-1]))
+
+
+def _logit_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[None, Array]:
+    """The gradient of the logits."""
+    targets, words = kept
+    # A constant zero would be an array in `in_parts`, see `dropout.zero_dropped`.
+    zero = (targets & 0)[..., None].astype(gradient.dtype)
+    return None, jnp.where(words == targets[..., None], gradient[..., None], zero)
+
+
+_logit_of.defvjp(_logit_forward, _logit_backward)
 
 
 def most_logits(platform: str) -> int:

@@ -272,32 +272,47 @@ class Attention(nn.Module):
         """Keys and values [B, H, L, K] of states [B, L, D] that are already normalised."""
         return self.heads(self.key(x)), self.heads(self.value(x))
 
-    def together(self, x: Array) -> tuple[Array, Array | None]:
-        """Keys and values [B, 2 H, L, K] from one product, the heads of the keys first, and None.
+    def together(self, x: Array, *names: str) -> tuple[Array | None, ...]:
+        """The heads of several projections of x [B, L, D], from one product: [B, n H, L, K], and n - 1 times None.
 
         Attention in blocks reads this form. If a layer has other parameters than its kernel, such as low-rank factors,
-        the result is that of `keys_values`.
+        the results are the heads [B, H, L, K] of each projection.
+
+        Args:
+          x: the states.
+          names: the fields of the n projections, such as "key" and "value".
         """
-        kernels = [layer.variables["params"] for layer in (self.key, self.value)]
+        projections = [getattr(self, name) for name in names]
+        kernels = [projection.variables["params"] for projection in projections]
         if any(set(of_layer) != {"kernel"} for of_layer in kernels):
-            return self.keys_values(x)
+            return tuple(self.heads(projection(x)) for projection in projections)
         kernel = jnp.concatenate([of_layer["kernel"].astype(self.dtype) for of_layer in kernels], axis=1)
-        return self.heads(jnp.dot(x.astype(self.dtype), kernel)), None
+        return self.heads(jnp.dot(x.astype(self.dtype), kernel)), *[None] * (len(names) - 1)
 
     def attend(
-        self, x: Array, normed: Array, keys: Array, values: Array | None, bias: Array | Seen, deterministic: bool
+        self,
+        x: Array,
+        normed: Array,
+        keys: Array | None,
+        values: Array | None,
+        bias: Array | Seen,
+        deterministic: bool,
     ) -> Array:
         """The residual x plus the output of attention, [B, Q, D].
 
         Args:
           x: [B, Q, D], the input of the layer.
           normed: [B, Q, D], x after the norm, from which the queries are computed.
-          keys: [B, H, C, K].
+          keys: [B, H, C, K]; None: keys and values are computed from `normed` as well, for attention in blocks.
           values: [B, H, C, K]; None: `keys` holds both, see `together`.
           bias: f32 [B|1, H|1, Q|1, C], added to the scores; or a `Seen`, for attention in blocks.
           deterministic: whether dropout is off.
         """
-        queries = self.heads(self.query(normed))
+        queries: Array | None
+        if keys is None:
+            queries, keys, values = self.together(normed, "query", "key", "value")
+        else:
+            queries = self.heads(self.query(normed))
         seed = None if deterministic or not self.dropout else seed_of(self)
         attend_to: Callable[..., Array] = attend
         if isinstance(bias, Seen):

@@ -94,12 +94,12 @@ class EncoderLayer(nn.Module):
           padding: f32 [B, 1, 1, L], MASKED at padding, otherwise 0.
           deterministic: whether dropout is off.
         """
-        normed = self.attention.norm(x)
-        # Each layer computes this sum, which fuses with the scores, so no [B, H, L, L] is stored for all layers.
-        seen, both = bias, self.attention.together
+        normed, keys, values = self.attention.norm(x), None, None
         if not isinstance(bias, Seen):
-            seen, both = bias + padding, self.attention.keys_values
-        x = self.attention.attend(x, normed, *both(normed), seen, deterministic)
+            # Each layer computes this sum, which fuses with the scores, so no [B, H, L, L] is stored for all layers.
+            bias = bias + padding
+            keys, values = self.attention.keys_values(normed)
+        x = self.attention.attend(x, normed, keys, values, bias, deterministic)
         return self.feed_forward(x, deterministic)
 
 
@@ -141,11 +141,9 @@ class DecoderLayer(nn.Module):
           [B, Q, D], and the cache with the slots of the queries.
         """
         normed = self.self_attention.norm(x)
-        keys: Array
-        values: Array | None
-        if isinstance(bias, Seen):
-            keys, values = self.self_attention.together(normed)
-        else:
+        keys: Array | None = None
+        values: Array | None = None
+        if not isinstance(bias, Seen):
             keys, values = self.self_attention.keys_values(normed)
             if cache is not None:
                 cache = cache.written(keys, values)
@@ -154,9 +152,10 @@ class DecoderLayer(nn.Module):
         normed = self.cross_attention.norm(x)
         if isinstance(source, tuple):
             keys, values = source
+        elif isinstance(source_bias, Seen):
+            keys, values = self.cross_attention.together(source, "key", "value")
         else:
-            both = self.cross_attention.together if isinstance(source_bias, Seen) else self.memorize
-            keys, values = both(source)
+            keys, values = self.memorize(source)
         x = self.cross_attention.attend(x, normed, keys, values, source_bias, deterministic)
         return self.feed_forward(x, deterministic), cache
 
