@@ -344,6 +344,13 @@ def test_real_method_keeps_the_rules(case: str) -> None:
         testing.check_one(each, checked)
 
 
+@pytest.mark.slow
+def test_scores_are_compared_if_a_method_has_them() -> None:
+    without = type("Own", (PipelinedMethod,), {"name": "own", "can": PipelinedMethod.can - {"score"}})
+    for method, scores in ((PipelinedMethod(BOUNDS), True), (without(BOUNDS), False)):
+        assert MethodCase(method).generator.config.decode.scores == scores
+
+
 @dataclasses.dataclass(frozen=True)
 class FewValues(Staggered):
     """A method with settings that limit answers, and that accept few values."""
