@@ -39,7 +39,10 @@ BACKBONES = {
 }
 
 # Methods of other papers, by the name that the setting `method` accepts instead of MODULE:CLASS.
-METHODS = {"branching": "pipejax.apps.family.branching:Branching"}
+METHODS = {
+    "branching": "pipejax.apps.family.branching:Branching",
+    "prompt_in_decoder": "pipejax.apps.family.prompts:PromptInDecoder",
+}
 
 # Kernels that replace XLA's. Each function maps a backbone, its backend with XLA and the compute dtype to a backend, or
 # to None if the kernel does not support them. `inference.backends.fastest` tries the functions in this order.
