@@ -24,8 +24,8 @@ from pipejax.apps.hub.push_command import main as push
 from pipejax.apps.picture.record_picture import main as picture
 from pipejax.apps.serving.answer import Request
 from pipejax.apps.serving.engine import Engine
+from pipejax.apps.verify.checkpoint_command import main as verify
 from pipejax.backbones.umt5 import UMT5Config
-from pipejax.checkpoint.__main__ import main as verify
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
 from pipejax.convert.__main__ import main as convert
 from pipejax.convert.huggingface import read_hf, write_hf

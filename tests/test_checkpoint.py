@@ -17,8 +17,8 @@ import orbax.checkpoint
 import pytest
 
 from pipejax import config as config_lib
+from pipejax.apps.verify.checkpoint_command import main
 from pipejax.checkpoint import Store, arrays, check_place, manifest, open_run, save_params
-from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged, on_host
 from pipejax.system import compile_cache
 from pipejax.system.errors import UserError

@@ -16,11 +16,11 @@ from tokenizers import Regex, normalizers
 import pipejax
 from pipejax import config as config_lib
 from pipejax.apps.serving.requests import apply_format
+from pipejax.apps.statistics.data_command import main as data_command
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.config.row_names import read_columns, split_row
 from pipejax.convert import description
 from pipejax.data import make_task
-from pipejax.data.__main__ import main as data_command
 from pipejax.inference import answers
 from pipejax.inference.generator import Generator
 from pipejax.offline import evaluation, records

@@ -13,9 +13,9 @@ import orbax.checkpoint
 import pytest
 
 from pipejax import config as config_lib
+from pipejax.apps.verify.checkpoint_command import main
 from pipejax.checkpoint import Best, Store, save_params
 from pipejax.checkpoint import arrays as arrays_lib
-from pipejax.checkpoint.__main__ import main
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.convert.huggingface import write_hf
 from pipejax.system.errors import UserError

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from pipejax import methods, metrics
+from pipejax.apps.scoring import metrics_command as command
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data import demo, make_task
 from pipejax.data.examples import Example, fingerprint
 from pipejax.inference.loading import load
 from pipejax.inference.programs import CPU_BATCH
-from pipejax.metrics import __main__ as command
 from pipejax.offline import evaluation
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit

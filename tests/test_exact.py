@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipejax import metrics
+from pipejax.apps.scoring import metrics_command as command
 from pipejax.config.row_names import split_row
-from pipejax.metrics import __main__ as command
 from pipejax.metrics.exact import fold, named_rows, number_or_text
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, config, methods, metrics
+from pipejax.apps.scoring import metrics_command as command
 from pipejax.config import Config, DataConfig
 from pipejax.data import TASKS, make_task
 from pipejax.data.examples import Example
 from pipejax.inference.report import Report
-from pipejax.metrics import __main__ as command
 from pipejax.metrics import keyphrases, rouge, spans, total
 from pipejax.offline.evaluation import evaluate
 from pipejax.system.errors import UserError

@@ -14,12 +14,12 @@ from tensorflow_datasets.summarization.wikihow import Wikihow
 
 from pipejax.apps.papers.builders import BUILDERS, prepare_data_set
 from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.apps.statistics.data_command import main
+from pipejax.apps.statistics.split_statistics import measure_split
 from pipejax.config import Config, DataConfig
 from pipejax.data import PAPERS, make_task
-from pipejax.data.__main__ import main
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
-from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError

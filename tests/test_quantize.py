@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
 from pipejax import checkpoint
-from pipejax.checkpoint.__main__ import verify
+from pipejax.apps.verify.checkpoint_command import verify
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
 from pipejax.convert.__main__ import main as convert
 from pipejax.inference.backends import Xla

@@ -18,11 +18,11 @@ import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps.export.programs_as_files import export
+from pipejax.apps.statistics.split_statistics import measure_split
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import description, huggingface
 from pipejax.data.encoding import encode_example, encode_source
 from pipejax.data.examples import Example
-from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
 from pipejax.decoding import Allowed
 from pipejax.inference import decoding_options

@@ -69,7 +69,7 @@ def _bomb(here: Path, name: str) -> None:
 
 
 def _kind(name: str, spoil: Callable[[Path], Any], *words: str) -> Kind:
-    return Kind(f"archive: {name}", words, "pipejax.data.__main__", PREPARE, spoil)
+    return Kind(f"archive: {name}", words, "pipejax.apps.statistics.data_command", PREPARE, spoil)
 
 
 ENCRYPTED = _kind("encrypted", lambda here: _field(here, 6, 8, 1), "files.zip:train.jsonl: cannot be read", "password")

@@ -20,6 +20,8 @@ from lab.faults.runs import Commands
 GOOD = {"id": "a", "source": "honey maps", "targets": ["honey"]}
 GENERATION = "generation_config.json"
 FIRST = "decoder.block.0.layer.0.SelfAttention.q.weight"
+VERIFY, METRICS = "pipejax.apps.verify.checkpoint_command", "pipejax.apps.scoring.metrics_command"
+DATA = "pipejax.apps.statistics.data_command"
 
 
 def _line(name: str, content: bytes, *words: str) -> Kind:
@@ -402,12 +404,12 @@ KINDS: tuple[Kind, ...] = (
         ("to-hf", "{here}/run", "{here}/hf"),
         "found an existing file",
     ),
-    _flags("nothing to verify", "pipejax.checkpoint.__main__", ("verify", "{here}/hf"), "found no checkpoints/"),
-    _flags("nowhere to verify", "pipejax.checkpoint.__main__", ("verify", "{here}/no"), "no such directory"),
-    _flags("an unknown data set", "pipejax.data.__main__", ("prepare", "nonsense"), "'nonsense'"),
-    _flags("data that is not there", "pipejax.data.__main__", ("stats", "msqa", "--data-dir={here}"), "found no msqa"),
-    _flags("an unknown family of scores", "pipejax.metrics.__main__", ("bleu", "{here}/in.jsonl"), "'bleu'"),
-    _flags("no predictions", "pipejax.metrics.__main__", ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
+    _flags("nothing to verify", VERIFY, ("verify", "{here}/hf"), "found no checkpoints/"),
+    _flags("nowhere to verify", VERIFY, ("verify", "{here}/no"), "no such directory"),
+    _flags("an unknown data set", DATA, ("prepare", "nonsense"), "'nonsense'"),
+    _flags("data that is not there", DATA, ("stats", "msqa", "--data-dir={here}"), "found no msqa"),
+    _flags("an unknown family of scores", METRICS, ("bleu", "{here}/in.jsonl"), "'bleu'"),
+    _flags("no predictions", METRICS, ("spans", "{here}/in.jsonl"), "in.jsonl:1", '"gold"'),
     _flags(
         "a picture of no record",
         "pipejax.apps.picture.picture_command",

@@ -8,8 +8,9 @@ from lab.faults.refusals import DECODE, FROM_HF, RESUME, TRAIN, Kind
 from lab.faults.runs import Commands
 
 DENIED = "denied"  # a directory of each trial; what lies in it is that of the good run
-CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.checkpoint.__main__"
-METRICS, PICTURE, DATA = "pipejax.metrics.__main__", "pipejax.apps.picture.picture_command", "pipejax.data.__main__"
+CONVERT, VERIFY = "pipejax.convert.__main__", "pipejax.apps.verify.checkpoint_command"
+METRICS, PICTURE = "pipejax.apps.scoring.metrics_command", "pipejax.apps.picture.picture_command"
+DATA = "pipejax.apps.statistics.data_command"
 PLACES: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # {place} is what cannot be reached
     ("train.py --config", "train", ("--config={place}", "--workdir={{here}}/new")),
     ("train.py --workdir", "train", ("--config={{here}}/config.py", "--workdir={place}")),

@@ -135,7 +135,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 def verified(workdir: Path) -> tuple[list[int], list[str]]:
     """The intact steps of a run, oldest first, and the steps that are not intact, each with the reason."""
-    from pipejax.checkpoint.__main__ import verify
+    from pipejax.apps.verify.checkpoint_command import verify
 
     reports = list(verify(workdir / "checkpoints")) if (workdir / "checkpoints").is_dir() else []
     if (workdir / "best").is_dir():

@@ -41,7 +41,7 @@ def during(commands: Commands, scratch: Path, *, calls: int) -> dict[str, Any]:
 
 
 def _calls(scratch: Path, run: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    verify = ("verify", "pipejax.checkpoint.__main__", ("verify", str(run)))
+    verify = ("verify", "pipejax.apps.verify.checkpoint_command", ("verify", str(run)))
     decode = (f"--checkpoint={run}", f"--input={scratch}/in.jsonl", "--output=-")
     number = 0
     while True:

@@ -49,6 +49,8 @@ NON_EDGES = (
     ("system.cli", "jax"),
     ("metrics*", "jax"),
     ("data*", "jax"),
+    ("apps.scoring*", "jax"),
+    ("apps.statistics*", "jax"),
 )
 
 # Libraries that may have to be replaced, or that are slow to import, and the modules that may import them.

@@ -22,9 +22,9 @@ from typing import Any
 from lab.experiments.tables import bounds, paper, report
 from lab.experiments.tables.cells import DTYPES, SIZES, Cell, Scores, Way, gap, grid_of, make, read, ways_of
 from pipejax import metrics
+from pipejax.apps.statistics.split_statistics import measure_split
 from pipejax.config import METHODS
 from pipejax.data import make_task
-from pipejax.data.statistics import measure_split
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError

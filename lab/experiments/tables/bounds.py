@@ -16,10 +16,10 @@ from lab.benchmarks.systems import save
 from lab.experiments import real_data
 from lab.experiments.tables.cells import SUB_MAX, TIME_MAX
 from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.apps.statistics.split_statistics import Statistics, measure_split
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
-from pipejax.data.statistics import Statistics, measure_split
 from pipejax.data.text import plain_text
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli

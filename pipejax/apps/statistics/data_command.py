@@ -15,11 +15,11 @@ from typing import Any
 
 from pipejax import config as config_lib
 from pipejax import registry
+from pipejax.apps.statistics.split_statistics import measure_split, table_lines
 from pipejax.config import Config, DataConfig
 from pipejax.data import OWN_FILES, PAPERS, TASKS, make_task
 from pipejax.data.encoding import answered
 from pipejax.data.own_files import SPLITS
-from pipejax.data.statistics import measure_split, table_lines
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.errors import UserError, did_you_mean

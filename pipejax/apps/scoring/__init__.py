@@ -1,0 +1,1 @@
+"""Scores a file of predictions: `pipejax metrics`."""

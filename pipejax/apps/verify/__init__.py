@@ -1,0 +1,1 @@
+"""Verifies every step of a run directory: `pipejax checkpoint verify`."""
