@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import pytest
 
-from pipejax.apps.plan import plan_command
+from pipejax.apps.plan import plan_command, step_memory, targets
 from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.model.sharding import make_mesh
 from pipejax.model.t5_config import ARCHITECTURES
-from pipejax.system import targets
 from pipejax.system.errors import UserError
 from pipejax.training import memory, start
 from pipejax.training.step import Trainer
@@ -53,8 +52,8 @@ def shallow(config):
 )
 def test_estimate_is_close_to_the_compilers_allocation(source, mesh, train):
     chosen = config(source, mesh, **train)
-    trainer, terms = memory.plan(chosen)
-    compiled = memory.compiled_bytes(trainer, chosen)
+    trainer, terms = step_memory.plan(chosen)
+    compiled = step_memory.compiled_bytes(trainer, chosen)
     assert 0.75 * compiled < sum(terms.values()) < 1.35 * compiled
 
 
@@ -82,8 +81,8 @@ def test_estimate_of_t5gemma_is_close_to_the_compilers_allocation(capsys):
     chosen = dataclasses.replace(
         config(512, {"data": 1}, remat="layers", dropout=0.0), model=T5GemmaConfig(side, side, 2048, 4, 4)
     )
-    trainer, terms = memory.plan(plan_command._resolve(chosen, None))
-    compiled = memory.compiled_bytes(trainer, chosen)
+    trainer, terms = step_memory.plan(plan_command._resolve(chosen, None))
+    compiled = step_memory.compiled_bytes(trainer, chosen)
     assert 0.75 * compiled < sum(terms.values()) < 1.5 * compiled
     assert "T5GemmaConfig: activations are estimated for a T5 with" in capsys.readouterr().err
 
@@ -91,7 +90,7 @@ def test_estimate_of_t5gemma_is_close_to_the_compilers_allocation(capsys):
 @pytest.mark.slow
 def test_the_state_is_counted_exactly():
     chosen = shallow(config(64, {"data": 1, "fsdp": 2, "tensor": 2}))
-    _, terms = memory.plan(chosen)
+    _, terms = step_memory.plan(chosen)
     trainer = Trainer(chosen)
     state = trainer.fresh()
     device = trainer.mesh.devices.flat[0]
@@ -109,7 +108,7 @@ def _leaves(tree):
 @pytest.mark.slow
 def test_a_measured_step_is_a_step():
     chosen = shallow(config(32, {"data": 1}))
-    peak, seconds = memory.measured_bytes(Trainer(chosen), chosen, steps=1)
+    peak, seconds = step_memory.measured_bytes(Trainer(chosen), chosen, steps=1)
     assert peak is None and seconds > 0  # a CPU reports no peak
 
 

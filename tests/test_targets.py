@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pipejax.apps.plan import step_memory, targets
 from pipejax.config import Config, DataConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Drafts, Pipelined, with_drafts
 from pipejax.decoding.drafters import FromSource
@@ -23,7 +24,7 @@ from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.kernels import block_attention, gpu
 from pipejax.kernels.backends import Gpu
-from pipejax.system import targets
+from pipejax.model.sharding import named_device
 from pipejax.training import memory
 from pipejax.training.step import Trainer
 
@@ -42,14 +43,14 @@ compiled = pytest.mark.skipif(
 @pytest.mark.parametrize("trial", [lambda: block_attention.difference(64), lambda: gpu.trial(2)])
 def test_kernels_are_lowered_for_absent_gpu(kind: str, trial: Any) -> None:
     device: Any = SimpleNamespace(device_kind=kind, platform="gpu")
-    with targets.named(device):
+    with named_device(device):
         text = jax.jit(trial).trace().lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(KERNEL) >= 2
 
 
 def test_present_device_needs_no_target_name() -> None:
     before = jax.sharding.get_abstract_mesh()
-    with targets.named(jax.devices()[1]):
+    with named_device(jax.devices()[1]):
         assert jax.sharding.get_abstract_mesh() == before
 
 
@@ -66,7 +67,7 @@ def test_a_training_step_is_compiled(name: str, remat: str) -> None:
     trainer = Trainer(config, targets.find_target(name, "--target").devices(1))
     step = trainer.program(memory.longest_batch(config))
     assert trainer.blocks and KERNEL in (step.as_text() or "")
-    assert memory.compiled_bytes(trainer, config) > 0
+    assert step_memory.compiled_bytes(trainer, config) > 0
 
 
 @compiled
@@ -75,7 +76,7 @@ def test_a_training_step_is_compiled(name: str, remat: str) -> None:
 def test_a_kernel_is_compiled(name: str) -> None:
     device = targets.find_target(name, "--target").devices(1)[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    with targets.named(device):
+    with named_device(device):
         lowered = jax.jit(lambda: gpu.trial(2), out_shardings=place).lower()
     assert KERNEL in (lowered.compile().as_text() or "")
 
@@ -118,7 +119,7 @@ def test_a_decode_is_one_graph_and_returns_nothing_new(
         options = property(lambda configuration: {"xla_dump_to": str(tmp_path)})
         monkeypatch.setattr(Configuration, "compiler_options", options)
     made = absent(device, configuration)
-    with targets.named(device):
+    with named_device(device):
         made.warm_up(strategy, batch_size=1, length=16, report=Report())
     table: dict[Any, Any] = made._compiled
     [decoder] = [program for (part, *_), program in table.items() if part != "encoder"]

@@ -15,6 +15,7 @@ from unittest import mock
 
 from lab.benchmarks.programs import TRAININGS, Training
 from lab.benchmarks.systems import SIZES, save
+from pipejax.apps.plan import step_memory
 from pipejax.config import REMATS, Config
 from pipejax.methods import losses
 from pipejax.model.slots import Blocks
@@ -54,7 +55,7 @@ def rows(name: str, training: Training) -> Iterator[dict[str, Any]]:
     # A trainer takes seconds to make, and its estimate is the same for all cards.
     with mock.patch.object(step, "Trainer"), mock.patch.object(memory, "estimator", return_value=estimate):
         for card, gib in CARDS.items():
-            there = memory.SHARE * gib
+            there = step_memory.SHARE * gib
             remat = memory.choose_remat(auto, there * memory.GIB).train.remat
             fits = sizes[remat] <= there
             yield {"step": name, "card": card, "jax_gib": there, "gib": sizes, "remat": remat, "fits": fits}

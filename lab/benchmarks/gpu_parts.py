@@ -27,13 +27,14 @@ from lab.benchmarks.peers import training as peer
 from lab.benchmarks.peers.worker import error_line
 from lab.benchmarks.systems import SIZES, random_params
 from pipejax import config as config_lib
+from pipejax.apps.plan.step_memory import compiled_bytes, plan, stepper
 from pipejax.config import Config, T5Config
 from pipejax.decoding import Pipelined
 from pipejax.kernels import block_attention
 from pipejax.kernels.backends import Gpu
 from pipejax.system import compile_cache, trials
 from pipejax.training import costs
-from pipejax.training.memory import compiled_bytes, longest_batch, plan, stepper
+from pipejax.training.memory import longest_batch
 
 PATIENCE = 120.0  # seconds for which all cases wait for the slowest compilation; then the compiled ones measure
 VERSIONS = ("jax", "jaxlib", "flax", "numpy", "torch", "triton", "transformers")

@@ -26,9 +26,10 @@ import numpy as np
 from lab.benchmarks.hlo import Program, dimensions
 from lab.benchmarks.systems import names_of, save
 from pipejax import grid
+from pipejax.apps.plan import targets
 from pipejax.kernels import block_attention
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
-from pipejax.system import cli, targets
+from pipejax.system import cli
 from pipejax.system.errors import UserError
 
 KINDS = ("encoder", "cross", "decoder")

@@ -45,6 +45,7 @@ from jax.sharding import PartitionSpec as P
 from lab.benchmarks import instructions
 from lab.benchmarks.hlo import COLLECTIVES, Program, dimensions
 from lab.benchmarks.systems import SIZES, names_of, save
+from pipejax.apps.plan import targets
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import GREEDILY, Pipelined, Sequential, SourceIds, Strategy
 from pipejax.inference import programs
@@ -53,7 +54,8 @@ from pipejax.inference.configurations import DEFAULT, Configuration
 from pipejax.inference.programs import Programs
 from pipejax.inference.report import Report
 from pipejax.kernels.backends import Gpu
-from pipejax.system import cli, targets
+from pipejax.model.sharding import named_device
+from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training import step
 from pipejax.training.memory import longest_batch
@@ -211,7 +213,7 @@ def compiled_here(case: Case, device: jax.Device) -> tuple[Compiled, dict[str, A
     """A program of this tree, and further facts about it."""
     begun = time.perf_counter()
     on_gpu = device.platform in ("gpu", "cuda")
-    with dumped(instructions.PTX if on_gpu else {}) as folder, targets.named(device):
+    with dumped(instructions.PTX if on_gpu else {}) as folder, named_device(device):
         compiled = case.compile()
         seconds, more = time.perf_counter() - begun, case.facts()
         ptx = [path.read_text() for path in folder.glob("*.ptx")]

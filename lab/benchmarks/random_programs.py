@@ -30,13 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab.benchmarks.programs import absent, buffers, cases, dumped
+from pipejax.apps.plan import targets
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, T5Config, TrainConfig
 from pipejax.decoding import Drafts, Pipelined, Sequential, Strategy, with_drafts
 from pipejax.decoding.drafters import FromSource, Jacobi
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.configurations import Configuration
 from pipejax.kernels.backends import Gpu
-from pipejax.system import cli, targets
+from pipejax.model.sharding import named_device
+from pipejax.system import cli
 from pipejax.system.errors import UserError, described_error
 from pipejax.training import step
 from pipejax.training.memory import longest_batch
@@ -99,7 +101,7 @@ def random_decode(rng: np.random.Generator) -> Decode:
 def check_decode(found: Decode, device: jax.Device) -> str:
     """Compiles the first decoder of a decode; the reason why it is no single CUDA graph, or ""."""
     made = absent(found.config, jnp.dtype(found.dtype), device, found.backend, found.configuration)
-    with dumped() as folder, targets.named(device):
+    with dumped() as folder, named_device(device):
         made_of = cases(made, [found.strategy], found.batch, found.length)
         next(made_of)  # the encoder has no loop
         decoder = next(made_of)

@@ -24,19 +24,12 @@ from lab.benchmarks.decode import whole_numbers
 from lab.benchmarks.peers.worker import error_line
 from lab.benchmarks.systems import SIZES, machine, names_of, save
 from pipejax import config as config_lib
+from pipejax.apps.plan.step_memory import compiled_bytes, measured_bytes, plan
 from pipejax.config import Config, MeshConfig
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, compile_cache
 from pipejax.training import costs
-from pipejax.training.memory import (
-    GIB,
-    choose_remat,
-    compiled_bytes,
-    device_memory,
-    longest_batch,
-    measured_bytes,
-    plan,
-)
+from pipejax.training.memory import GIB, choose_remat, device_memory, longest_batch
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,9 +15,9 @@ from lab.benchmarks import instructions, programs, random_programs
 from lab.benchmarks.hlo import Program, elements, size
 from lab.benchmarks.programs import Buffers, absent, cases, count_thunks, report, troubles
 from lab.benchmarks.systems import SIZES
+from pipejax.apps.plan.targets import TARGETS, GpuTarget
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference import programs as inference_programs
-from pipejax.system.targets import TARGETS, GpuTarget
 from pipejax.training.memory import longest_batch
 
 # A loop in a loop, then one in a branch: two steps, the second with a sort and a transfer to the host.

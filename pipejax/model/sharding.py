@@ -4,6 +4,7 @@ Mesh axes: "data" splits batches; "fsdp" splits batches and parameters; "tensor"
 vocabulary. The PartitionSpec of a parameter follows from the rules of its backbone (`Backbone.sharding`).
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -143,3 +144,11 @@ def put_tree(tree: Tree, shardings: Tree) -> Tree:
         return jax.make_array_from_callback(whole.shape, sharding, lambda place: whole[place])
 
     return jax.tree.map(put, tree, shardings)
+
+
+def named_device(device: jax.Device) -> contextlib.AbstractContextManager[object]:
+    """A context for tracing and lowering programs in which Pallas knows the type of an absent device."""
+    if device in jax.devices():
+        return contextlib.nullcontext()
+    named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=named))

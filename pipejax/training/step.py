@@ -29,7 +29,7 @@ from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
 from pipejax.model.slots import Slots
 from pipejax.model.t5 import is_unpatched
-from pipejax.system import Tree, cli, targets
+from pipejax.system import Tree, cli
 from pipejax.system.compiled import CompiledPrograms
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
@@ -415,7 +415,7 @@ class Trainer:
 
     def lower(self, batch: ArrayShapes) -> Tree:
         """Lowers the step for a batch of these shapes, for the device type of the mesh."""
-        with targets.named(self.mesh.devices.flat[0]):
+        with sharding.named_device(self.mesh.devices.flat[0]):
             return self.trace(batch).lower()
 
     def trace(self, batch: ArrayShapes) -> Tree:

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipejax import config as config_lib
+from pipejax.apps.plan import step_memory
 from pipejax.config import Config
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.files import look, read_small
 from pipejax.system.strict_json import JsonObject
 from pipejax.training import memory as memory_lib
-from pipejax.training.memory import GIB, SHARE
+from pipejax.training.memory import GIB
 
 
 def _gib(text: str) -> float:
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.target is not None and (flags.compile or flags.measure):
         raise UserError("--target", found="--compile or --measure together with --target", expected="one of them")
     config = _resolve(config_lib.load(flags.config, flags.overrides), flags.model)
-    from pipejax.system import targets
+    from pipejax.apps.plan import targets
 
     kind = targets.find_target(flags.target, "--target") if flags.target is not None else None
 
@@ -76,11 +77,11 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory:
         memory: float | None = flags.memory * GIB
     elif isinstance(kind, targets.GpuTarget):
-        memory = SHARE * kind.device_memory_size
+        memory = step_memory.SHARE * kind.device_memory_size
     else:
         memory = memory_lib.device_memory()
     config = memory_lib.choose_remat(config, memory, absent)
-    trainer, terms = memory_lib.plan(config, absent)
+    trainer, terms = step_memory.plan(config, absent)
     total = sum(terms.values())
     found: JsonObject = {
         "devices": trainer.mesh.size,
@@ -93,9 +94,9 @@ def main(argv: Sequence[str]) -> int:
     if flags.compile or kind:
         found["compiled_for"] = flags.target or "CPU"
         cli.note(f"compiling for the {found['compiled_for']} (a minute or more for the larger models)")
-        found["compiled_total_bytes"] = int(memory_lib.compiled_bytes(trainer, config))
+        found["compiled_total_bytes"] = int(step_memory.compiled_bytes(trainer, config))
     if flags.measure:
-        peak, seconds = memory_lib.measured_bytes(trainer, config)
+        peak, seconds = step_memory.measured_bytes(trainer, config)
         longest = memory_lib.longest_batch(config)
         tokens = math.prod(longest["source"]) + math.prod(longest["inputs"])
         found |= {"measured_peak_bytes": peak, "step_seconds": seconds, "tokens_per_second": tokens / seconds}

@@ -4,7 +4,6 @@ A GPU is described by its figures, as in openxla/xla under xla/backends/gpu/targ
 its topology. The compiled programs cannot run on this machine.
 """
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pipejax.system.errors import UserError, did_you_mean
 
@@ -115,14 +113,6 @@ def find_target(name: str, flag: str) -> GpuTarget | TpuTarget:
     raise UserError(
         flag, found=f"{name!r}", expected=f"{', '.join(TARGETS)}, or a TPU's topology such as v5e:2x4", hint=hint
     )
-
-
-def named(device: jax.Device) -> contextlib.AbstractContextManager[object]:
-    """A context for tracing and lowering programs in which Pallas knows the type of an absent device."""
-    if device in jax.devices():
-        return contextlib.nullcontext()
-    named = AbstractDevice(device_kind=device.device_kind, num_cores=None, platform=device.platform)
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=named))
 
 
 _added: set[str] = set()
