@@ -75,6 +75,10 @@ TASKS = {
 # `inference.answer_format.AnswerFormats`.
 RULES = {"schema": "pipejax.apps.schemas.row_schema:Schemas"}
 
+# Experiment trackers: a class that is created with the training settings, the run's directory, its step and its id. Its
+# method `write` gets each line of the log, and `close` ends the run.
+TRACKERS = "pipejax.apps.trackers.trackers:Trackers"
+
 # The function of `pipejax data prepare`, which writes a published data set in the form that training reads.
 PREPARE = "pipejax.apps.papers:prepare"
 

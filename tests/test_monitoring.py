@@ -19,6 +19,8 @@ from tokenizers import normalizers
 
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps.trackers import trackers
+from pipejax.apps.trackers.trackers import Trackers, name_of
 from pipejax.config import TrainConfig
 from pipejax.data import batches, demo
 from pipejax.data.examples import Example
@@ -32,7 +34,6 @@ from pipejax.training import costs, examiner, loop, start
 from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
-from pipejax.training.trackers import Trackers, name_of
 from support import schemas
 from support.tiny import RUN_ON_ONE as CONFIG
 from support.tiny import change, metrics
@@ -576,12 +577,12 @@ def test_the_trainer_gives_boards_and_checkpoints_the_id(tmp_path, monkeypatch):
         raise Seen(self.metadata["run"])
 
     given = []
-    monkeypatch.setattr(loop, "Trackers", lambda *arguments: given.append(arguments) or Trackers(*arguments))
+    monkeypatch.setattr(trackers, "Trackers", lambda *arguments: given.append(arguments) or Trackers(*arguments))
     monkeypatch.setattr(loop.Run, "is_over", seen)
     hexadecimal = types.SimpleNamespace(hex="0123456789abcdef0")
     monkeypatch.setattr(start, "uuid", types.SimpleNamespace(uuid4=lambda: hexadecimal))
     with pytest.raises(Seen, match=r"^0123456789abcdef$"):
-        fit(CONFIG, tmp_path / "run")
+        fit(change(CONFIG, train={"tensorboard": True}), tmp_path / "run")
     assert [arguments[2:] for arguments in given] == [(0, "0123456789abcdef")]
 
 

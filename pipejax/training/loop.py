@@ -14,7 +14,7 @@ from typing import Self
 import jax
 
 from pipejax import config as config_lib
-from pipejax import methods
+from pipejax import methods, registry
 from pipejax.checkpoint import Best, Store
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config
@@ -39,7 +39,6 @@ from pipejax.training.run_log import Line
 from pipejax.training.start import Start, start_run
 from pipejax.training.step import items_of
 from pipejax.training.stop import Stop
-from pipejax.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,9 @@ class Run:
         self.examined = True  # whether the last evaluation was completed
         self.clock = Clock()
         directory.begin(config, start.tokenizer, start.step, examples.fingerprints)
-        self.trackers = Trackers(config.train, directory.path, start.step, start.run)
+        tracked = config.train.tensorboard or config.train.wandb or config.train.mlflow
+        kinds = [registry.find(registry.TRACKERS)] if tracked else []
+        self.trackers = [kind(config.train, directory.path, start.step, start.run) for kind in kinds]
         assert config.model is not None
         with self.clock("data"):
             if start.step == 0:
@@ -276,7 +277,8 @@ class Run:
     def write(self, values: Line) -> None:
         """Writes a line to metrics.jsonl and its numbers to the trackers."""
         self.directory.log_metrics(values)
-        self.trackers.write(values)
+        for tracker in self.trackers:
+            tracker.write(values)
 
     def end(self) -> int:
         """Writes the last checkpoint and the last line of the log, and returns the exit code as in `fit`."""
@@ -290,7 +292,7 @@ class Run:
         steps = self.config.train.steps
         ended = (self.step >= steps or self.examiner.lost_patience) and self.examined
         self.write(_last_line("end" if ended else "stopped", self.step, self.state.params, self.clock.totals))
-        self.trackers.close()
+        self._close_trackers()
         self.progress.close()
         if not done:
             logger.error(f"step {self.step} was not written; the same command resumes from the checkpoint before")
@@ -327,7 +329,11 @@ class Run:
         self.profile.close()
         self.trainer.close()
         if error is not None:
-            self.trackers.close()
+            self._close_trackers()
+
+    def _close_trackers(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
 
     def evaluation_is_due(self) -> bool:
         """Whether the dev split is evaluated after this step: every `train.evaluate_every` steps and after the last."""
