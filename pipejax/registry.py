@@ -79,6 +79,9 @@ RULES = {"schema": "pipejax.apps.schemas.row_schema:Schemas"}
 # method `write` gets each line of the log, and `close` ends the run.
 TRACKERS = "pipejax.apps.trackers.trackers:Trackers"
 
+# The function that writes the README.md of a model in the Hugging Face format.
+MODEL_CARD = "pipejax.apps.hub.model_card:write_card"
+
 # The function of `pipejax data prepare`, which writes a published data set in the form that training reads.
 PREPARE = "pipejax.apps.papers:prepare"
 

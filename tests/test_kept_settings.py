@@ -15,6 +15,7 @@ import transformers
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.apps.hub import model_card
 from pipejax.config import Config, DataConfig, GridConfig, TrainConfig, to_json
 from pipejax.convert import __main__ as convert
 from pipejax.convert import description, huggingface, quantize
@@ -194,7 +195,7 @@ def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> 
     """A local file has no name on the hub; its scores are in the table only."""
     scores = {"task": task, "split": "test", "examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
     config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(method="pipelined"))
-    text = description.card("k", config, tokenizer=True, origin=description.ModelOrigin(scores=scores))
+    text = model_card.card("k", config, tokenizer=True, origin=description.ModelOrigin(scores=scores))
     data: Any = huggingface_hub.ModelCard(text).data
     found = data.eval_results or []
     assert [result.dataset_type for result in found] == ([named] if named else [])
@@ -213,13 +214,13 @@ def test_the_card_names_a_license(license: str, in_rows: Path, tmp_path: Path) -
 )
 def test_card_describes_when_rows_begin(delay: int, words: str) -> None:
     config = Config(grid=GridConfig(delay=delay), train=TrainConfig(method="pipelined"))
-    text = description.card("k", config, tokenizer=True)
+    text = model_card.card("k", config, tokenizer=True)
     assert words in text and "every 1 steps" not in text
 
 
 def test_the_card_of_a_published_task_has_its_template() -> None:
     config = Config(data=DataConfig(task="kp20k"), train=TrainConfig(method="pipelined"))
-    card = description.card("k", config, tokenizer=True)
+    card = model_card.card("k", config, tokenizer=True)
     assert '{"title": "...", "abstract": "..."}' in card and make_task(config.data).template in card
 
 

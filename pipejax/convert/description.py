@@ -14,15 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipejax import config as config_lib
-from pipejax import methods
+from pipejax import methods, registry
 from pipejax.config import Config, DataConfig, DecodeConfig, T5Config, TrainConfig
 from pipejax.convert import generation, peft_adapters
 from pipejax.convert.generation import Generation
 from pipejax.convert.tensor_files import read_json
-from pipejax.data import OWN_FILES, PAPERS, make_task
-from pipejax.data.text import Template
-from pipejax.data.tokenizer import Affixes, Tokenizer, source_affixes
-from pipejax.methods import InTorch, prefix_ids, separator_ids, tells_rows_apart
+from pipejax.data.tokenizer import Tokenizer, source_affixes
+from pipejax.methods import InTorch, prefix_ids, separator_ids
 from pipejax.model.backbone import Backbone
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError
@@ -34,73 +32,6 @@ FORMAT = 1
 DATA = (  # the keys of `data` that determine how texts are built and split, and how long they may be
     *("task", "source_template", "targets", "rows", "delimiter", "metric"),
     *("special_tokens", "max_source", "max_target", "separator"),
-)
-CARD_TEXT = """\
----
-{metadata}---
-
-# {name}
-
-{what}
-{files}; `pipejax.json` keeps the settings that transformers does not know.
-
-## With pipejax
-
-```shell
-pipejax convert from-hf DIRECTORY checkpoint  # this directory
-pipejax decode --checkpoint checkpoint --input sources.jsonl --output answers.jsonl{named}
-```
-
-A line of `sources.jsonl` is `{line}`.{made}
-
-## With transformers and PyTorch
-
-{limit}
-
-```python
-{imports}from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")  # this directory
-model = AutoModelForSeq2SeqLM.from_pretrained("DIRECTORY")
-source = {source}
-{ids}
-{rows}
-```
-{scores}"""
-FILES = """\
-`pipejax convert to-hf` wrote this directory. `config.json`, `generation_config.json` and the weights are as
-transformers reads them"""
-ADAPTER_FILES = (
-    "`pipejax convert to-hf --adapter` wrote this directory: low-rank factors (LoRA) "
-    "for the weights of {base}.\n`adapter_config.json` and the factors are as peft "
-    "reads them; where it is installed, transformers loads both"
-)
-AS_IT_ADDS = """\
-ids = tokenizer(source, truncation=True, max_length={most}, return_token_type_ids=False, return_tensors="pt")"""
-AS_IT_LEARNED = """\
-text_ids = tokenizer(source, add_special_tokens=False, truncation=True, max_length={most})["input_ids"]
-ids = {{"input_ids": torch.tensor([[*{prefix}, *text_ids, *{suffix}]])}}  # not what the tokenizer adds by itself"""
-WHOLE = """\
-text = tokenizer.decode(model.generate(**ids{settings})[0], skip_special_tokens=True)
-rows = {rows}"""
-SIDE_BY_SIDE = """\
-how = {"custom_generate": "DIRECTORY", "trust_remote_code": True, "return_dict_in_generate": True}
-answer = model.generate(**ids, **how)
-rows = tokenizer.batch_decode(answer.rows[0], skip_special_tokens=True)
-text = tokenizer.decode(answer.sequences[0], skip_special_tokens=True)"""
-SCORES_TEXT = """
-## Scores
-
-{examples} examples, {steps:.1f} decoder steps an answer, by `{command}`:
-
-| | |
-|---|--:|
-{table}
-"""
-BY_CUSTOM_GENERATE = (
-    "`custom_generate/generate.py` writes the rows side by side, as pipejax does; "
-    "`trust_remote_code` lets transformers run\nthat file. Without it `generate` "
-    "writes only the first row."
 )
 
 
@@ -138,7 +69,6 @@ def write_files(
     sections |= {"train": {key: facts["train"][key] for key in trained}}
     values = {"format": FORMAT, "weights": digest_of(_weights(directory)), "config": sections}
     (directory / FILE).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    is_adapter = peft_adapters.is_adapter(directory)
     affixes, lines = None, list[str]()
     if tokenizer is not None and config.model is not None:
         learned = source_affixes(tokenizer, config.model, config.data.special_tokens)
@@ -148,8 +78,8 @@ def write_files(
                 f"transformers adds {tokenizer.affixes}, the run was trained with {learned}; "
                 f"the code in {CARD} adds the latter"
             )
-    text = card(name, config, tokenizer=tokenizer is not None, origin=origin, is_adapter=is_adapter, affixes=affixes)
-    (directory / CARD).write_text(text, encoding="utf-8")
+    write_card = registry.find(registry.MODEL_CARD)
+    remarks: list[str] = write_card(directory, name, config, tokenizer is not None, origin, affixes)
     if (program := custom_generate(config, tokenizer)) is not None:
         (directory / GENERATE).parent.mkdir()
         (directory / GENERATE).write_text(program, encoding="utf-8")
@@ -166,15 +96,12 @@ def write_files(
         lines.append(f"{keys}: only pipejax decodes the rows of this directory with it; transformers ignores it")
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} has none instead of model, because the draft model is not in the directory")
-    if origin.scores is not None and not _scores_in(origin.scores):
-        found = f"no {', '.join(_missing_keys(origin.scores)) or 'score'} in the file"
-        lines.append(f"--scores: {CARD} has no scores: found {found}; expected the output of `pipejax evaluate --json`")
-    return lines
+    return lines + remarks
 
 
 def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
     """Returns the text of `rows_in_torch.py` with the settings of a run; None if its method is not supported."""
-    settings = _in_torch(config, tokenizer=tokenizer is not None)
+    settings = settings_in_torch(config, tokenizer=tokenizer is not None)
     if settings is None:
         return None
     values: dict[str, object] = {**settings, "row_names": []}
@@ -189,7 +116,7 @@ def custom_generate(config: Config, tokenizer: Tokenizer | None) -> str | None:
     return text
 
 
-def _in_torch(config: Config, *, tokenizer: bool) -> InTorch | None:
+def settings_in_torch(config: Config, *, tokenizer: bool) -> InTorch | None:
     """Returns the settings of `rows_in_torch.py`, or None if it cannot decode this run.
 
     It supports only T5's decoder, and names of rows only with a tokenizer.
@@ -247,105 +174,6 @@ def read_settings(directory: Path, model: Backbone, generate: Generation) -> tup
     if others := [f"{key}={json.dumps(generate.values[key])[:40]}" for key in [*others, *generate.lost()]]:
         lines.append(f"{generate.file}: ignored, since {FILE} has priority: {', '.join(others)}")
     return config, lines
-
-
-def card(
-    name: str,
-    config: Config,
-    *,
-    tokenizer: bool,
-    origin: ModelOrigin = UNKNOWN,
-    is_adapter: bool = False,
-    affixes: Affixes | None = None,
-) -> str:
-    """Returns the text of README.md.
-
-    Args:
-      name: the model's name.
-      config: the run's config.
-      tokenizer: whether the directory has a tokenizer.
-      origin: the facts that the run does not record.
-      is_adapter: whether the directory has only factors.
-      affixes: the special ids of a source, if the tokenizer adds others.
-    """
-    from huggingface_hub import EvalResult, ModelCardData
-
-    data = config.data
-    template, between, core = data.source_template, data.separator, data.separator.strip(" ")
-    if data.task in PAPERS:  # the task has its own template
-        template = make_task(data).template
-    fields = (
-        dict.fromkeys(Template(template, key="data.source_template").fields, "...") if template else {"source": "..."}
-    )
-    method, never = methods.trained(config), config.method is None and config.train.method == "none"
-    what = "A T5 that was converted and not trained since." if never else method.about
-    named = ""
-    if config.method is not None:
-        name_of = config_lib.described(config.method)["class"]
-        named = f" \\\n    --set method={name_of}  # where Python finds that class"
-    elif not method.parts_text:
-        what += f" pipejax joins rows with {between!r}."
-    rows, settings = "[text]", ""
-    if is_adapter:  # transformers would not read a generation_config.json in an adapter's directory
-        said = {key: x for key, x in generation.of_run(config).items() if key not in generation.IDS}
-        settings = "".join(f", {key}={x!r}" for key, x in said.items())
-    in_torch = _in_torch(config, tokenizer=tokenizer) is not None
-    if "generate" in method.can and tells_rows_apart(between) and not never:
-        rows = f"[row.strip() for row in text.split({core!r})]"
-    found = _scores_in(origin.scores)
-    scored = str((origin.scores or {}).get("task"))
-    results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
-    metadata = ModelCardData(
-        base_model=origin.base_model or None,
-        library_name="peft" if is_adapter else "transformers",
-        tags=["text2text-generation", "pipejax", *(["custom_generate", "pipelined-decoding"] if in_torch else [])],
-        model_name=name,
-        eval_results=None if scored in OWN_FILES else results or None,  # the hub requires the name of the data set
-        license=origin.license or None,
-    )
-    return CARD_TEXT.format(
-        metadata=metadata.to_yaml() + "\n",
-        name=name,
-        files=ADAPTER_FILES.format(base=origin.base_model) if is_adapter else FILES,
-        what=what if tokenizer else (f"{what} The directory has no tokenizer, so sources must be token ids."),
-        line=json.dumps(fields),
-        made=f" The source is made of it by the template {template!r}." if template else "",
-        limit=BY_CUSTOM_GENERATE if in_torch else method.generated,
-        named=named,
-        source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
-        imports="import torch\n" if affixes else "",
-        ids=AS_IT_ADDS.format(most=data.max_source)
-        if affixes is None
-        else AS_IT_LEARNED.format(
-            most=data.max_source - len(affixes.prefix) - len(affixes.suffix),
-            prefix=[*affixes.prefix],
-            suffix=[*affixes.suffix],
-        ),
-        rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows, settings=settings),
-        scores=_scores_section(origin.scores, found),
-    )
-
-
-def _scores_in(given: Mapping[str, object] | None) -> dict[str, float]:
-    """Returns the scores in the output of `pipejax evaluate --json`: the numbers between "metric" and "steps"."""
-    keys = [*(given or {})]
-    if given is None or _missing_keys(given):
-        return {}
-    between = keys[keys.index("metric") + 1 : keys.index("steps")]
-    return {key: round(score, 2) for key in between if isinstance(score := given[key], int | float)}
-
-
-def _missing_keys(given: Mapping[str, object]) -> list[str]:
-    return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
-
-
-def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> str:
-    """Returns the section of README.md with the scores and their command, or "" without scores."""
-    if not given or not scores:
-        return ""
-    told = "\n".join(f"| {key} | {value:.2f} |" for key, value in scores.items())
-    command = f"pipejax evaluate --checkpoint checkpoint --task {given['task']} --split {given['split']}"
-    return SCORES_TEXT.format(examples=given["examples"], steps=given["steps"], command=command, table=told)
 
 
 def _weights(directory: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Uploads a run to the Hugging Face hub as a model: `pipejax push`."""
+"""The model card of a converted run, and its upload to the Hugging Face hub: `pipejax push`."""
