@@ -107,9 +107,9 @@ def give(folder: Path) -> None:
     """Data of the demo task and a tiny random T5, under the names that the pages use."""
     import jax
 
+    from pipejax.apps.demo import build_tokenizer, examples
     from pipejax.config import T5Config
     from pipejax.convert import from_hf, write_hf
-    from pipejax.data.demo import build_tokenizer, examples
 
     for split, count in (("train", 64), ("dev", 8), ("test", 8)):
         found = examples(split)[:count]

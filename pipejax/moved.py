@@ -44,6 +44,7 @@ MOVED = {
     "pipejax.training.plan": "pipejax.training.memory",
     "pipejax.data.streams": "pipejax.data.example_streams",
     "pipejax.convert.adapters": "pipejax.convert.peft_adapters",
+    "pipejax.data.demo": "pipejax.apps.demo",
     "pipejax.data.statistics": "pipejax.apps.statistics.split_statistics",
     "pipejax.apps.records": "pipejax.offline.records",
     "pipejax.apps.evaluation": "pipejax.offline.evaluation",

@@ -64,8 +64,8 @@ BLOCK_ATTENTION = "pipejax.kernels.block_attention"
 # Tasks by the values of `data.task`: functions that map a `DataConfig` and `grid.row_names` to a `data.Task`.
 PAPERS = ("msqa", "kp20k", "kptimes", "wikihowqa", "cnn_dailymail", "pubmed", "sumpubmed", "wikihow")
 TASKS = {
-    "demo": "pipejax.data.demo:demo_task",
-    "demo_long": "pipejax.data.demo:demo_task",
+    "demo": "pipejax.apps.demo:demo_task",
+    "demo_long": "pipejax.apps.demo:demo_task",
     "jsonl": "pipejax.data.own_files:FilesTask",
     "csv": "pipejax.data.own_files:FilesTask",
     **dict.fromkeys(PAPERS, "pipejax.apps.papers:published_task"),

@@ -13,11 +13,11 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps.demo import DemoTask
 from pipejax.checkpoint import Store
 from pipejax.config import Config
 from pipejax.convert import from_hf, to_hf
 from pipejax.convert.quantized import quantize
-from pipejax.data.demo import DemoTask
 from pipejax.training.loop import fit
 from pipejax.training.step import Trainer
 from support import oracle

@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from pipejax.data import batches, demo
+from pipejax.apps import demo
+from pipejax.data import batches
 from pipejax.data.batches import Share, TrainingBatches, choose_shapes, collate, fixed_batches, pack_size, prefetch
 from pipejax.data.encoding import encode_example
 from pipejax.data.example_streams import Stream

@@ -21,11 +21,11 @@ import pyarrow.parquet
 import pytest
 
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.apps.bulk import bulk_command, shards
 from pipejax.apps.bulk import workers as bulk
 from pipejax.apps.bulk.blocks import Block, Reader, cut
 from pipejax.apps.bulk.shards import Output, Shards
-from pipejax.data import demo
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines
 from pipejax.data.tables import FOUND, Dialect

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pipejax import metrics
+from pipejax.apps import demo
 from pipejax.apps.compare import compare_command, measurement, quality_page
 from pipejax.apps.compare.entries import Entry, open_all, parse
 from pipejax.apps.compare.measurement import Results, blocks_of, measure
 from pipejax.config import Config, DecodeConfig
-from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import peak_bytes

@@ -14,8 +14,8 @@ import pytest
 
 import pipejax
 from pipejax import decoding, grid, methods, testing
+from pipejax.apps import demo
 from pipejax.config import Config, DecodeConfig, GridConfig, T5Config
-from pipejax.data import demo
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
 from pipejax.decoding import Decoded, Pipelined, Sizes

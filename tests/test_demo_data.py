@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipejax.config import DataConfig
-from pipejax.data import demo, make_task
-from pipejax.data.demo import (
+from pipejax.apps import demo
+from pipejax.apps.demo import (
     ADJECTIVES,
     BASKETS,
     CUE,
@@ -26,6 +25,8 @@ from pipejax.data.demo import (
     WORDS,
     examples,
 )
+from pipejax.config import DataConfig
+from pipejax.data import make_task
 
 
 def test_the_first_note() -> None:
@@ -151,7 +152,7 @@ def test_the_tokenizer_is_an_ordinary_one(tmp_path: Path) -> None:
 
 def test_reading_notes_starts_no_tokenizer() -> None:
     script = (
-        "import sys, pipejax.data.demo as demo; demo.examples('dev')[0]; "
+        "import sys, pipejax.apps.demo as demo; demo.examples('dev')[0]; "
         "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=True)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pipejax.apps import demo
 from pipejax.backbones.t5gemma import GemmaStack, T5GemmaConfig
 from pipejax.backbones.t5gemma2 import T5Gemma2Config
 from pipejax.backbones.umt5 import UMT5Config
-from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate
 from pipejax.data.encoding import encode_example
 from pipejax.model import dropout, layers, sharding, t5

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from pipejax import methods, metrics
+from pipejax.apps import demo
 from pipejax.apps.scoring import metrics_command as command
 from pipejax.config import Config, DataConfig, GridConfig
-from pipejax.data import demo, make_task
+from pipejax.data import make_task
 from pipejax.data.examples import Example, fingerprint
 from pipejax.inference.loading import load
 from pipejax.inference.programs import CPU_BATCH

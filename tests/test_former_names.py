@@ -14,8 +14,8 @@ import pytest
 import pipejax
 from pipejax import checkpoint, moved
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.config import Config, TrainConfig
-from pipejax.data import demo
 from pipejax.offline import decode_command, evaluation
 from pipejax.registry import COMMANDS
 from pipejax.system import strict_json

@@ -8,7 +8,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from pipejax import checkpoint
-from pipejax.data import demo
+from pipejax.apps import demo
 from pipejax.data.batches import TrainingBatches
 from pipejax.inference.backends import XLA
 from pipejax.model import lora, sharding, t5

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 import pipejax
 from pipejax import checkpoint, methods
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.apps.bulk import workers
 from pipejax.apps.export.programs_as_files import export
 from pipejax.apps.picture.record_picture import main as picture
@@ -29,7 +30,6 @@ from pipejax.checkpoint.run import open_run
 from pipejax.config import Config, DecodeConfig, GridConfig
 from pipejax.convert import huggingface
 from pipejax.convert.quantized import quantize
-from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, collate, longest
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example

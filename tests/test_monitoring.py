@@ -19,10 +19,11 @@ from tokenizers import normalizers
 
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.apps.trackers import trackers
 from pipejax.apps.trackers.trackers import Trackers, name_of
 from pipejax.config import TrainConfig
-from pipejax.data import batches, demo
+from pipejax.data import batches
 from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.metrics import score as scores_of

@@ -15,7 +15,7 @@ import pytest
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.data import demo
+from pipejax.apps import demo
 from pipejax.registry import COMMANDS
 from support import oracle, tiny
 

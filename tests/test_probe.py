@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, grid, methods
+from pipejax.apps import demo
 from pipejax.apps.markup import escape
 from pipejax.apps.probe import adaptation, likelihoods, measuring, probe_page, summary
 from pipejax.apps.probe.likelihoods import HIDDEN, NONE, WHOLE, Condition, Meter, Parted, fit_shapes, of_rows, padded
 from pipejax.apps.probe.probe_command import main
 from pipejax.backbones.umt5 import UMT5Config
 from pipejax.config import Config, DataConfig, GridConfig
-from pipejax.data import demo
 from pipejax.data.batches import collate
 from pipejax.data.encoding import Encoded, encode_example
 from pipejax.data.examples import Example

@@ -15,8 +15,8 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.config import Config, DecodeConfig, GridConfig
-from pipejax.data import demo
 from pipejax.data.formats import rows_in
 from pipejax.inference import programs, settings
 from pipejax.system.errors import UserError

@@ -31,9 +31,9 @@ import decode
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.apps.teach import labels
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
-from pipejax.data import demo
 from pipejax.data.lines import BadLines
 from pipejax.decoding import Decoded, Segment
 from pipejax.inference import programs, sources

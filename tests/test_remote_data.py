@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
+from pipejax.apps import demo
 from pipejax.config import DataConfig
-from pipejax.data import demo
 from pipejax.data.example_streams import Shuffled, Stream
 from pipejax.data.examples import Example, fingerprint
 from pipejax.data.own_files import FilesTask

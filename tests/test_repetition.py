@@ -12,9 +12,9 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor, T5ForConditionalGeneration
 
 from pipejax import methods
+from pipejax.apps import demo
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, TrainConfig
 from pipejax.convert import description, generation, huggingface
-from pipejax.data import demo
 from pipejax.decoding import Repetition, Sampling
 from pipejax.inference.answers import Record
 from pipejax.inference.backends import XLA

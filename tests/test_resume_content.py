@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.apps.teach import lessons
 from pipejax.checkpoint import Restored, Store
 from pipejax.config import Config
-from pipejax.data import demo
 from pipejax.data.examples import fingerprint
 from pipejax.model import dropout
 from pipejax.system.errors import UserError

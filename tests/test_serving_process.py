@@ -22,7 +22,7 @@ import pytest
 
 import pipejax
 from pipejax import checkpoint
-from pipejax.data import demo
+from pipejax.apps import demo
 from support import oracle, tiny
 
 ROOT = Path(__file__).parents[1]

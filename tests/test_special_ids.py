@@ -13,10 +13,10 @@ import transformers
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.apps.export.programs_as_files import export
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig
 from pipejax.convert import huggingface
-from pipejax.data import demo
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start
 from pipejax.system.errors import UserError
 from pipejax.training import start

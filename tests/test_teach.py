@@ -12,9 +12,9 @@ import pytest
 import pipejax
 from pipejax import checkpoint
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.apps.teach import labels, lessons, teach_command
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
-from pipejax.data import demo
 from pipejax.data.batches import pack_size
 from pipejax.data.examples import Example
 from pipejax.inference.sources import Source

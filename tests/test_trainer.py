@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pipejax.apps import demo
 from pipejax.config import TrainConfig
-from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches, abstract_batch, choose_shapes, collate, fixed_batches, pack_size
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example

@@ -25,10 +25,10 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.apps.compare import compare_command
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
-from pipejax.data import demo
 from pipejax.data.batches import TrainingBatches
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example

@@ -62,8 +62,8 @@ def prepare(folder: Path, lines: int, rng: random.Random) -> None:
     import numpy as np
 
     from pipejax import checkpoint
+    from pipejax.apps import demo
     from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
-    from pipejax.data import demo
 
     model = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=1, num_decoder_layers=1)
     config = Config(

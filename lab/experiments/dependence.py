@@ -15,9 +15,9 @@ from typing import Any
 
 from lab.experiments import probe_data, probes
 from lab.experiments.probe_data import KINDS, Kind
+from pipejax.apps import demo
 from pipejax.apps.probe import probe_command
 from pipejax.apps.probe.summary import is_significant
-from pipejax.data import demo
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.training.loop import fit

@@ -19,8 +19,8 @@ from typing import Any
 from lab.demo import compare
 from pipejax import config as config_lib
 from pipejax import grid
+from pipejax.apps import demo
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
-from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator

@@ -18,8 +18,8 @@ from typing import Any
 from lab.experiments import probe_data
 from lab.experiments.probe_data import KINDS, Kind, marks, whole
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
-from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.loading import load as open_run

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.serve import server
-from pipejax.data import demo
+from pipejax.apps import demo
 from pipejax.inference.answers import Record
 from pipejax.inference.loading import load
 from pipejax.system import cli

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import mean
 
 from lab.experiments import named_rows
+from pipejax.apps import demo
 from pipejax.config import override
-from pipejax.data import demo
 from pipejax.data.examples import Example
 from pipejax.inference.answers import texts
 from pipejax.inference.loading import load as open_run

@@ -10,8 +10,8 @@ from typing import Any, cast
 from lab.faults import runs
 from lab.faults.runs import Commands
 from pipejax import config as config_lib
+from pipejax.apps import demo
 from pipejax.checkpoint import Store
-from pipejax.data import demo
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.loading import load
 from pipejax.system.errors import UserError

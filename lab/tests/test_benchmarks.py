@@ -11,8 +11,8 @@ from lab.benchmarks.peers.hugging_face import HuggingFace
 from lab.benchmarks.peers.process import check_lengths
 from lab.benchmarks.systems import SIZES, Run, build, paired, random_params, write
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
-from pipejax.data import demo
 from pipejax.decoding import Pipelined, Sequential
 from pipejax.inference.generator import Generator
 from pipejax.system.errors import UserError

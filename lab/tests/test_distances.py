@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lab.experiments.distances import DISTANCES, DistanceConfig, Places
+from pipejax.apps import demo
 from pipejax.config import Config
-from pipejax.data import demo
 from pipejax.data.batches import collate
 from pipejax.data.encoding import encode_example
 from pipejax.inference.generator import Generator

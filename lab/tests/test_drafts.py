@@ -9,8 +9,8 @@ import pytest
 from lab.experiments import drafts as experiment
 from lab.experiments import trained_drafts
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.config import Config, DecodeConfig, TrainConfig
-from pipejax.data import demo
 from pipejax.system.errors import UserError
 from support import oracle, wavefront
 from support.batches import sources

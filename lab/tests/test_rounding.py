@@ -8,8 +8,8 @@ import pytest
 from lab.benchmarks import plot
 from lab.experiments import rounding
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, T5Config, TrainConfig
-from pipejax.data import demo
 from pipejax.inference.loading import load
 from pipejax.system.errors import UserError
 from support import oracle

@@ -6,7 +6,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from pipejax.data import demo
+from pipejax.config import DataConfig
+from pipejax.data import make_task
 from pipejax.decoding import TRUNCATIONS, Refillable, Rule, Strategy, strategy_checks
 from pipejax.inference import decoding_options
 from pipejax.inference.decoding_options import Constraints, row_prefixes
@@ -74,7 +75,7 @@ def expected_record(
     model: Backbone, params: Tree, method: Method, source: Source, rules: Sequence[Rule] = ()
 ) -> tuple[dict[str, Any], bool]:
     """The fields of a source's record by full recomputation, and whether rounding cannot change them."""
-    strategy, words = method.strategy(Ids.of(model)), demo.DemoTask().tokenizer()
+    strategy, words = method.strategy(Ids.of(model)), make_task(DataConfig(task="demo")).tokenizer()
     known = decoding_options.row_prefix_ids(source, method, words, model.end_token_ids)
     forced, content = decoding_options.forced_of(known, strategy), [int(x) for x in source.content]
     found, log_probs, margin = recompute(model, params, strategy, content, forced, rules)

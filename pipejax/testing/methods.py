@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from pipejax import methods
-from pipejax.config import Config, DecodeConfig
-from pipejax.data import demo
+from pipejax.config import Config, DataConfig, DecodeConfig
+from pipejax.data import make_task
 from pipejax.decoding import Strategy, ends_of, strategy_checks
 from pipejax.decoding.strategy_checks import refuse
 from pipejax.inference.generator import Generator
@@ -49,7 +49,7 @@ class MethodCase:
     @cached_property
     def words(self) -> Any:
         """The tokenizer of the demo task."""
-        return demo.DemoTask().tokenizer()
+        return make_task(DataConfig(task="demo")).tokenizer()
 
     @cached_property
     def strategy(self) -> Strategy:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax import methods
-from pipejax.config import Config, DecodeConfig, GridConfig
-from pipejax.data import demo
+from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig
+from pipejax.data import make_task
 from pipejax.decoding import FORBIDDEN, Rule, create_rule, strategy_checks
 from pipejax.inference import decoding_options
 from pipejax.inference.answers import Record, record_of
@@ -39,7 +39,7 @@ def check_rule(kind: type[Rule], *, sources: int = 8) -> str:
     Raises:
       UserError: the class breaks the contract of `Rule`. The message names the part, the result and the expected one.
     """
-    words, rng, ids = demo.DemoTask().tokenizer(), np.random.default_rng(0), Ids.of(TOY)
+    words, rng, ids = make_task(DataConfig(task="demo")).tokenizer(), np.random.default_rng(0), Ids.of(TOY)
     decode, compared = DecodeConfig(scores=True, max_length=12), 0
     drafts = dataclasses.replace(decode, draft="source", draft_tokens=2)
     config, params = Config(model=TOY, decode=decode), random_params(TOY, ids.eos)

@@ -23,7 +23,7 @@ config = Config(
 
 def prepare(directory: Path) -> Path:
     """Writes data, tokenizer and config; returns the config's path."""
-    from pipejax.data import demo
+    from pipejax.apps import demo
 
     directory.mkdir(parents=True, exist_ok=True)
     demo.build_tokenizer(directory / "tokenizer")
