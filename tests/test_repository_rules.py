@@ -62,6 +62,12 @@ CASES: list[tuple[Rule, dict[str, str], dict[str, str], str]] = [
         "pipejax/testing.py:2",
     ),
     (
+        imports.nothing_imports_testing,
+        {"pipejax/data.py": "\nimport pipejax.testing.methods\n", "pipejax/testing/methods.py": ""},
+        {"pipejax/testing/__init__.py": "import pipejax.testing.methods\n", "pipejax/testing/methods.py": ""},
+        "pipejax/data.py:2",
+    ),
+    (
         imports.few_names_in_the_package,
         {f"pipejax/{i}.py": "" for i in range(imports.NAMES_AT_MOST + 1)},
         {f"pipejax/{i}.py": "" for i in range(imports.NAMES_AT_MOST)},

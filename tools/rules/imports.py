@@ -183,6 +183,14 @@ def outer_folders_are_named_in_registries(repository: Repository) -> Iterator[Fi
             yield Finding(file, line, f"pipejax.{app} is named more than {NAMED_AT_MOST} times outside its folder")
 
 
+def nothing_imports_testing(repository: Repository) -> Iterator[Finding]:
+    """Only `pipejax.testing` imports its modules, which are for the tests of users; `pipejax` finds it by its name."""
+    for module, targets in _graph(repository).items():
+        for target, line in targets.items():
+            if within(short(target), "testing") and not within(short(module), "testing") and module != "pipejax":
+                yield Finding(repository.modules[module], line, f"{target} is for tests")
+
+
 def few_names_in_the_package(repository: Repository) -> Iterator[Finding]:
     """pipejax/ holds at most NAMES_AT_MOST files and folders."""
     names = {name.split("/")[1] for name in repository.named("pipejax/*")}
@@ -271,6 +279,7 @@ RULES = (
     imports_go_downwards,
     core_imports_nothing_outside,
     outer_folders_are_named_in_registries,
+    nothing_imports_testing,
     few_names_in_the_package,
     no_import_cycle,
     modules_kept_apart,
