@@ -171,7 +171,7 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the embedded task's tokenizer. Nobody changes it."""
-    from pipejax.data import demo  # not above: it takes seconds, and not every test needs it
+    from pipejax.apps import demo  # not above: it takes seconds, and not every test needs it
 
     directory = tmp_path_factory.mktemp("tokenizer")
     demo.build_tokenizer(directory)

@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "metrics": ("score a file of predictions", "pipejax.apps.scoring.metrics_command"),
     "checkpoint": ("verify the steps of a run", "pipejax.apps.verify.checkpoint_command"),
-    "trials": ("list or remove the results of trials on this machine's GPUs", "pipejax.system.trials"),
+    "trials": ("list or remove the results of trials on this machine's GPUs", "pipejax.apps.trials.trials_command"),
     "compare": ("runs side by side; methods and drafters on one split", "pipejax.apps.compare.compare_command"),
     "probe": ("measure how much the rows of labelled answers need one another", "pipejax.apps.probe.probe_command"),
     "picture": ("draw a record's grid, or the curves of runs, as a page", "pipejax.apps.picture.picture_command"),

@@ -14,7 +14,7 @@ from pipejax import grid
 from pipejax.config import Config, MeshConfig, TrainConfig
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA
-from pipejax.kernels import block_attention
+from pipejax.kernels import block_attention, child_trials
 from pipejax.kernels.block_attention import attend_in_blocks
 from pipejax.model import backbone, dropout, layers
 from pipejax.model.attention import attend
@@ -23,7 +23,7 @@ from pipejax.model.layers import buckets
 from pipejax.model.sharding import batch_sharding, make_mesh
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
 from pipejax.model.t5_config import ARCHITECTURES, T5Config
-from pipejax.system import distributed, trials
+from pipejax.system import distributed
 from pipejax.training import step
 from pipejax.training.step import batch_loss
 
@@ -400,7 +400,7 @@ def test_the_verdict_of_a_trial_decides(trains: bool, monkeypatch: pytest.Monkey
         asked.append(given)
         return "their trial failed"
 
-    monkeypatch.setattr(trials, "refusal", refusal)
+    monkeypatch.setattr(child_trials, "refusal", refusal)
     assert block_attention.misfit(64, trains=trains) == ""  # no GPU here
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(block_attention, "attend_in_blocks", None)

@@ -18,11 +18,12 @@ import pytest
 from pipejax import registry
 from pipejax.__main__ import main
 from pipejax.inference import loading
-from pipejax.kernels import block_attention, cpu_kernel, gpu
+from pipejax.kernels import block_attention, child_trials, cpu_kernel, gpu
 from pipejax.kernels.backends import try_kernels
+from pipejax.kernels.child_trials import OWN, XLA
 from pipejax.system import compile_cache, environment, trials
 from pipejax.system.errors import UserError
-from pipejax.system.trials import OWN, XLA, Gpus, Trial, Verdict
+from pipejax.system.trials import Gpus, Trial, Verdict
 from pipejax.training import loop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache.mkdir(mode=0o700)
     monkeypatch.setenv(compile_cache.VARIABLE, str(cache))
     monkeypatch.setattr(trials, "gpus", lambda: Gpus(("NVIDIA H200",), "575.57.08"))
-    for cached in (trials.refusal, trials._warn_once, compile_cache._say_once):
+    for cached in (child_trials.refusal, trials._warn_once, compile_cache._say_once):
         cached.cache_clear()
     return cache / "verdicts"
 
@@ -188,7 +189,7 @@ for round in range(40):
 
 
 def in_child(name: str, *numbers: int, seconds: float = 60) -> Verdict:
-    return trials.run_in_child(f"{SUPPORT}:{name}", numbers, seconds)
+    return child_trials.run_in_child(f"{SUPPORT}:{name}", numbers, seconds)
 
 
 @pytest.fixture
@@ -231,14 +232,14 @@ def test_a_process_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_a_second_process_without_the_gpu_uses_xla(support: None, verdicts: Path) -> None:
     """A GPU may belong to one process only. Then no verdict is kept, and the next process tries again."""
-    assert trials.refusal("kernels", f"{SUPPORT}:without_gpu") == "a second process cannot use the GPU"
+    assert child_trials.refusal("kernels", f"{SUPPORT}:without_gpu") == "a second process cannot use the GPU"
     assert not verdicts.exists()
 
 
 def test_a_refusal_is_kept_and_found_once(support: None, verdicts: Path, said: list[str]) -> None:
     for _ in range(2):
-        trials.refusal.cache_clear()
-        assert trials.refusal("kernels", f"{SUPPORT}:describe", 7).startswith("(7,)")
+        child_trials.refusal.cache_clear()
+        assert child_trials.refusal("kernels", f"{SUPPORT}:describe", 7).startswith("(7,)")
     assert len(said) == 1 and said[0].startswith("trying pipejax's kernels in a separate process, once for this GPU")
 
 

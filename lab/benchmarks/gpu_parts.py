@@ -30,9 +30,9 @@ from pipejax import config as config_lib
 from pipejax.apps.plan.step_memory import compiled_bytes, plan, stepper
 from pipejax.config import Config, T5Config
 from pipejax.decoding import Pipelined
-from pipejax.kernels import block_attention
+from pipejax.kernels import block_attention, child_trials
 from pipejax.kernels.backends import Gpu
-from pipejax.system import compile_cache, trials
+from pipejax.system import compile_cache
 from pipejax.training import costs
 from pipejax.training.memory import longest_batch
 
@@ -232,8 +232,8 @@ def agreements(rehearse: bool) -> list[Case]:
 def tried(module: str, *arguments: int) -> Result:
     """The verdict on kernels, and the seconds of the trial; `arguments` are those of the module's `disagreement`."""
     begun = time.perf_counter()
-    found = trials.run_in_child(f"pipejax.kernels.{module}:disagreement", arguments)
-    agrees = found.choice == trials.OWN if found.lasts else None
+    found = child_trials.run_in_child(f"pipejax.kernels.{module}:disagreement", arguments)
+    agrees = found.choice == child_trials.OWN if found.lasts else None
     return {"agrees": agrees, "trial_s": time.perf_counter() - begun, "verdict": found.reason}
 
 

@@ -33,11 +33,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pipejax.kernels import child_trials
 from pipejax.model import dropout
 from pipejax.model.attention import attend
 from pipejax.model.dropout import Lines
 from pipejax.model.slots import Blocks, Distances, Seen, Slots
-from pipejax.system import Tree, trials
+from pipejax.system import Tree
 
 Array = jax.Array
 Ref = Any  # a reference of Pallas to an array in the device's memory
@@ -195,12 +196,12 @@ def misfit(width: int, *, trains: bool) -> str:
 def refusal(width: int, *, trains: bool) -> str:
     """The reason why the kernels are not used on this machine's GPU, or "" if a trial has passed; see `misfit`."""
     name = "attention in blocks, with gradients" if trains else "attention in blocks"
-    return trials.refusal(name, f"{__name__}:disagreement", width, trains)
+    return child_trials.refusal(name, f"{__name__}:disagreement", width, trains)
 
 
 def disagreement(width: int, trains: bool) -> str:
-    """The reason why the results of the kernels cannot be used, or "" if they agree with `attend`; see `trials`."""
-    trials.require_gpu()
+    """The reason why the results of the kernels cannot be used, or "" if they agree with `attend`."""
+    child_trials.require_gpu()
     apart = float(difference(width, trains=trains))
     return "" if apart < TOLERANCE else f"on this GPU the kernels' results differ from XLA's by {apart:.2g}"
 

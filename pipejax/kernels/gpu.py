@@ -30,9 +30,9 @@ from jax.typing import DTypeLike
 from pipejax.config import T5Config
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Matrix
-from pipejax.kernels import cpu_kernel
+from pipejax.kernels import child_trials, cpu_kernel
 from pipejax.model.t5 import MASKED, Memory
-from pipejax.system import Tree, trials
+from pipejax.system import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,12 @@ def use() -> bool:
 
 def refusal() -> str:
     """The reason why the kernels are not used on this machine's GPU, or "" if a trial has passed."""
-    return trials.refusal("kernels of a decoding step", f"{__name__}:disagreement")
+    return child_trials.refusal("kernels of a decoding step", f"{__name__}:disagreement")
 
 
 def disagreement() -> str:
-    """The reason why the results of the kernels cannot be used, or "" if they agree with XLA's; see `trials`."""
-    trials.require_gpu()
+    """The reason why the results of the kernels cannot be used, or "" if they agree with XLA's; see `child_trials`."""
+    child_trials.require_gpu()
     apart = max(float(jax.device_get(trial(queries))) for queries in (1, 20, 40))
     return "" if apart < TOLERANCE else f"on this GPU their results differ from XLA's by {apart:.2g}"
 

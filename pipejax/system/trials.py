@@ -1,12 +1,11 @@
-"""Trials of kernels and configurations on the NVIDIA GPUs of this machine. Their verdicts are kept on disk.
+"""Trials of kernels and configurations on the NVIDIA GPUs of this machine, and their verdicts, which are kept on disk.
 
 A trial chooses between computations with the same result, such as pipejax's kernels and XLA's. The verdict depends on
 the GPUs, their driver, JAX, the sources of pipejax that make the programs, and the trial itself. The name of its file
 is a hash of all of these, so that a later process finds it and waits for no trial. The files are in the directory
 `verdicts` of the cache of compiled programs; `pipejax trials` lists them, and `pipejax trials --remove` removes them.
 
-Kernels are tried in a child process (`run_in_child`): after an invalid address, CUDA refuses all further work of the
-process. The child ends before the parent uses the GPU, if the parent has not used it yet (`try_kernels_early`).
+The trials of kernels, which run before this process uses a GPU (`try_kernels_early`), are in `pipejax/kernels/`.
 """
 
 import ctypes
@@ -17,35 +16,22 @@ import importlib.metadata
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from pipejax import registry
-from pipejax.system import cli
-from pipejax.system.errors import UserError, first_line, out_of_memory
+from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import read_small, sweep, write_text
 from pipejax.system.strict_json import JsonObject, loads
 
 logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
 
-OWN, XLA = "pipejax's kernels", "XLA's kernels"  # the choices of a trial of kernels
-SECONDS = 300.0  # the longest time of a child process
-# Signals from other processes or the system, for example for lack of memory: no evidence against a kernel.
-OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = ("decoding", "inference", "kernels", "model")  # the folders whose modules make the programs of a GPU
 LIBRARIES = ("jax", "jaxlib", *(f"jax-cuda{n}-{part}" for n in (12, 13) for part in ("plugin", "pjrt")))
-_CHILD = "import sys; from pipejax.system import trials; trials.report(*sys.argv[1:])"
-
-
-class Prevented(Exception):
-    """Raised by a trial that could not be made. Its verdict is not kept."""
 
 
 class Verdict(NamedTuple):
@@ -143,83 +129,6 @@ class Trial:
         return None if directory is None else directory / "verdicts" / name
 
 
-@functools.cache
-def refusal(name: str, place: str, *arguments: int) -> str:
-    """Returns the reason why this process cannot use kernels on its GPU; "" if a trial found that it can.
-
-    Args:
-      name: the name of the trial.
-      place: the function that tries the kernels, "MODULE:NAME". It returns the reason, or "", and runs in a child.
-      arguments: the arguments of the function, which JSON can express.
-    """
-
-    def decide() -> Verdict:
-        logger.info(f"trying pipejax's {name} in a separate process, once for this GPU and driver (up to a minute)")
-        return run_in_child(place, arguments)
-
-    found = Trial(name, json.dumps([place, *arguments])).verdict((OWN, XLA), decide)
-    return "" if found.choice == OWN else found.reason
-
-
-def run_in_child(place: str, arguments: Sequence[int], seconds: float = SECONDS) -> Verdict:
-    """Tries kernels in a child process, which does not reserve the memory of the GPU; see `refusal`.
-
-    Returns:
-      OWN if the function returned "", otherwise XLA with the reason, also if the process crashed or took too long.
-    """
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-    variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
-    command = [sys.executable, "-c", _CHILD, place, json.dumps(arguments)]
-    try:
-        done = subprocess.run(
-            command,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Verdict(XLA, f"their trial took more than {seconds:.0f} s")
-    except OSError as error:
-        return Verdict(XLA, f"the process of their trial could not be started ({error.strerror})", lasts=False)
-    if done.returncode < 0:
-        number = signal.Signals(-done.returncode)
-        return Verdict(XLA, f"the process of their trial ended by {number.name}", lasts=number not in OUTSIDE)
-    try:
-        found = loads(done.stdout.strip().splitlines()[-1])
-        return Verdict(XLA if found["reason"] else OWN, found["reason"] or "results agree with XLA's", found["lasts"])
-    except (IndexError, KeyError, TypeError, ValueError):
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return Verdict(XLA, f"the process of their trial failed ({lines[-1][:200]})", lasts=False)
-
-
-def report(place: str, arguments: str) -> None:
-    """Tries kernels and prints the outcome as JSON: the program of the child process of `run_in_child`."""
-    try:
-        reason, lasts = registry.find(place)(*loads(arguments)), True
-    except Prevented as error:
-        reason, lasts = first_line(error), False
-    # Compilers and CUDA raise errors of many types; with any of them, the parent works without the kernels.
-    except Exception as error:
-        reason, lasts = first_line(error)[:200], not out_of_memory(error)
-    print(json.dumps({"reason": reason, "lasts": lasts}), flush=True)
-
-
-def require_gpu() -> None:
-    """Raises `Prevented` if this process cannot use a GPU, as when another process has it for itself."""
-    import jax
-
-    try:
-        found = jax.default_backend()
-    except RuntimeError as error:
-        raise Prevented(f"a second process cannot use the GPU ({first_line(error)[:200]})") from error
-    if found != "gpu":
-        raise Prevented("a second process cannot use the GPU")
-
-
 def try_kernels_early(*, trains: bool) -> None:
     """Tries the kernels for GPUs whose verdicts are missing, before this process uses a GPU.
 
@@ -299,35 +208,3 @@ def _sources() -> str:
 
 def _digest(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs `pipejax trials`."""
-    parser = cli.Parser(
-        prog="pipejax trials", description="List or remove the results of trials on this machine's GPUs."
-    )
-    parser.add_argument("--remove", action="store_true", help="remove all verdicts; trials are repeated when needed")
-    flags = parser.parse_args(argv)
-
-    from pipejax.system import compile_cache
-
-    cache = compile_cache.directory()
-    files = sorted((cache / "verdicts").glob("*.json")) if cache else []
-    if flags.remove:
-        sweep(cache / "verdicts", "*.json") if cache else None
-        print(f"{len(files)} removed")
-        return 0
-    for line in _lines(files):
-        print(line)
-    return 0
-
-
-def _lines(files: Sequence[Path]) -> Iterator[str]:
-    """Yields a line for each verdict."""
-    for path in files:
-        try:
-            found = loads(read_small(path))
-            of = f"{', '.join(found['facts']['gpus'])}, driver {found['facts']['driver']}"
-            yield f"{found['made']}  {found['trial']}: {found['choice']} ({found['reason']}) on {of}"
-        except (OSError, UserError, ValueError, KeyError, TypeError) as error:
-            yield f"{path}: not a verdict of a trial ({first_line(error)})"

@@ -1,9 +1,9 @@
-"""Functions in the place of trials of kernels: they run in child processes of `pipejax.system.trials`."""
+"""Functions in the place of trials of kernels: they run in child processes of `pipejax.kernels.child_trials`."""
 
 import os
 import time
 
-from pipejax.system import trials
+from pipejax.kernels import child_trials
 
 
 def agree(*numbers: int) -> str:
@@ -41,5 +41,5 @@ def fail(lacks_memory: int) -> str:
 
 def without_gpu() -> str:
     """A trial that a second process cannot make."""
-    trials.require_gpu()
+    child_trials.require_gpu()
     return ""

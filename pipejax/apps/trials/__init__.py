@@ -1,0 +1,1 @@
+"""Lists and removes the verdicts of trials on GPUs: `pipejax trials`."""
