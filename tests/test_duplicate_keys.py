@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from pipejax import config
+from pipejax.apps.papers.texts import read_array
 from pipejax.apps.schemas import row_schema
 from pipejax.apps.scoring.metrics_command import read_documents
 from pipejax.apps.serving.refusals import Refused
@@ -17,7 +18,7 @@ from pipejax.apps.serving.requests import parse_body
 from pipejax.config import Config
 from pipejax.convert.tensor_files import read_json
 from pipejax.data.formats import read_records, rows_in
-from pipejax.data.lines import BadLines, read_array
+from pipejax.data.lines import BadLines
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError

@@ -19,9 +19,8 @@ from pipejax.apps.bulk import workers
 from pipejax.apps.bulk.blocks import cut
 from pipejax.apps.serving.engine import Engine
 from pipejax.config import Config, DataConfig, GridConfig, MeshConfig, TrainConfig
-from pipejax.kernels import cpu_kernel
+from pipejax.kernels import cpu_kernel, processor
 from pipejax.kernels.cpu_kernel import Level
-from pipejax.system import processor
 from pipejax.system.errors import UserError
 from support import oracle
 from support.tiny import IN_BLOCKS

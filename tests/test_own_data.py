@@ -18,13 +18,14 @@ import pyarrow.parquet
 import pytest
 from nltk.stem.porter import PorterStemmer
 
+from pipejax.apps.papers.texts import plain_text, read_array
 from pipejax.config import Config, DataConfig, check, override
 from pipejax.data import lines, make_task
 from pipejax.data.encoding import answered
 from pipejax.data.examples import Example
 from pipejax.data.lines import id_of, kind
 from pipejax.data.own_files import FilesTask
-from pipejax.data.text import Template, keyphrases, normalized, plain_text
+from pipejax.data.text import Template, keyphrases, normalized
 from pipejax.system.errors import UserError
 
 
@@ -252,7 +253,7 @@ def test_places_of_lines_and_of_records_in_an_array():
     found = list(lines.decode_lines([b"\xef\xbb\xbfa\r\n", b"\n", b" b \n", b"c\r"], "x"))
     assert found == [("x:1", "a"), ("x:2", ""), ("x:3", " b "), ("x:4", "c")]
     array = b'{"version": 1, "data": [\r\n{"a": 1}, {"a":\n2},\n\n{"a": 3}\n,{"a": 4}]}\n'
-    assert list(lines.read_array(array, "x")) == [
+    assert list(read_array(array, "x")) == [
         ("x:2: record 1", {"a": 1}),
         ("x:2: record 2", {"a": 2}),
         ("x:5: record 3", {"a": 3}),

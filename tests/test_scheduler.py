@@ -11,15 +11,15 @@ import pytest
 from pipejax.apps.schemas import row_schema as schema_lib
 from pipejax.apps.serving.answer import Answer, Closed, Event, Full, Kind, Request, kind_of
 from pipejax.apps.serving.compile_log import causes_of
+from pipejax.apps.serving.compiler import LAST, LATER, PLANNED, WANTED
 from pipejax.apps.serving.scheduler import WEIGHTS, Scheduler
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.decoding import Decoded, Sampling
-from pipejax.inference.compiler import LAST, LATER, PLANNED, WANTED, Needs
 from pipejax.inference.decoding_options import Constraints
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch, StepKind, Steps
 from pipejax.inference.sources import Source
-from pipejax.system.compiled import CompiledPrograms
+from pipejax.system.compiled import CompiledPrograms, Needs
 from support import oracle
 from support.tiny import MORE_WORDS
 

@@ -24,13 +24,13 @@ from pipejax.apps.schemas.row_schema import Schema
 from pipejax.apps.schemas.token_bytes import token_bytes
 from pipejax.apps.serving import app
 from pipejax.apps.serving.answer import Request
+from pipejax.apps.serving.compiler import LAST
 from pipejax.apps.serving.engine import Engine
 from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.decoding import Sampling
 from pipejax.inference.answer_format import Effort, Uncompiled
 from pipejax.inference.backends import XLA
-from pipejax.inference.compiler import LAST
 from pipejax.inference.loading import load
 from pipejax.inference.running_batch import StepKind, Steps
 from pipejax.inference.streaming import RowEvent

@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from pipejax import config as config_lib
+from pipejax.apps.papers import texts
 from pipejax.checkpoint import require_free, save_params
 from pipejax.config import T5Config
 from pipejax.data import text
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}", f"cannot be written ({error.strerror})") from error
-    documents = [text.plain_text(document) for path in flags.files for document in read(path)]
+    documents = [texts.plain_text(document) for path in flags.files for document in read(path)]
     if not documents:
         raise UserError(flags.files[0], found="no lines", expected="texts")
     if not any(character.isalpha() for document in documents for character in document):

@@ -1,4 +1,4 @@
-"""Reads and checks records of JSON lines and JSON arrays; every error names the file and the line.
+"""Reads and checks records of JSON lines; every error names the file and the line.
 
 By default the first line that cannot be used ends the work. With `skip` such lines are skipped, counted and logged.
 """
@@ -10,7 +10,6 @@ import io
 import logging
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -136,36 +135,6 @@ def read_objects(lines: Iterable[bytes], where: str, first: int = 1, bad: Refusa
             yield place, value
         else:
             bad(UserError(place, found=f"{kind(value)}", expected="an object"))
-
-
-def read_array(data: bytes, where: str) -> Iterator[Placed]:
-    """Yields ("FILE:LINE: record NUMBER", object) of a JSON array.
-
-    The array is the whole file, or the value of a key, as in `{..., "data": [...]}`.
-    """
-    text = "\n".join(line for _, line in decode_lines(data.splitlines(), where))
-    head = re.match(r'\s*(\{[^\[\]{}]*"\w+"\s*:\s*)?\[\s*', text)
-    if head is None:
-        raise UserError(f"{where}:1", found="no JSON array", expected="an array of objects")
-    at, line, number, counted = head.end(), 1, 0, 0
-    while text[at : at + 1] != "]":
-        number, line, counted = number + 1, line + text.count("\n", counted, at), at
-        place = f"{where}:{line}: record {number}"
-        try:
-            value, at = strict_json.DECODER.raw_decode(text, at)
-        except strict_json.DuplicateKey as error:
-            raise UserError(place, found=error.found, expected=error.expected) from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(place, f"not JSON ({error})", expected="an object") from error
-        if not isinstance(value, dict):
-            raise UserError(place, found=f"{kind(value)}", expected="an object")
-        yield place, value
-        following = re.compile(r"\s*(,\s*|(?=\]))").match(text, at)
-        if following is None:
-            raise UserError(place, found="no comma or ] after the record", expected="the array to continue or end")
-        at = following.end()
-    if head[1] is None and (rest := text[at + 1 :].strip()):
-        raise UserError(where, found=f"{rest[:20]!r} after the array", expected="nothing")
 
 
 def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:

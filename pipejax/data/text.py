@@ -1,4 +1,4 @@
-"""Text rules of tasks: spelling for T5's vocabulary, templates of fields, and splitting a target into rows."""
+"""Text rules of tasks: templates of fields, and splitting a target into rows."""
 
 import re
 import string
@@ -8,21 +8,9 @@ from collections.abc import Mapping, Sequence
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra
 
-# Treebank tokenizers write quotation marks like this, but T5's vocabulary has no backtick.
-_QUOTES = (("``", '"'), ("''", '"'), ("`", "'"))
 # SentencePiece's nmt_nfkc removes _CONTROLS, and treats _SPACES as spaces, though Unicode does not.
 _CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]")
 _SPACES = re.compile(r"[\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
-
-
-def plain_text(text: str, placeholders: Sequence[tuple[str, str]] = ()) -> str:
-    """Returns the text with straight quotes, single spaces and no line breaks.
-
-    Each placeholder `old` is replaced by `new`.
-    """
-    for old, new in (*placeholders, *_QUOTES):
-        text = text.replace(old, new)
-    return " ".join(text.split())
 
 
 def normalized(text: str) -> str:

@@ -34,12 +34,11 @@ from pipejax.decoding import (
 )
 from pipejax.inference.answer_format import AnswerFormat
 from pipejax.inference.batch_programs import BatchPrograms, Changes
-from pipejax.inference.compiler import Needs
 from pipejax.inference.decoding_options import Constraints, RuleSettings, repetition_of
 from pipejax.inference.encodings import Encoded, Encodings
 from pipejax.inference.programs import Programs, shapes_of
 from pipejax.model.precision import precision
-from pipejax.system.compiled import CompiledPrograms
+from pipejax.system.compiled import CompiledPrograms, Needs
 
 Array = jax.Array
 SLICE = 0.1  # target seconds of one `advance`; each pause of the loop costs some milliseconds

@@ -1,8 +1,10 @@
 """A table of compiled programs in which each program is compiled once."""
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+Needs = Mapping[Hashable, Callable[[], object]]  # programs to compile: by key, the function that compiles one
 
 
 class CompiledPrograms(dict[Hashable, Any]):

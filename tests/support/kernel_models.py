@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.inference.weights import Matrix
-from pipejax.kernels import cpu_decoder, cpu_kernel
+from pipejax.kernels import cpu_decoder, cpu_kernel, processor
 from pipejax.kernels.backends import OwnKernel
 from pipejax.model import t5
-from pipejax.system import processor
 from support import oracle, quantised
 from support.tiny import IN_BLOCKS
 

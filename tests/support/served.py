@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from starlette.testclient import TestClient
 
 from pipejax.apps.serving import app, serve_command
+from pipejax.apps.serving.compiler import LAST
 from pipejax.apps.serving.engine import Engine
-from pipejax.inference.compiler import LAST
 from pipejax.system.errors import FIELDS
 from support.scripted_engine import ScriptedEngine
 

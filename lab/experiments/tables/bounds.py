@@ -16,11 +16,11 @@ from lab.benchmarks.systems import save
 from lab.experiments import real_data
 from lab.experiments.tables.cells import SUB_MAX, TIME_MAX
 from pipejax.apps.papers.data_sets import PUBLISHED
+from pipejax.apps.papers.texts import plain_text
 from pipejax.apps.statistics.split_statistics import Statistics, measure_split
 from pipejax.config import DataConfig, GridConfig
 from pipejax.data.examples import Example
 from pipejax.data.formats import read_records
-from pipejax.data.text import plain_text
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system import cli
 from pipejax.system.progress import Progress

@@ -15,8 +15,9 @@ from pathlib import PurePosixPath
 
 from pipejax.apps.papers.manual import File, Manual
 from pipejax.apps.papers.published import Published, Record, Records
+from pipejax.apps.papers.texts import read_array
 from pipejax.config import GridConfig
-from pipejax.data.lines import Object, check_text, kind, read_array, text_of, texts_of, value_of
+from pipejax.data.lines import Object, check_text, kind, text_of, texts_of, value_of
 from pipejax.data.tables import Dialect, TextTable, lines_of
 from pipejax.data.text import keyphrases, sentences, split_rows
 from pipejax.system.errors import UserError

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipejax.apps.papers.manual import Manual
+from pipejax.apps.papers.texts import plain_text
 from pipejax.config import Config, DataConfig, GridConfig
 from pipejax.data.examples import Example, PreparedExamples, Task
 from pipejax.data.lines import Object, text_of
-from pipejax.data.text import Template, plain_text
+from pipejax.data.text import Template
 from pipejax.metrics import HEADLINES
 from pipejax.system.errors import UserError
 from pipejax.system.extras import extra

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Hashable, Iterable
 
 from pipejax.apps.serving.answer import Answer
-from pipejax.inference.compiler import Needs
 from pipejax.inference.running_batch import StepKind, Steps
+from pipejax.system.compiled import Needs
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Hashable
 
 from pipejax.apps.serving.answer import Answer, Closed, Request
+from pipejax.apps.serving.compiler import Compiler
 from pipejax.apps.serving.scheduler import Scheduler
-from pipejax.inference.compiler import Compiler
 from pipejax.inference.generator import Generator
 
 

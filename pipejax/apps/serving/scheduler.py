@@ -17,15 +17,15 @@ import numpy as np
 from pipejax.apps.serving import warm_up
 from pipejax.apps.serving.answer import Answer, Closed, Full, Kind, Request, Running, kind_of
 from pipejax.apps.serving.compile_log import CompileLog
+from pipejax.apps.serving.compiler import PLANNED, WANTED
 from pipejax.apps.serving.delivery import deliver_tokens, record_after
 from pipejax.apps.serving.lanes import Lane, Lanes
 from pipejax.apps.serving.waiting import Waiting
 from pipejax.inference import decoding_options
-from pipejax.inference.compiler import PLANNED, WANTED, Needs
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import NO_END, StepKind, Switch
-from pipejax.system.compiled import CompiledPrograms
+from pipejax.system.compiled import CompiledPrograms, Needs
 from pipejax.system.errors import UserError, out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from pipejax.apps.serving.answer import Kind, kind_of
+from pipejax.apps.serving.compiler import LAST, LATER, PLANNED
 from pipejax.apps.serving.lanes import Lanes
 from pipejax.data.shapes import bucket, memory_length
 from pipejax.decoding import Sampling
-from pipejax.inference.compiler import LAST, LATER, PLANNED, Needs
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import StepKind
 from pipejax.inference.sources import Source
+from pipejax.system.compiled import Needs
 from pipejax.system.errors import UserError
 
 Ask = Callable[[Needs, int], None]  # see `Compiler.ask`

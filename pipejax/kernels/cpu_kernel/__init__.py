@@ -20,7 +20,8 @@ from typing import NamedTuple
 import jax
 
 from pipejax.inference.backends import Reading
-from pipejax.system import compile_cache, processor
+from pipejax.kernels import processor
+from pipejax.system import compile_cache
 from pipejax.system.errors import UserError, did_you_mean, first_line
 
 logger = logging.getLogger(__name__)

@@ -4,14 +4,13 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 
 from pipejax.system import cli
-from pipejax.system.compiled import CompiledPrograms
+from pipejax.system.compiled import CompiledPrograms, Needs
 
 logger = logging.getLogger(__name__)
 
-Needs = Mapping[Hashable, Callable[[], object]]  # programs to compile: by key, the function that compiles one
 Told = Callable[[Hashable, Exception | None], None]
 END, WANTED, PLANNED, LATER, LAST = range(5)  # priorities, in this order; a request waits for WANTED ones
 
