@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipejax import checkpoint, config, methods, metrics
+from pipejax.apps import log_summary
 from pipejax.apps.scoring import metrics_command as command
 from pipejax.config import Config, DataConfig
 from pipejax.data import TASKS, make_task
@@ -20,7 +21,6 @@ from pipejax.inference.report import Report
 from pipejax.metrics import keyphrases, rouge, spans, total
 from pipejax.offline.evaluation import evaluate
 from pipejax.system.errors import UserError
-from pipejax.training import log_summary
 from pipejax.training.examiner import Examiner
 from pipejax.training.loop import fit
 from support.tiny import RUN_ON_ONE, change

@@ -25,7 +25,7 @@ from transformers import T5ForConditionalGeneration
 
 from pipejax import checkpoint, grid
 from pipejax import config as config_lib
-from pipejax.apps import demo
+from pipejax.apps import demo, log_summary
 from pipejax.apps.compare import compare_command
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
@@ -35,7 +35,7 @@ from pipejax.data.examples import Example
 from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
-from pipejax.training import examiner, log_summary, loop
+from pipejax.training import examiner, loop
 from pipejax.training.dry_run import dry_run
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory

@@ -18,13 +18,13 @@ from pipejax import metrics
 from pipejax.apps.compare import quality_page
 from pipejax.apps.compare.entries import FORM, open_all, parse
 from pipejax.apps.compare.measurement import FEW, Interval, Results, blocks_of, measure
+from pipejax.apps.log_summary import COLUMNS, log_of, summary
 from pipejax.inference.lazy_programs import dtype_of
 from pipejax.offline.evaluation import examples_of, use_data
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.system.strict_json import JsonObject
-from pipejax.training.log_summary import COLUMNS, log_of, summary
 
 
 def main(argv: Sequence[str]) -> int:

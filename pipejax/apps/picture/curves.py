@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipejax.apps.log_summary import COLUMNS, log_of, summary
 from pipejax.apps.markup import CHART_STYLE, COLOURS, STYLE, Chart, count, escape, legend, table, template, ticks
 from pipejax.metrics import HEADLINES
-from pipejax.training.log_summary import COLUMNS, log_of, summary
 from pipejax.training.run_log import Line
 
 Points = list[tuple[int, float]]  # steps and values
