@@ -79,6 +79,9 @@ RULES = {"schema": "pipejax.apps.schemas.row_schema:Schemas"}
 # method `write` gets each line of the log, and `close` ends the run.
 TRACKERS = "pipejax.apps.trackers.trackers:Trackers"
 
+# The function of `pipejax train --dry-run`, which maps a config and the path of a run to an exit code.
+DRY_RUN = "pipejax.apps.plan.dry_run:dry_run"
+
 # The function that writes the README.md of a model in the Hugging Face format.
 MODEL_CARD = "pipejax.apps.hub.model_card:write_card"
 

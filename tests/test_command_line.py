@@ -186,15 +186,6 @@ def test_a_library_is_installed_from_the_file_that_has_it(library: str, file: st
     assert extras.requirements_of(library) == file
 
 
-def test_internal_error_shows_its_traceback(tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("from pipejax.system import cli\ncli.explain_imports()\n")
-    (package / "mistaken.py").write_text("import json\njson.no_such_function()\n")
-    ended = python("-m", "package.mistaken", cwd=tmp_path)
-    assert ended.returncode == cli.EXIT_OUR_MISTAKE and "AttributeError" in ended.stderr.splitlines()[-1]
-
-
 def test_an_extra_is_installed_by_a_command_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pipejax is on no package index: of a clone the extra is taken, of an installed wheel its libraries by name."""
     assert extras.command("ray") == f"pip install -e '{ROOT}[ray]'"

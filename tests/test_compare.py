@@ -10,7 +10,7 @@ import pytest
 
 from pipejax import metrics
 from pipejax.apps import demo
-from pipejax.apps.compare import compare_command, measurement, quality_page
+from pipejax.apps.compare import bootstrap, compare_command, measurement, quality_page
 from pipejax.apps.compare.entries import Entry, open_all, parse
 from pipejax.apps.compare.measurement import Results, blocks_of, measure
 from pipejax.config import Config, DecodeConfig
@@ -149,7 +149,7 @@ def test_intervals_of_times_are_paired_by_block() -> None:
     slow = [1.0, 5.0, 1.0, 9.0, 2.0]
     first = [{"seconds": 2 * x, "encoder_seconds": 0.0} for x in slow]
     second = [{"seconds": x, "encoder_seconds": 0.0} for x in slow]
-    assert metrics.intervals([first, second], measurement._speed_ratios)["whole"] == pytest.approx((2, 2, 2))
+    assert bootstrap.intervals([first, second], measurement._speed_ratios)["whole"] == pytest.approx((2, 2, 2))
 
 
 def result(name: str, score: tuple[float, float, float], seconds: float) -> Results:

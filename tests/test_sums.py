@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from pipejax import metrics
-from pipejax.metrics import bootstrap, keyphrases, spans, total
+from pipejax.apps.compare.bootstrap import bootstrap, gap
+from pipejax.metrics import keyphrases, spans, total
 
 
 def mean(sums, count):
@@ -37,7 +38,7 @@ def test_ratio_of_sums_is_computed_in_each_sample():
     gold = [["a", "b", "c", "d"]] * 10 + [["a"]] * 90
     right = [["a", "b", "c", "d"]] * 10 + [["z"]] * 90
     wrong = [["z"]] * 100
-    (difference, low, high) = metrics.gap("spans", [""] * 100, gold, wrong, right)["em_f1"]
+    (difference, low, high) = gap("spans", [""] * 100, gold, wrong, right)["em_f1"]
     assert difference == pytest.approx(100 * 40 / 130)
     # A sample has k ~ Binomial(100, 0.1) of the long documents, and scores 4 k / (100 + 3 k).
     rng = np.random.default_rng(1)
@@ -51,7 +52,7 @@ def test_scores_equal_sums_of_documents(name):
     sources = ["a b", "d", "f"]
     documents = metrics.per_document(name, sources, gold, predicted)
     assert metrics.combine(name, total(documents), 3) == metrics.score(name, sources, gold, predicted)
-    found = metrics.gap(name, sources, gold, predicted, gold)
+    found = gap(name, sources, gold, predicted, gold)
     perfect = metrics.score(name, sources, gold, gold)
     assert {key: value[0] for key, value in found.items()} == pytest.approx(
         {key: perfect[key] - value for key, value in metrics.score(name, sources, gold, predicted).items()}

@@ -27,6 +27,7 @@ from pipejax import checkpoint, grid
 from pipejax import config as config_lib
 from pipejax.apps import demo, log_summary
 from pipejax.apps.compare import compare_command
+from pipejax.apps.plan.dry_run import dry_run
 from pipejax.config import Config, DataConfig, DecodeConfig, MeshConfig
 from pipejax.convert import huggingface
 from pipejax.data.batches import TrainingBatches
@@ -36,7 +37,6 @@ from pipejax.data.shapes import Shapes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.training import examiner, loop
-from pipejax.training.dry_run import dry_run
 from pipejax.training.loop import fit
 from pipejax.training.run_directory import RunDirectory
 from support import tiny_run as runs

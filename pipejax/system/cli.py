@@ -15,7 +15,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from pipejax import moved
@@ -311,19 +310,6 @@ def unneeded() -> Iterator[None]:
         yield
     finally:
         _unneeded.remove(threading.get_ident())
-
-
-def explain_imports() -> None:
-    """Makes `python -m MODULE` end with one line if a library is absent. Packages call it first."""
-    if sys.argv[0] == "-m":  # the value of argv[0] while Python looks for the module
-        sys.excepthook = _ended
-        environment.check_platform()
-
-
-def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if (code := explain(error, debug=False)) == EXIT_OUR_MISTAKE:
-        traceback.print_exception(error)
-    raise SystemExit(code)
 
 
 def explain(error: BaseException, *, debug: bool) -> int:

@@ -10,6 +10,7 @@ programs are cached in the user's cache directory, or in $PIPEJAX_CACHE if it is
 import traceback
 from collections.abc import Sequence
 
+from pipejax import registry
 from pipejax.system import cli, environment
 from pipejax.system.extras import extra
 
@@ -83,9 +84,7 @@ def main(argv: Sequence[str]) -> int:
             cli.mute()
         compile_cache.use_cache()
         if flags.dry_run:
-            from pipejax.training.dry_run import dry_run
-
-            return dry_run(config, flags.workdir)
+            return int(registry.find(registry.DRY_RUN)(config, flags.workdir))
         return fit(config, flags.workdir, profile=flags.profile)
 
 

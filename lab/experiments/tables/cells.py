@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipejax import metrics
+from pipejax.apps.compare import bootstrap
 from pipejax.checkpoint import Store
 from pipejax.checkpoint.fingerprint import digest
 from pipejax.config import METHODS, Config, load
@@ -173,7 +173,7 @@ def gap(
     if [line["id"] for line in first] != [line["id"] for line in second]:
         raise UserError(files[1], found=f"other documents than in {files[0]}; evaluate both again")
     sources, gold = [line.get("document") or line["source"] for line in first], [line["gold"] for line in first]
-    return metrics.gap(metric, sources, gold, [line["pred"] for line in first], [line["pred"] for line in second])
+    return bootstrap.gap(metric, sources, gold, [line["pred"] for line in first], [line["pred"] for line in second])
 
 
 def grid_of(tasks: Sequence[str], sizes: Sequence[str], delays: dict[str, Sequence[int]]) -> list[Cell]:

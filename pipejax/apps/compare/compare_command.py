@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 
 from pipejax import metrics
-from pipejax.apps.compare import quality_page
+from pipejax.apps.compare import bootstrap, quality_page
 from pipejax.apps.compare.entries import FORM, open_all, parse
 from pipejax.apps.compare.measurement import FEW, Interval, Results, blocks_of, measure
 from pipejax.apps.log_summary import COLUMNS, log_of, summary
@@ -97,9 +97,9 @@ def compare_entries(flags: argparse.Namespace) -> int:
         "batch_size": size,
         "metric": metric,
         "headline": metrics.HEADLINES[metric],
-        "confidence": metrics.CONFIDENCE,
-        "bootstrap_samples": metrics.SAMPLES,
-        "bootstrap_seed": metrics.SEED,
+        "confidence": bootstrap.CONFIDENCE,
+        "bootstrap_samples": bootstrap.SAMPLES,
+        "bootstrap_seed": bootstrap.SEED,
         "order_seed": seed,
         "device": jax.local_devices()[0].device_kind,
     }

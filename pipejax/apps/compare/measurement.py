@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pipejax import metrics
+from pipejax.apps.compare import bootstrap
 from pipejax.apps.compare.entries import Entry
 from pipejax.data.examples import Example
 from pipejax.inference.generator import Generator
@@ -95,17 +96,17 @@ def measure(
     results = []
     for entry, own, method, found in zip(entries, generators, methods, measured, strict=True):
         first = measured[0]
-        means = metrics.intervals([found.counts], lambda sums, count: _means(sums[0], count))
-        ratios = metrics.intervals([first.times, found.times], _speed_ratios)
+        means = bootstrap.intervals([found.counts], lambda sums, count: _means(sums[0], count))
+        ratios = bootstrap.intervals([first.times, found.times], _speed_ratios)
         total = metrics.total(found.times)
         results.append(
             Results(
                 entry=entry,
                 method=method,
-                scores=metrics.intervals([found.documents], lambda sums, count: combine(sums[0], count)),
+                scores=bootstrap.intervals([found.documents], lambda sums, count: combine(sums[0], count)),
                 gains={
-                    **metrics.bootstrap(first.documents, found.documents, combine),
-                    **metrics.bootstrap(first.counts, found.counts, _means),
+                    **bootstrap.bootstrap(first.documents, found.documents, combine),
+                    **bootstrap.bootstrap(first.counts, found.counts, _means),
                 },
                 steps=means["steps"],
                 calls=means["calls"],

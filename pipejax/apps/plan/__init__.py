@@ -1,1 +1,1 @@
-"""Plans the memory of a training for devices that need not be here: `pipejax plan`."""
+"""Plans a training before it begins: its memory on devices that need not be here, and a dry run of its first step."""
