@@ -42,7 +42,7 @@ MOVED = {
     "pipejax.inference.wishes": "pipejax.inference.decoding_options",
     "pipejax.training.curves": "pipejax.apps.picture.curves",
     "pipejax.training.plan": "pipejax.training.memory",
-    "pipejax.data.streams": "pipejax.data.example_streams",
+    "pipejax.data.streams": "pipejax.data.examples",
     "pipejax.convert.adapters": "pipejax.convert.peft_adapters",
     "pipejax.data.demo": "pipejax.apps.demo",
     "pipejax.data.statistics": "pipejax.apps.statistics.split_statistics",

@@ -9,8 +9,7 @@ from pipejax.apps import demo
 from pipejax.data import batches
 from pipejax.data.batches import Share, TrainingBatches, choose_shapes, collate, fixed_batches, pack_size, prefetch
 from pipejax.data.encoding import encode_example
-from pipejax.data.example_streams import Stream
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, Stream
 from pipejax.data.shapes import Shapes
 from pipejax.system.errors import UserError
 from support.tiny import MODEL, RUN, change

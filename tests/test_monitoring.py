@@ -31,7 +31,7 @@ from pipejax.model import dropout
 from pipejax.system import distributed
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training import costs, examiner, loop, start
+from pipejax.training import examiner, loop, monitoring, start
 from pipejax.training.loop import fit
 from pipejax.training.monitoring import Clock, warn_of_examples
 from pipejax.training.run_directory import RunDirectory
@@ -747,9 +747,9 @@ def test_peaks_are_known_by_the_name_of_the_device():
     def device(kind):
         return types.SimpleNamespace(device_kind=kind)
 
-    assert costs.peak(device("NVIDIA H200")) == 989e12
-    assert costs.peak(device("NVIDIA L40S")) == 362e12 and costs.peak(device("NVIDIA L4")) == 121e12
-    assert costs.peak(device("NVIDIA H100 PCIe")) is None and costs.peak(device("cpu")) is None
+    assert monitoring.peak(device("NVIDIA H200")) == 989e12
+    assert monitoring.peak(device("NVIDIA L40S")) == 362e12 and monitoring.peak(device("NVIDIA L4")) == 121e12
+    assert monitoring.peak(device("NVIDIA H100 PCIe")) is None and monitoring.peak(device("cpu")) is None
 
 
 def test_batches_have_the_shapes_that_process_0_chose(tmp_path, monkeypatch):

@@ -18,10 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 from pipejax.apps import demo
 from pipejax.config import DataConfig
-from pipejax.data.example_streams import Shuffled, Stream
-from pipejax.data.examples import Example, fingerprint
+from pipejax.data.examples import Example, Shuffled, Stream, fingerprint
 from pipejax.data.own_files import FilesTask
-from pipejax.data.remote import files_of, inner_name
+from pipejax.data.storage import files_of, inner_name
 from pipejax.system.errors import UserError
 from pipejax.training.loop import Examples, fit
 from support.tiny import RUN_ON_ONE as CONFIG

@@ -33,7 +33,7 @@ from pipejax.decoding import Pipelined
 from pipejax.kernels import block_attention, child_trials
 from pipejax.kernels.backends import Gpu
 from pipejax.system import compile_cache
-from pipejax.training import costs
+from pipejax.training import monitoring
 from pipejax.training.memory import longest_batch
 
 PATIENCE = 120.0  # seconds for which all cases wait for the slowest compilation; then the compiled ones measure
@@ -142,7 +142,7 @@ def training(model: str, rehearse: bool, *overrides: str, source: int = 0, again
 
         def measuring() -> Result:
             step()
-            seconds, peak = min(step() for _ in range(4)), costs.peak(first)
+            seconds, peak = min(step() for _ in range(4)), monitoring.peak(first)
             used = (first.memory_stats() or {}).get("peak_bytes_in_use")
             share = size["model_flops"] / seconds / peak if peak else None
             found.update(step_s=seconds, utilisation=share, peak_bytes=used)
@@ -183,7 +183,7 @@ def transformers(rehearse: bool) -> list[Case]:
         import torch
 
         found = peer.measured(config, way, where, 2 if rehearse else 4)
-        peak = None if rehearse else costs.peak(SimpleNamespace(device_kind=torch.cuda.get_device_name()))
+        peak = None if rehearse else monitoring.peak(SimpleNamespace(device_kind=torch.cuda.get_device_name()))
         return found | {"utilisation": found["model_flops"] / found["step_s"] / peak if peak else None}
 
     def case(way: str) -> Case:

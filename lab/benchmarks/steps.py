@@ -28,7 +28,7 @@ from pipejax.apps.plan.step_memory import compiled_bytes, measured_bytes, plan
 from pipejax.config import Config, MeshConfig
 from pipejax.model.precision import compute_dtype
 from pipejax.system import cli, compile_cache
-from pipejax.training import costs
+from pipejax.training import monitoring
 from pipejax.training.memory import GIB, choose_remat, device_memory, longest_batch
 
 
@@ -125,7 +125,7 @@ def measured(config: Config, steps: int, *, again: bool = False) -> dict[str, An
     compiled = compiled_bytes(trainer, config)
     cli.note(f"making {steps} steps")
     peak_bytes, seconds = measured_bytes(trainer, config, steps=steps)
-    size, peak = work(config), costs.peak(device)
+    size, peak = work(config), monitoring.peak(device)
     found = size | {key: getattr(config.train, key) for key in ("dtype", "remat")}
     found |= {
         "step_s": seconds,

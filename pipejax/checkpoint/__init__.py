@@ -28,7 +28,6 @@ A save proceeds in this order, so that a crash at any point leaves every earlier
 """
 
 from pipejax.checkpoint.arrays import check_place
-from pipejax.checkpoint.best import Best
 from pipejax.checkpoint.manifest import Damaged
 from pipejax.checkpoint.run import (
     CONVERSION,
@@ -40,7 +39,7 @@ from pipejax.checkpoint.run import (
     save_params,
     tokenizer_of,
 )
-from pipejax.checkpoint.store import Restored, Store
+from pipejax.checkpoint.store import Best, Restored, Store
 
 __all__ = [
     "CONVERSION",

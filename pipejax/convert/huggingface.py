@@ -22,8 +22,7 @@ from pipejax.checkpoint import Restored, check_beside, check_place, open_run, re
 from pipejax.checkpoint.fingerprint import digest, fingerprints
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
 from pipejax.convert import description, generation, peft_adapters
-from pipejax.convert.foreign_quantization import find_quantization
-from pipejax.convert.tensor_files import check_finite, open_tensors, read_json
+from pipejax.convert.tensor_files import check_finite, find_quantization, open_tensors, read_json
 from pipejax.convert.tensor_names import check_names, names_of_decoder, unwrapped
 from pipejax.data import hub
 from pipejax.data.tokenizer import Tokenizer, check_special_ids, warn_of_start

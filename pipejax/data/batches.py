@@ -16,8 +16,7 @@ import numpy as np
 from pipejax import grid, methods
 from pipejax.config import Config, TrainConfig
 from pipejax.data.encoding import Encoded, encode_example
-from pipejax.data.example_streams import Shuffled, Stream
-from pipejax.data.examples import Example
+from pipejax.data.examples import Example, Shuffled, Stream
 from pipejax.data.shapes import Pair, Shapes, choose_pairs, deal, pad, round_up
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.model.backbone import Backbone

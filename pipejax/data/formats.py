@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipejax.data.lines import Placed, Refusal, read_file, refuse_line
-from pipejax.data.packed import open_file, unpacked
-from pipejax.data.remote import inner_name, is_remote, open_remote
+from pipejax.data.storage import inner_name, is_remote, open_file, open_remote, unpacked
 from pipejax.data.tables import FOUND, Dialect, TextTable, is_table, lines_of
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.extras import module

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from pipejax.data.packed import open_file, unpacked
+from pipejax.data.storage import open_file, unpacked
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, join_hints
 from pipejax.system.fields import listed

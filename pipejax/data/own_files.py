@@ -17,11 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from pipejax.config import DataConfig
 from pipejax.config.row_names import field_of, names_of, quoted
-from pipejax.data.example_streams import Stream
-from pipejax.data.examples import Example, Task
+from pipejax.data.examples import Example, Stream, Task
 from pipejax.data.formats import read_records
 from pipejax.data.lines import BadLines, Object, Placed, check_text, id_of, is_blank, text_of, texts_of, value_of
-from pipejax.data.remote import files_of
+from pipejax.data.storage import files_of
 from pipejax.data.tables import Dialect
 from pipejax.data.text import Template, normalized, sentences, split_rows
 from pipejax.metrics import HEADLINES

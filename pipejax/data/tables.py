@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from pipejax.config import DataConfig
 from pipejax.data.lines import LONGEST, Placed, Refusal, bounded_lines, decoded, refuse_line
-from pipejax.data.packed import SUFFIXES as PACKED
-from pipejax.data.remote import inner_name
+from pipejax.data.storage import SUFFIXES as PACKED
+from pipejax.data.storage import inner_name
 from pipejax.system.errors import UserError
 from pipejax.system.fields import listed
 from pipejax.system.strict_json import JsonMapping

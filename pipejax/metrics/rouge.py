@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
-from pipejax.metrics.keyphrases import stem
-from pipejax.metrics.words import words
+from pipejax.metrics.keyphrases import stem, words
 from pipejax.system.extras import extra
 
 with extra("metrics", "metrics"):

@@ -21,9 +21,9 @@ from pipejax import config as config_lib
 from pipejax import metrics
 from pipejax.config.row_names import columns_of
 from pipejax.data import OWN_FILES, make_task
+from pipejax.data.encoding import JOINED, TARGETS, describe_changes
 from pipejax.data.examples import Example, Task, fingerprint
 from pipejax.data.own_files import FilesTask
-from pipejax.data.round_trip import JOINED, TARGETS, describe_changes
 from pipejax.data.text import sentences
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator

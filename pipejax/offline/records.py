@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipejax.data.formats import EXPECTED, is_dataset, is_parquet, read_records
 from pipejax.data.lines import BadLines, Object, Placed, Refusal, read_file, read_objects, refuse_line
-from pipejax.data.packed import SUFFIXES as PACKED
+from pipejax.data.storage import SUFFIXES as PACKED
 from pipejax.data.tables import Dialect
 from pipejax.inference.answers import Record, count
 from pipejax.inference.generator import WINDOW, Generator

@@ -21,8 +21,7 @@ from pipejax.config import Config
 from pipejax.data import make_task
 from pipejax.data.batches import Batch, Share, TrainingBatches, choose_shapes, pack_size, prefetch
 from pipejax.data.encoding import answered
-from pipejax.data.example_streams import Stream
-from pipejax.data.examples import Example, fingerprint
+from pipejax.data.examples import Example, Stream, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.shapes import EVERY, Shapes
 from pipejax.metrics import require

@@ -1,4 +1,4 @@
-"""Monitoring of a training run: warnings about the data, a clock for where the time goes, and the lines of the log."""
+"""Monitoring of a training run: warnings about the data, a clock, utilisation of the devices, and lines of the log."""
 
 import contextlib
 import logging
@@ -12,13 +12,38 @@ import numpy as np
 from pipejax import methods
 from pipejax.config import Config
 from pipejax.data.batches import Batch
+from pipejax.data.encoding import describe_changes
 from pipejax.data.examples import Example
-from pipejax.data.round_trip import describe_changes
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
-from pipejax.training.costs import peak
 from pipejax.training.run_log import Line
+
+# Dense bfloat16 operations per second, from the vendors' data sheets. For a device that is not listed, no utilisation
+# is reported.
+PEAKS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,  # the SXM variant
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "TPU v6 lite": 918e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v4": 275e12,
+}
+
+
+def peak(device: jax.Device) -> float | None:
+    """Returns the bfloat16 operations per second of one device, or None for an unknown device."""
+    if "H100" in device.device_kind and "HBM3" not in device.device_kind:  # the PCIe variant is slower
+        return None
+    names = [name for name in PEAKS if device.device_kind.startswith(name)]
+    return PEAKS[max(names, key=len)] if names else None
+
 
 Array = jax.Array
 FEW = 0.05  # the share of affected examples above which a warning is logged

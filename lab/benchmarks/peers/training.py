@@ -17,7 +17,7 @@ from lab.benchmarks.steps import add_flags, cases, failure, work
 from lab.benchmarks.systems import names_of, save
 from pipejax.config import Config, T5Config
 from pipejax.system import cli
-from pipejax.training import costs
+from pipejax.training import monitoring
 
 WAYS = {
     "checkpointing": "transformers, gradient checkpointing",
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             except Exception as error:  # out of memory, say: the others are measured all the same
                 found["failures"].append(failure(name, config, WAYS[way], error))
             else:
-                peak = costs.peak(SimpleNamespace(device_kind=kind))
+                peak = monitoring.peak(SimpleNamespace(device_kind=kind))
                 utilisation = result["model_flops"] / result["step_s"] / peak if peak else None
                 found["results"].append({"system": WAYS[way], "model": name, **result, "utilisation": utilisation})
                 print("{system}, {model}, source {source}: {step_s:.3f} s a step".format(**found["results"][-1]))

@@ -9,7 +9,7 @@ from typing import BinaryIO, NamedTuple
 
 from pipejax.data.formats import is_parquet, read_parquet
 from pipejax.data.lines import Placed, Refusal, bounded_lines, read_objects, refuse_line
-from pipejax.data.packed import open_file, unpacked
+from pipejax.data.storage import open_file, unpacked
 from pipejax.data.tables import FOUND, Dialect, LostRows, TextTable, is_table, lines_of
 from pipejax.system.errors import UserError
 

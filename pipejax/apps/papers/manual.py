@@ -11,8 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from pipejax.data.lines import Placed, decode_lines, read_objects
-from pipejax.data.packed import open_file
-from pipejax.data.remote import Guarded
+from pipejax.data.storage import Guarded, open_file
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
