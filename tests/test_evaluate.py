@@ -54,7 +54,7 @@ def test_scores_equal_scores_of_the_kept_predictions(run, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     result, lines = json.loads(out.read_text()), [json.loads(line) for line in kept.read_text().splitlines()]
     assert [line["id"] for line in lines] == [e.id for e in demo.examples("test")[:12]]
-    command = [sys.executable, "-m", "pipejax.metrics", "exact", str(kept)]
+    command = [sys.executable, "-m", "pipejax", "metrics", "exact", str(kept)]
     scores = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert {key: result[key] for key in scores} == scores
     assert result["steps"] == sum(line["steps"] for line in lines) / 12

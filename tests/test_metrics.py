@@ -66,7 +66,7 @@ def test_metrics_command_prints_one_object(tmp_path, capfd, name, expected) -> N
 def test_metrics_command_runs_as_a_process(tmp_path) -> None:
     # Warnings are errors: a library that prints, or wants a download, when it is imported would show here.
     more: dict[str, Any] = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[1]}
-    command = [sys.executable, "-W", "error", "-m", "pipejax.metrics", "rouge"]
+    command = [sys.executable, "-W", "error", "-m", "pipejax", "metrics", "rouge"]
     done = subprocess.run([*command, write(tmp_path / "f.jsonl", DOCUMENTS)], **more)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == metrics.score("rouge", SOURCES, GOLD, PREDICTED)

@@ -286,7 +286,7 @@ def test_all_kernels_have_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(given)
         return ""
 
-    monkeypatch.setattr(trials, "refusal", refusal)
+    monkeypatch.setattr(child_trials, "refusal", refusal)
     try_kernels(trains=True)
     places = {f"{module.__name__}:disagreement" for module in (block_attention, gpu)}
     assert {place for place, *_ in asked} == places and (f"{block_attention.__name__}:disagreement", 64, True) in asked
