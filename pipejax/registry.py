@@ -82,6 +82,13 @@ TRACKERS = "pipejax.apps.trackers.trackers:Trackers"
 # The function of `pipejax train --dry-run`, which maps a config and the path of a run to an exit code.
 DRY_RUN = "pipejax.apps.plan.dry_run:dry_run"
 
+# Formats of weights beside safetensors: functions that map a file to its tensors by name, each a
+# `convert.tensor_files.Stored`.
+WEIGHT_FORMATS = {
+    "torch": "pipejax.apps.weight_formats.tensors:open_torch",
+    "flax": "pipejax.apps.weight_formats.tensors:open_msgpack",
+}
+
 # The function that writes the README.md of a model in the Hugging Face format.
 MODEL_CARD = "pipejax.apps.hub.model_card:write_card"
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipejax.convert import read_hf, torch_files
+from pipejax.apps.weight_formats import torch_files
+from pipejax.convert import read_hf
 from pipejax.convert.huggingface import write_hf
 from pipejax.convert.tensor_files import open_tensors
 from pipejax.system.errors import UserError

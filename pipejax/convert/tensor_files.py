@@ -5,21 +5,21 @@ ignored. The module does not depend on the model.
 """
 
 import fnmatch
-import mmap
 import os
+import pickle
 import reprlib
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flax.serialization
 import numpy as np
-from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError, safe_open
 
-from pipejax.convert import torch_files
+from pipejax import registry
 from pipejax.system import strict_json
 from pipejax.system.errors import UserError, first_line
 from pipejax.system.files import SMALL, look, read_small, require_own, stand_in
@@ -39,6 +39,19 @@ OTHERS = {
     "*.onnx": "an export: convert the files that it was made from",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt*"), RESAVE),
 }
+# Exceptions that a damaged file of tensors causes.
+DAMAGES = (
+    zipfile.BadZipFile,
+    zlib.error,
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 LONGEST = 500  # characters of a tensor's name
 # Files of a training run that look like weights.
 NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "scaler*", "random_states*")
@@ -62,7 +75,7 @@ class Stored:
         """
         try:
             array = self.fetch()
-        except (SafetensorError, OSError, *torch_files.DAMAGES) as error:
+        except (SafetensorError, OSError, *DAMAGES) as error:
             raise damaged(self.file, f"the tensor {self.name}", error) from error
         check_finite(f"{self.file}: {self.name}", array)
         return array
@@ -169,15 +182,6 @@ def _open_safetensors(file: Path) -> dict[str, Stored]:
     }
 
 
-def _open_torch(file: Path) -> dict[str, Stored]:
-    try:
-        tensors = torch_files.open_torch_tensors(file)
-    except (OSError, *torch_files.DAMAGES) as error:
-        raise damaged(file, "torch's tensors", error) from error
-    codes = {name: torch_files.STORAGES[tensor.storage.kind][0] for name, (tensor, _) in tensors.items()}
-    return {name: Stored(file, name, tensor.shape, codes[name], read) for name, (tensor, read) in tensors.items()}
-
-
 def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dict[str, Stored]:
     """Opens the tensors of all shards that an index names.
 
@@ -223,37 +227,20 @@ def _shards_of(index: Path) -> dict[str, str]:
     return places
 
 
-def _open_msgpack(file: Path) -> dict[str, Stored]:
-    """Reads Flax's parameters under torch's names; a Flax kernel [in, out] is torch's weight [out, in] transposed."""
-    try:
-        with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            tree = flax.serialization.msgpack_restore(content)  # type: ignore[arg-type]  # it accepts any buffer
-        leaves = flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep=".")
-    except (OSError, AssertionError, *torch_files.DAMAGES) as error:
-        raise damaged(file, "flax parameters", error) from error
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    tensors = {}
-    for path, array in leaves.items():
-        stem, _, kind = path.rpartition(".")
-        if not isinstance(array, np.ndarray) or kind not in ("kernel", "embedding", "weight"):
-            raise UserError(
-                f"{file}: {path:.60}",
-                found=type(array).__name__,
-                expected="an array whose name ends in kernel, embedding or weight",
-            )
-        array = array.T if kind == "kernel" else array
-        name, dtype = f"{stem}.weight", codes.get(str(array.dtype), str(array.dtype))
-        tensors[name] = Stored(file, name, array.shape, dtype, partial(np.asarray, array))
+def _open_by(format_name: str, file: Path) -> dict[str, Stored]:
+    """Opens a file in one of the formats of `registry.WEIGHT_FORMATS`."""
+    tensors: dict[str, Stored] = registry.find(registry.WEIGHT_FORMATS[format_name])(file)
     return tensors
 
 
+_open_torch = partial(_open_by, "torch")
 Openers = Mapping[str, Callable[[Path], dict[str, Stored]]]
 WHOLE: Openers = {  # the weights of a model
     "model.safetensors": _open_safetensors,
     "model.safetensors.index.json": partial(_open_index, _open_safetensors),
     "pytorch_model.bin": _open_torch,
     "pytorch_model.bin.index.json": partial(_open_index, _open_torch),
-    "flax_model.msgpack": _open_msgpack,
+    "flax_model.msgpack": partial(_open_by, "flax"),
 }
 ADAPTER: Openers = {"adapter_model.safetensors": _open_safetensors, "adapter_model.bin": _open_torch}
 

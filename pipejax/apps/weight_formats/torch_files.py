@@ -9,7 +9,6 @@ import math
 import pickle
 import pickletools
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,19 +29,6 @@ STORAGES = {
     "ByteStorage": ("U8", "u1"),
     "BoolStorage": ("BOOL", "?"),
 }
-# Exceptions that a damaged zip archive or pickle causes.
-DAMAGES = (
-    zipfile.BadZipFile,
-    zlib.error,
-    pickle.UnpicklingError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 OLD = (b"\x80\x02\x8a\x0a", b"\x80\x02}")  # the first bytes of files that torch wrote before it used zip archives
 MOST = 2**20  # bytes of a pickle; a tensor takes some hundred
 DIMENSIONS = 8
