@@ -13,10 +13,10 @@ import pytest
 
 from pipejax import config as config_lib
 from pipejax import testing
+from pipejax.apps import demo
 from pipejax.apps.family.branches import Branches
 from pipejax.apps.family.branching import CHOICES, Branching
 from pipejax.config import Config, T5Config
-from pipejax.data import demo
 from pipejax.data.batches import collate
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example

@@ -12,10 +12,10 @@ import pytest
 
 import pipejax
 from pipejax import checkpoint
+from pipejax.apps import demo
 from pipejax.apps.teach import students, teach_command
 from pipejax.checkpoint.fingerprint import encoder_digest
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
-from pipejax.data import demo
 from pipejax.decoding import Drafts, Pipelined, Sequential, Sizes, with_drafts
 from pipejax.decoding.drafters import FromModel
 from pipejax.inference.backends import XLA, Backend
