@@ -44,6 +44,9 @@ MOVED = {
     "pipejax.training.plan": "pipejax.training.memory",
     "pipejax.data.streams": "pipejax.data.examples",
     "pipejax.convert.adapters": "pipejax.convert.peft_adapters",
+    "pipejax.data.__main__": "pipejax.apps.statistics.data_command",
+    "pipejax.metrics.__main__": "pipejax.apps.scoring.metrics_command",
+    "pipejax.checkpoint.__main__": "pipejax.apps.verify.checkpoint_command",
     "pipejax.data.demo": "pipejax.apps.demo",
     "pipejax.data.statistics": "pipejax.apps.statistics.split_statistics",
     "pipejax.apps.records": "pipejax.offline.records",
@@ -219,6 +222,14 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Restores the spec of the module, which the import system replaced. The module's code is not run again."""
         assert module.__spec__ is not None, "the import system has set it"
         module.__spec__ = self._specs.pop(module.__spec__.name)
+
+    def get_code(self, name: str) -> types.CodeType | None:
+        """Returns the code of a module that `python -m` runs by its former name; logs the present name."""
+        package = name.removesuffix(".__main__")  # such as pipejax.data, whose command is pipejax data
+        note(f"python -m {package}", package.replace(".", " "))
+        spec = importlib.util.find_spec(MOVED[name])
+        assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), "it is a module of pipejax"
+        return spec.loader.get_code(MOVED[name])
 
 
 def install() -> None:
