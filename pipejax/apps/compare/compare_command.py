@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare_logs(runs: Sequence[str], *, as_json: bool) -> int:
-    """Prints a line for each run; see `training.log_summary`."""
+    """Prints a line for each run; see `apps.log_summary`."""
     rows = [summary(run, log_of(run)) for run in runs]
     if as_json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
