@@ -10,9 +10,9 @@ import pytest
 
 from pipejax import config as config_lib
 from pipejax import testing
+from pipejax.apps import demo
 from pipejax.apps.family.prompts import PromptInDecoder
 from pipejax.config import Config, GridConfig
-from pipejax.data import demo
 from pipejax.data.batches import collate
 from pipejax.data.encoding import encode_example
 from pipejax.data.examples import Example
