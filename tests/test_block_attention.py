@@ -425,7 +425,8 @@ def test_decoding_and_training_use_block_attention(monkeypatch: pytest.MonkeyPat
     """For the device and the mesh on which they run."""
     asked: list[Any] = []
 
-    def choose(*given: Any) -> Blocks:
+    def choose(*given: Any, has_groups: bool = False) -> Blocks:
+        assert not has_groups
         asked.append(given)
         return Blocks()
 
