@@ -179,6 +179,12 @@ def test_points_are_placed_by_score_and_time() -> None:
     assert "1.00 [0.90, 1.10]" in page
 
 
+def test_equal_scores_lie_at_the_top_of_the_chart() -> None:
+    perfect = (100.0, 100.0, 100.0)
+    chart = quality_page.chart([result("one", perfect, 0.1), result("other", perfect, 0.2)], "em_f1")
+    assert re.findall(r'cy="([\d.]+)"', chart) == [f"{quality_page.TOP:.1f}"] * 2
+
+
 @pytest.mark.parametrize(
     "flags, place",
     [

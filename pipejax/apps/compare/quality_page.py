@@ -55,12 +55,13 @@ def page(
 def chart(results: Sequence[Results], headline: str) -> str:
     """Returns the chart as SVG: one point for each entry, with the interval of its score as a vertical bar.
 
-    The horizontal axis begins at 0 milliseconds. The vertical axis has the range of the intervals.
+    The horizontal axis begins at 0 milliseconds. The vertical axis has the range of the intervals, at least
+    one point of the score, so that equal scores lie at its top.
     """
     times = [1000 * result.seconds for result in results]
     scores = [result.scores[headline] for result in results]
     lowest, highest = min(low for _, low, _ in scores), max(high for *_, high in scores)
-    rows = ticks_around(lowest, max(highest, lowest + 0.1))
+    rows = ticks_around(min(lowest, highest - 1), highest)
     columns = ticks_around(0, max(times), 8)
     axes = Chart(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM, last=columns[-1], low=rows[0], high=rows[-1])
     middle = f'x="{(LEFT + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 6}"'
