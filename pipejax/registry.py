@@ -71,6 +71,14 @@ TASKS = {
     **dict.fromkeys(PAPERS, "pipejax.apps.papers:published_task"),
 }
 
+# The drafters of `decode.draft` by name: dataclasses that implement `decoding.drafters.Drafter`.
+DRAFTERS = {
+    "source": "pipejax.decoding.drafters.source:FromSource",
+    "jacobi": "pipejax.decoding.drafters.jacobi:Jacobi",
+    "model": "pipejax.decoding.drafters.model_drafter:FromModel",
+    "spans": "pipejax.apps.teach.spans:Spans",
+}
+
 # Rules that make answers follow a format, by the argument that asks for one: subclasses of
 # `inference.answer_format.AnswerFormats`.
 RULES = {"schema": "pipejax.apps.schemas.row_schema:Schemas"}

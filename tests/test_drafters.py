@@ -291,7 +291,7 @@ def test_names_of_drafters_that_cannot_be_used_are_one_line(run: Path) -> None:
     def load(name: str, **more: Any) -> Any:
         return pipejax.load(run, overrides={"decode.draft": name, **more})
 
-    with refuses("decode.draft", found="'souce'", expected="one of none, source, jacobi, model or MODULE:CLASS"):
+    with refuses("decode.draft", found="'souce'", expected="one of none, source, jacobi, model, spans or MODULE:CLASS"):
         load("souce")
     with refuses("decode.draft", found="cannot be imported", expected="MODULE:CLASS"):
         load("absent_module:Drafter")

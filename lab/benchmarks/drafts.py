@@ -5,8 +5,9 @@
 The weights are random, and every system writes the same answers: a column of logits gets the token of the file's
 "targets" as its maximum, once the system has computed it. So the work is that of a T5 of this size which is always
 right, and drafts are right as often as they are for it. A T5 that drafts says the same, so it is never wrong: an upper
-bound, for Hugging Face's assistant as well. Where nothing can be copied, drafts only cost time: --answers shuffled
-draws the answer's tokens from the source without order, --answers foreign from what is not in the source.
+bound, for Hugging Face's assistant as well. The tagger of `spans` finds all rows that are in the source, and no others.
+Where nothing can be copied, drafts only cost time: --answers shuffled draws the answer's tokens from the source without
+order, --answers foreign from what is not in the source.
 
 The systems take turns document by document, one document at a time; the first round does not count. Ours pad
 all sources to --max-source tokens, for one compiled encoder; Hugging Face pads none.
@@ -30,6 +31,9 @@ import numpy as np
 from lab.benchmarks.documents import answers
 from lab.benchmarks.systems import SIZES, machine, names_of, random_params, save, settle, use_threads, write
 from pipejax import decoding
+from pipejax.apps.teach.spans import Candidates, Spans, Tagger
+from pipejax.apps.teach.tagging import SpanFinder
+from pipejax.apps.teach.tags import SpanTags
 from pipejax.config import T5Config
 from pipejax.data.shapes import bucket, pad
 from pipejax.data.tokenizer import Tokenizer
@@ -50,7 +54,7 @@ EOS, SEPARATOR = 1, "; "
 ANSWERS = ("gold", "shuffled", "foreign")
 SYSTEMS = (
     *("sequential", "sequential+source", "sequential+jacobi", "sequential+model"),
-    *("pipelined", "pipelined+source", "pipelined+jacobi", "pipelined+model"),
+    *("pipelined", "pipelined+source", "pipelined+jacobi", "pipelined+model", "pipelined+spans"),
     *("hf", "hf+lookup", "hf+assistant"),
 )
 
@@ -143,6 +147,27 @@ class Telling:
         return Saying(self.inner.decoder(model, weights, memory.inner), memory.script, self.delay)
 
 
+def tagger_of(config: T5Config, rows: int) -> Tagger:
+    """A tagger with random weights, for answers of so many rows."""
+    tags = SpanTags(rows=rows, longest=32)
+    shapes = jax.eval_shape(lambda key: tags.init_params(key, config), jax.random.key(0))
+    rng = np.random.default_rng(2)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), shapes)
+    return Tagger(params, tags, EOS)
+
+
+def candidates_of(document: Document, tagger: Tagger, finder: SpanFinder) -> Candidates:
+    """The rows of a document that are in its source."""
+    most, longest = tagger.tags.rows + 1, tagger.tags.longest
+    tokens, length = np.zeros((1, most, longest), np.int32), np.zeros((1, most), np.int32)
+    found = [row for row in document.rows if len(row) < longest and finder.find(row, document.source) is not None]
+    for number, row in enumerate([*found, []]):
+        tokens[0, number, : len(row) + 1], length[0, number] = [*row, EOS], len(row) + 1
+    chance = np.ones((1, most), np.float32)
+    chance[0, len(found)] = len(found) == len(document.rows)  # of the empty row, which ends the answer
+    return Candidates(jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(chance))
+
+
 def told(backend: Backend) -> Any:
     """`Telling`, as a backend: nobody asks for the rest."""
     return Telling(backend)
@@ -160,12 +185,25 @@ class Prepared:
 class Ours:
     """pipejax with one strategy."""
 
-    def __init__(self, name: str, own: Prepared, strategy: Strategy, length: int, small: Prepared | None) -> None:
-        """Nothing compiles yet. `length`: sources are padded to it; `small`: drafts."""
+    def __init__(
+        self,
+        name: str,
+        own: Prepared,
+        strategy: Strategy,
+        length: int,
+        small: Prepared | None,
+        finder: SpanFinder,
+    ) -> None:
+        """Nothing compiles yet. `length`: sources are padded to it; `small`: drafts; `finder`: for the tagger."""
         self.name, self.own, self.strategy, self.length, self.small = name, own, strategy, length, small
+        self.finder = finder
+        self.tagger = tagger_of(own.model.config, GRID.rows) if isinstance(strategy.drafter, Spans) else None
+        self._read = jax.jit(self._tagged)
         self.sizes = programs.schedule(strategy, 1)
         self._encode = {
-            id(each): jax.jit(partial(programs.encode_batch, each.model, backend=each.backend))
+            id(each): jax.jit(
+                partial(programs.encode_batch, each.model, backend=each.backend, outputs=self.tagger is not None)
+            )
             for each in (own, small)
             if each
         }
@@ -183,12 +221,17 @@ class Ours:
         with precision(self.own.model.dtype):
             begun = time.perf_counter()
             memory, of_small = self._encoded(self.own, ids, length), None
+            if self.tagger:
+                rows_found = candidates_of(document, self.tagger, self.finder)
+                of_small = self._read(self.tagger, ids, length, memory.encoded, rows_found)
+                memory = dataclasses.replace(memory, encoded=None)
+                jax.block_until_ready(of_small)
             if self.small:
                 of_small = Told(self._encoded(self.small, ids, length), script)
             middle = time.perf_counter()
             padded = np.pad(ids, ((0, 0), (0, memory.mask.shape[1] - ids.shape[1])))
             source = SourceIds(padded, length, memory=of_small)
-            drafter = None
+            drafter: Any = self.tagger
             if self.small:
                 laid = self.small.ready
                 drafter = SmallModel(laid.encoding, laid.decoding, self.small.model, told(self.small.backend))
@@ -203,6 +246,12 @@ class Ours:
         assert wrote == rows, f"{self.name} wrote {wrote}, not {rows}"
         calls = int((self.strategy.calls(decoded) if decoded.calls is None else decoded.calls)[0])
         return Measured(middle - begun, after - middle, calls)
+
+    def _tagged(self, tagger: Tagger, ids: Array, length: Array, encoded: Array, rows: Candidates) -> Candidates:
+        """The candidates `rows`, once the tagger has computed its own."""
+        own = programs.read_batch(self.strategy.drafter, tagger, ids, length, encoded)
+        found: Candidates = jax.lax.optimization_barrier((own, rows))[1]
+        return found
 
     def _encoded(self, each: Prepared, ids: np.ndarray, length: np.ndarray) -> Memory:
         found: Memory = jax.block_until_ready(self._encode[id(each)](each.ready.encoding, ids, length))
@@ -329,7 +378,7 @@ def main(argv: Sequence[str]) -> int:
         known = flags.answers == "shuffled"
         documents = [drawn(d, d.source if known else np.arange(3, config.vocab_size), rng, known) for d in documents]
     with tempfile.TemporaryDirectory(prefix="pipejax-bench-") as scratch:
-        systems = made(names, flags, config, Path(scratch))
+        systems = made(names, flags, config, Path(scratch), SpanFinder(Tokenizer.load(Path(flags.tokenizer))))
     progress = Progress("measuring", len(documents) * (flags.rounds + 1), unit="document")
     found: dict[str, list[list[Measured]]] = {system.name: [] for system in systems}
     for number in range(flags.rounds + 1):
@@ -352,7 +401,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> list[System]:
+def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path, finder: SpanFinder) -> list[System]:
     """The systems of these names."""
     params, small = random_params(config), random_params(SIZES[flags.small], 1)
     systems: list[System] = []
@@ -368,7 +417,8 @@ def made(names: Sequence[str], flags: Any, config: T5Config, scratch: Path) -> l
             drafted = with_drafts(inner, Drafts(drafter, flags.tokens))
             costs = backends.call_costs(own.ready.decoding, own.backend)
             strategy = drafted.tuned_for(jax.default_backend(), costs=costs, skips_fillers=own.backend.skips_fillers)
-        systems.append(Ours(name, own, strategy, bucket(flags.max_source), other if name.endswith("model") else None))
+        small_model = other if name.endswith("model") else None
+        systems.append(Ours(name, own, strategy, bucket(flags.max_source), small_model, finder))
     if theirs := [name for name in names if name.startswith("hf")]:
         import torch
         from transformers import T5ForConditionalGeneration

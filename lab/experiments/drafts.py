@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--examples", type=cli.whole_number(1, 10**6), metavar="N", help="of each data set, at the most"
     )
-    drafters_alone = [name for name in DRAFTS if name not in ("none", "model")]
+    drafters_alone = [name for name in DRAFTS[1:] if not drafters.wants(drafters.make(name), "parameters")]
     parser.add_argument("--draft", choices=drafters_alone, default="source", help="the product's drafter")
     parser.add_argument("--only", metavar="TEXT", default="", help="data sets whose name holds this")
     parser.add_argument("--json", metavar="FILE", help="the figures, too")

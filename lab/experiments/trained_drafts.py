@@ -30,7 +30,7 @@ from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 
-DRAFTS, PEERS = ("none", "source", "jacobi", "model"), ("hf", "hf+lookup", "hf+assistant")
+DRAFTS, PEERS = ("none", "source", "jacobi", "model", "spans"), ("hf", "hf+lookup", "hf+assistant")
 
 
 class Answer(NamedTuple):
@@ -123,6 +123,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--weights", default="float32", metavar="NAME,...", help="of float32, int8")
     parser.add_argument("--peers", default="", metavar="NAME,...", help=f"of {', '.join(PEERS)}; make venv-bench")
     parser.add_argument("--small", default="", metavar="DIR", help="of the T5 that drafts for model and hf+assistant")
+    parser.add_argument(
+        "--tagger", default="", metavar="DIR", help="a run of pipejax teach --tagger for spans (default: --checkpoint)"
+    )
     parser.add_argument("--tokens", type=cli.whole_number(1, 64), default=8, metavar="D", help="drafted in a call (8)")
     parser.add_argument("--threads", type=cli.whole_number(1), default=2, metavar="N", help="of every system (2)")
     parser.add_argument("--json", metavar="OUT", help="write the results there")
@@ -139,7 +142,8 @@ def main(argv: Sequence[str]) -> int:
     systems: list[System] = []
     for held, draft in itertools.product(weights, drafts):
         settings = [f"decode.weights={held}", f"decode.draft={draft}", f"decode.draft_tokens={flags.tokens}"]
-        settings += [f"decode.draft_checkpoint={flags.small}"] if draft == "model" else []
+        checkpoints = {"model": flags.small, "spans": flags.tagger}
+        settings += [f"decode.draft_checkpoint={checkpoints[draft]}"] if checkpoints.get(draft) else []
         generator = load(flags.checkpoint, best=flags.best, overrides=settings)
         traced = None
         if draft != "none":

@@ -257,7 +257,8 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypa
     text = demo.examples("test")[0].source
     file, output = tmp_path / "copied.jsonl", tmp_path / "out.json"
     file.write_text(json.dumps({"source": text, "targets": [text[5:25], text[45:60]]}) + "\n")
-    names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,hf+lookup,hf+assistant"
+    names = "sequential,sequential+source,sequential+model,pipelined,pipelined+model,pipelined+spans,"
+    names += "hf+lookup,hf+assistant"
     flags = [str(file), "--tokenizer", str(tokenizer_files), "--model", "tiny", "--small", "tiny", "--rounds", "1"]
     flags += ["--max-source", "96", "--systems", names, "--tokens", "3", "--threads", "1"]
     assert drafts.main([*flags, "--json", str(output)]) == 0
@@ -266,6 +267,7 @@ def test_drafts_are_timed(tmp_path, tokenizer, tokenizer_files, capsys, monkeypa
     assert calls["sequential"] == length and calls["hf+assistant"] < length
     assert calls["sequential+model"] == -(-length // 4)  # always right: three drafted tokens, and the answer to them
     assert calls["sequential+source"] < length and calls["pipelined+model"] < calls["pipelined"]
+    assert calls["pipelined+spans"] < calls["pipelined"]
     assert "sequential+source" in capsys.readouterr().out
     with pytest.raises(UserError, match="--systems: found other; expected sequential"):
         drafts.main([*flags, "--systems", "other"])

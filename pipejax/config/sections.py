@@ -10,11 +10,12 @@ from pipejax import moved
 from pipejax.config.row_names import bare_name, read_columns
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
+from pipejax.registry import DRAFTERS
 from pipejax.system.errors import UserError
 from pipejax.system.fields import Command, Facts, check_settings, facts_of, section, setting, shown_value
 
 METHODS = ("pipelined", "sequential")  # the methods of pipejax; beam search is sequential with decode.beams > 1
-DRAFTS = ("none", "source", "jacobi", "model")
+DRAFTS = ("none", *DRAFTERS)
 TRAINED_METHODS = (*METHODS, "none")
 STOPS = ("empty_row", "literal")
 SCHEDULES = ("constant", "linear", "cosine")

@@ -1,6 +1,7 @@
-"""Trains a T5 on the answers of another one, from texts without labels: for rows, or to draft.
+"""Trains on the answers of a T5, from texts without labels: the T5 itself for rows, or a part that drafts.
 
     pipejax teach --checkpoint SEQUENTIAL --input SOURCES.jsonl --workdir DIR [--set ...]
+    pipejax teach --checkpoint ROWS --tagger --input SOURCES.jsonl --workdir DIR [--set ...]
     pipejax teach --checkpoint LARGE --student STUDENT --workdir DIR [--input SOURCES.jsonl] [--set ...]
 
 The checkpoint answers the sources, its answers are split at data.separator, and the same weights are trained to write
@@ -8,6 +9,9 @@ these rows with the pipelined decoder. DIR/agreement.json reports how well both 
 
 With --student, a small T5 is trained on the answers of the checkpoint, for decode.draft=model with
 decode.draft_checkpoint=DIR. DIR/drafting.json reports the decoder calls that it saves on held-out sources.
+
+With --tagger, a tagger that finds the rows of answers in their sources is trained beside the checkpoint, for
+decode.draft=spans. DIR/tagger.json reports the decoder calls that it saves on held-out sources.
 
 DIR is a run directory as written by pipejax train. The same command again continues where it stopped.
 """
@@ -32,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
         help="the small T5: a number of decoder layers, which share the encoder of the checkpoint; the directory of a "
         "small T5 to start from; or a config with `model` and `train`",
     )
+    parser.add_argument(
+        "--tagger", action="store_true", help="train the tagger of decode.draft=spans for a checkpoint that writes rows"
+    )
     parser.add_argument("--best", action="store_true", help="use the best evaluated step instead of the newest")
     parser.add_argument(
         "--input",
@@ -49,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
     from pipejax.offline import records
 
+    if flags.tagger and flags.student is not None:
+        raise UserError("--tagger", found="--student as well", expected="one of them")
     if flags.input is None and flags.student is None:
         raise UserError("--input", found="none", expected="a file of sources")
     if flags.input == records.STANDARD:
@@ -70,6 +79,10 @@ def main(argv: Sequence[str]) -> int:
         from pipejax.apps.teach.students import teach_student
 
         return teach_student(flags.checkpoint, flags.student, flags.input or "", flags.workdir, **settings)
+    if flags.tagger:
+        from pipejax.apps.teach.tagging import teach_tagger
+
+        return teach_tagger(flags.checkpoint, flags.input, flags.workdir, **settings)
     from pipejax.apps.teach.lessons import teach
 
     return teach(flags.checkpoint, flags.input, flags.workdir, **settings)

@@ -1,13 +1,14 @@
 """Drafters, which guess the next tokens of rows without the large model. One module for each."""
 
 from pipejax import config as config_lib
-from pipejax.config import DRAFTS
+from pipejax import registry
 from pipejax.decoding.drafters.drafter import WANTS, Draft, Drafter, Probed, Probes, Setting, TargetModel, Written
 from pipejax.decoding.drafters.drafter_checks import check_members
 from pipejax.decoding.drafters.jacobi import Jacobi
 from pipejax.decoding.drafters.model_drafter import FromModel, SmallModel
 from pipejax.decoding.drafters.source import FromSource
 from pipejax.decoding.strategy import wants
+from pipejax.registry import DRAFTERS
 
 __all__ = [
     "WANTS",
@@ -29,15 +30,15 @@ __all__ = [
 
 
 def make(name: str) -> Drafter:
-    """The drafter of a value of `decode.draft`: one of `DRAFTS` without "none", or MODULE:CLASS.
+    """The drafter of a value of `decode.draft`: one of `registry.DRAFTERS`, or MODULE:CLASS.
 
     Raises:
       UserError: the module is not imported yet, or the class is not a drafter.
     """
-    if name not in DRAFTS:
-        drafter: Drafter = config_lib.made({"class": name}, "decode.draft")
+    drafter: Drafter
+    if name in DRAFTERS:
+        drafter = registry.find(DRAFTERS[name])()
+    else:
+        drafter = config_lib.made({"class": name}, "decode.draft")
         check_members(drafter)
-        return drafter
-    kinds: dict[str, type[FromSource] | type[Jacobi] | type[FromModel]]
-    kinds = {"source": FromSource, "jacobi": Jacobi, "model": FromModel}
-    return kinds[name]()
+    return drafter
