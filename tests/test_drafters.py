@@ -349,9 +349,10 @@ def test_drafters_of_the_page_are_opened_by_name(run: Path, monkeypatch: pytest.
     rng = np.random.default_rng(1)
     given = [[*rng.integers(2, 12, 9).tolist(), 1] for _ in range(4)]
     expected = pipejax.load(run).decode(given)
+    modules = {"as_above": "AsAbove", "ahead": "Ahead", "scored": "Scored"}
     names = [re.search(r"^class (\w+):", code, re.MULTILINE) for code in codes]
-    assert [name and name[1] for name in names] == ["AsAbove", "Scored"]
-    for module, code, name in zip(("as_above", "scored"), codes, ("AsAbove", "Scored"), strict=True):
+    assert [name and name[1] for name in names] == [*modules.values()]
+    for (module, name), code in zip(modules.items(), codes, strict=True):
         (run.parent / f"{module}.py").write_text(code)
         overrides = {"decode.draft": f"{module}:{name}", "decode.draft_checkpoint": str(run.parent)}
         found = pipejax.load(run, overrides=overrides).decode(given)
