@@ -101,8 +101,8 @@ def test_answers_with_a_shared_encoder_equal_undrafted_answers(delay, time_max, 
     plain: Any = Sequential(max_length=time_max)
     if delay is not None:
         plain = Pipelined(delay=delay, time_max=time_max, sub_max=sub_max, literal=literal)
-    drafted = with_drafts(plain, Drafts(FromModel(least=0.2), 4, queries=(batch + 2,)))
-    sizes = Sizes.fit(drafted, batch, queries=drafted.queries, slots=(drafted.most_queries + 3,))
+    drafted = with_drafts(plain, Drafts(FromModel(least=0.2), 4, query_counts=(batch + 2,)))
+    sizes = Sizes.fit(drafted, batch, query_counts=drafted.queries, slots=(drafted.most_queries + 3,))
     small = dataclasses.replace(FEW, num_decoder_layers=2)
     without, program = compiled(FEW, plain), compiled(FEW, drafted, sizes, small=small, shares_encoder=True)
     saved = 0
