@@ -27,7 +27,7 @@ run="$venv/bin/python"
 export PIPEJAX_TEST_NEWEST=1 # absent compilers are failures
 "$run" -m pytest -n 2 -m "not long" tests/test_targets.py lab/tests/test_benchmark_programs.py "$@"
 "$run" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not long" \
-    tests/test_plan.py tests/test_block_attention.py tests/test_gpu.py tests/test_launch.py tests/test_decoding.py \
+    tests/test_plan.py tests/test_block_attention.py tests/test_gpu.py lab/tests/test_launch.py tests/test_decoding.py \
     tests/test_step_decoder.py tests/test_training_step.py tests/test_trainer.py \
     tests/test_kernels.py::test_decodes_equal_decodes_without_the_kernel "$@"
 "$run" -m pipejax plan --config configs/jsonl.py --model base --target rtx4090 --memory 80 \

@@ -5,7 +5,7 @@
 DIR holds the data sets below as JSON lines with "source" and "targets", and T5's tokenizer in t5_tokenizer/. The model
 writes the gold rows, whatever it is asked. The simulation is in plain lists: the plainest drafter, which looks the last
 three, two or one tokens of a row up in the source and proposes the eight tokens after the first place. The product's
-calls are counted in its own decoding loop (`lab/experiments/scripted.py`).
+calls are counted in its own decoding loop (`tests/support/scripted.py`).
 """
 
 import dataclasses

@@ -141,7 +141,7 @@ def bounded_lines(lines: Iterable[bytes], where: str) -> Iterator[bytes]:
     """Yields the lines.
 
     Raises:
-      UserError: a line is longer than LONGEST. The rest of that line is not read.
+      UserError: a line is longer than LONGEST. The rest of a line that is too long is not read.
     """
     if isinstance(lines, io.IOBase):
         lines = cast(Iterator[bytes], iter(functools.partial(lines.readline, LONGEST + 1), b""))

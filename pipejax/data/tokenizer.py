@@ -387,9 +387,9 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
             "none" if tokenizer.unknown is None else f"{tokenizer.piece(tokenizer.unknown)!r} = {tokenizer.unknown}"
         )
         logger.warning(
-            f"{place}: found {found(end)}, and by its vocabulary also stands for unknown "
-            f"characters, although unk_token is {unknown}; it is used: an unknown character ends a "
-            "source, and is left out of rows"
+            f"{place}: found {found(end)}; by the vocabulary this end token also stands for unknown characters, "
+            f"although unk_token is {unknown}. The token is used: an unknown character ends a source, and is left out "
+            "of rows"
         )
 
 

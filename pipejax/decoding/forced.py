@@ -1,7 +1,7 @@
 """Forced tokens, such as row names: they are known before decoding, so one call feeds all that a row begins with.
 
-They are drafts that need no comparison, since `choice.force_tokens` replaces the tokens of the model by them. End
-tokens are left out: no later token of their row follows them.
+Forced tokens are drafts that need no comparison, since `choice.force_tokens` replaces the model's tokens by forced
+tokens. End tokens are left out, because no token of the row follows an end token.
 
 Shapes: B batch, R rows of the grid, W times, D the most tokens of a row that a drafter drafts in
 a call, C the most drafted and forced tokens of a row in a call.
@@ -36,8 +36,8 @@ def count_forced(forced: np.ndarray, strategy: Strategy) -> np.ndarray:
 def columns_for(options: DecodingOptions, strategy: Strategy, platform: str) -> int:
     """The most forced tokens of a row that a call feeds beside its newest token, rounded up to a power of two.
 
-    0: each step feeds one token of a row, because no tokens are forced, because a rule keeps a state that one token of
-    a row changes in each step, or because larger calls take longer than they save.
+    The result is 0, and each step feeds one token of a row, if no tokens are forced, if a rule keeps a state that
+    follows each single token, or if larger calls take longer than they save.
 
     Args:
       options: the options of a batch, NumPy arrays [B, ...].

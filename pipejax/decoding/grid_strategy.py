@@ -56,7 +56,7 @@ class GridStrategy(Rows):
 
     @property
     def queries(self) -> tuple[int, ...] | None:  # type: ignore[override]  # a constant of most strategies
-        """See `Stepper`. With drafts, the sizes among which `Drafts` chooses."""
+        """See `Stepper`. With drafts, `Drafts` chooses the size of each call among these counts."""
         return None if self.drafts is None else self.drafts.query_counts
 
     @property

@@ -89,7 +89,7 @@ def load(target: TargetModel) -> OpenDrafter | None:
     read = getattr(drafter, "load", None)
     if not callable(read):
         name = type(drafter).__name__
-        raise UserError(f"{name}.load", "no such method", expected="it, since the drafter wants parameters")
+        raise UserError(f"{name}.load", "no such method", expected="a method load, since the drafter wants parameters")
     try:
         params = jax.tree.map(jnp.asarray, read(directory, target))
     except UserError as error:
@@ -139,7 +139,7 @@ def shared_encoder(directory: str | Path) -> str:
     """Returns the fingerprint of the encoder that a small T5 shares with the model it drafts for; "": it has its own.
 
     Raises:
-      UserError: the statement in the run directory cannot be read.
+      UserError: student.json in the run directory cannot be read.
     """
     path = Path(directory) / STUDENT
     if look(path) != "file":

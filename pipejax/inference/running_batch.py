@@ -299,8 +299,8 @@ class RunningBatch:
 
         Args:
           most: the most steps to take.
-          often: whether to return after about `SLICE` seconds, too. This is always so on backends that cannot read a
-            switch.
+          often: whether to return after about `SLICE` seconds, too. With a backend that cannot read a switch, `advance`
+            always does.
 
         Returns:
           The rows so far, arrays [B, ...], and bool [B], the places that are done or not in use.

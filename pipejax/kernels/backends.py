@@ -51,7 +51,7 @@ class Products(Backend):
 
 
 def _step(model: Module, memory: Memory, params: Tree) -> Tree:
-    """Computes the logits of a step with one query. It is traced to find the matrix products of a step."""
+    """Computes the logits of a step with one query. This function is traced to find the matrix products of a step."""
     zeros = partial(jnp.zeros, dtype=jnp.int32)
     memory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), memory)
     given = jnp.ones((1, 1, 1), bool), zeros((1, 1)), zeros((1, 1)), memory, model.empty_cache(1, 1), zeros(1)

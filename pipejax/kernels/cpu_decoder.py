@@ -311,7 +311,7 @@ def listen(count: Array, switch: Array, *, level: cpu_kernel.Level) -> Array:
     """Reads a switch in host memory, by which the host can interrupt a decoding loop.
 
     The switch is read when the running program reaches this call, and not when the program starts. The call depends on
-    `count`, which changes in each step, so XLA cannot compute it in advance or move it out of the loop. It is not
+    `count`, which changes in each step, so XLA cannot compute it in advance or move it out of the loop. The call is not
     declared as a side effect, since JAX's fast dispatch does not support side effects, and the slow dispatch of a
     program with hundreds of arrays takes 2 to 3 ms.
 

@@ -7,8 +7,8 @@ writes the new keys and values. A step with a single query (sequential decoding 
 which are faster in this case. The results differ from XLA's in the last bits: sums are computed in another order, and
 fewer intermediate results are rounded.
 
-In the kernels each query is a row, since kernels read rows. `StepDecoder` has queries as columns, so arguments and
-results are transposed; between two kernels XLA removes both transpositions.
+The kernels read arrays by rows, so each query is a row of their arguments. `StepDecoder` has queries as columns, so
+arguments and results are transposed; between two kernels XLA removes both transpositions.
 
 Shapes: O outputs, I inputs, N queries of a step, B batch, Q queries of an example, H heads, K head width, C slots of a
 cache, L source length.
@@ -100,7 +100,7 @@ class GpuDecoder(StepDecoder):
 def use() -> bool:
     """Whether this process has a GPU on which the kernels compile and agree with XLA. Determined once.
 
-    If they do not, a warning is logged.
+    If the kernels do not, a warning is logged.
     """
     if os.environ.get(cpu_kernel.VARIABLE) == "off" or jax.default_backend() != "gpu":
         return False

@@ -1,8 +1,9 @@
 """Computes the matrix products of a decoding step with pipejax's kernel for CPUs, in the layers of any backbone.
 
-A step multiplies large matrices with a few columns. For this, XLA takes several times as long as reading the matrix. A
-Flax interceptor replaces the methods that `layers.multiplies_with` marks by the kernel: the methods of `Linear` and
-`Head`, and the product with an embedding table that is the head. The backbone's module does the rest.
+A step multiplies large matrices with a few columns. For such a product, XLA takes several times as long as reading the
+matrix takes. A Flax interceptor replaces the methods that `layers.multiplies_with` marks by the kernel: the methods of
+`Linear` and `Head`, and the product with an embedding table that is the head. The backbone's module computes all other
+parts of the step.
 
 Greedy decoding needs only the highest product of a large head. An int8 copy of the head's matrix gives bounds of all
 products, and only products that may be the highest are computed in full.

@@ -130,7 +130,7 @@ def for_head(hashes: Array, head: Array) -> Array:
 
 
 def of_heads(lines: Lines, heads: int) -> Lines:
-    """The lines [B, H, Q] of H heads, from the lines [B, Q] of queries."""
+    """The lines [B, H, Q] of the weights of H heads, from the lines [B, Q] of their queries."""
     hashes = for_head(lines.hashes[:, None], jnp.arange(heads)[:, None])
     if lines.first is None:
         return Lines(hashes)

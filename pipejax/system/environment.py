@@ -73,7 +73,7 @@ def allow_files() -> None:
     """Raises the limit of open files to FILES if possible.
 
     Raises:
-      UserError: the limit is lower and cannot be raised.
+      UserError: the limit is lower than FILES and cannot be raised.
     """
     import resource  # absent on Windows, which `check_platform` refuses earlier
 

@@ -205,8 +205,8 @@ def _check_cuts(case: MethodCase) -> None:
             refuse(
                 case.method,
                 f"target: {layout.where}: was_cut",
-                f"False for at most {FEW} tokens, of {len(layout.target.flat.inputs)} slots",
-                "True, since the layout differs",
+                f"False with at most {FEW} tokens",
+                f"True, since the full layout of {len(layout.target.flat.inputs)} slots differs",
             )
 
 

@@ -56,7 +56,10 @@ def main(argv: Sequence[str]) -> int:
         cli.check_output_file(flag, None if target == "-" else target)
     if wrong := [text for text in flags.overrides if not text.startswith("data.")]:
         raise UserError(
-            f"--set {wrong[0]}", found="no setting of data", expected="data.KEY=VALUE, or a part of --entry"
+            f"--set {wrong[0]}",
+            "not a setting of data",
+            expected="data.KEY=VALUE",
+            hint="other settings are parts of --entry",
         )
     return compare_entries(flags)
 

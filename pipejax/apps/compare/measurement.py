@@ -65,7 +65,7 @@ def measure(
     """Decodes the examples by each entry, block by block.
 
     In each block the entries take turns in a random order, so that a change of the machine's speed affects all of them.
-    Before that, each entry decodes the first block once, which compiles its programs and is not measured.
+    Before the measurement, each entry decodes the first block once, which compiles its programs and is not measured.
 
     Args:
       entries: the entries.

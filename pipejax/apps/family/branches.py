@@ -40,7 +40,8 @@ class Branches(Plain):
     """Keeps the best `rows` continuations of all open phrases in each step, if their logits are above 0.
 
     If fewer than `least` phrases have ended, the best continuations below 0 are kept as well, up to the missing number.
-    The answer has the ended phrases whose mean logit is above 0; if there is none, the best one.
+    The answer has the ended phrases whose mean logit is above 0; if there is none, the ended phrase with the highest
+    mean.
     """
 
     rows: int
@@ -140,7 +141,7 @@ class Branches(Plain):
         return ~state.live.any(axis=1)
 
     def result(self, state: BranchState) -> Decoded:
-        """The ended phrases with a mean above 0, or the best one, the best first."""
+        """The ended phrases with a mean above 0, in descending order; without any, the best ended phrase."""
         is_part = (state.means > 0) | ((jnp.arange(self.rows) == 0) & (state.means > -jnp.inf))
         code = jnp.where(state.cut, TRUNCATIONS.index("max_length"), TRUNCATIONS.index(None)).astype(jnp.int32)
         return Decoded(state.found, jnp.where(is_part, state.lengths, 0), state.steps, code)

@@ -38,8 +38,8 @@ class Branching(Method):
 
         The right tokens of a slot are those with which a phrase of the target continues after the same beginning. A
         beginning that several phrases share counts once. The first phrase has the latest times and the last one the
-        earliest, so that no phrase sees another one. Phrases that are too long or too many are left out; a phrase that
-        is too long alone is cut.
+        earliest, so that no phrase sees another one. Phrases that are too long or too many are left out. If no phrase
+        is left, the first phrase is cut.
         """
         spelled = [*dict.fromkeys(tuple(row) for row in spell(rows, spells, ids.ends) if row)]
         kept = [row for row in spelled if len(row) < self.times][: self.rows]

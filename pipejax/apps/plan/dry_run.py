@@ -66,7 +66,7 @@ def dry_run(config: Config, workdir: str | Path) -> int:
     if not values["good"]:
         logger.error("the loss or the gradient of the first step is not finite")
         return 1
-    logger.info(f"the dry run ends here; {workdir} is as it was")
+    logger.info(f"the dry run ends here; {workdir} is unchanged")
     return 0
 
 

@@ -66,7 +66,7 @@ def mean(examples: Sequence[tuple[float, int]]) -> Cost:
 
 
 def place_of(number: int, last: int) -> str:
-    """Returns the name in PLACES of a token's position in its row, counted from 0; `last` is the last one's."""
+    """Returns the name in PLACES of a token's position in its row, from 0; the last token has the position `last`."""
     return "last" if 0 < number == last else PLACES[min(number, 3)]
 
 

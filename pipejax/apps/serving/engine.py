@@ -73,7 +73,7 @@ class Engine:
     def warm_up(self, length: int, *, schemas: bool = False) -> None:
         """Schedules compiling the default method's programs for prompts of up to `length` tokens; does not wait.
 
-        `schemas`: also the programs for usual schemas, as the last of all.
+        With `schemas`, the programs for usual schemas are compiled as well, after all others.
         """
         self.scheduler.warm_up(length, schemas=schemas)
 

@@ -129,7 +129,7 @@ class Spans:
 
 
 def align(found: Candidates, written: Written, *, moves: bool) -> Array:
-    """The number i32 [B, R] of each row's candidate; M: it has none.
+    """The number i32 [B, R] of each row's candidate; M: the row has no candidate.
 
     Args:
       found: the candidates.

@@ -100,7 +100,7 @@ def teach_student(
     """
     with RunDirectory(workdir) as run:
         check_labels_directory(run.path, workdir)
-        # Without the parameters, which `load` reads as well.
+        # Opened without the parameters, because `load` reads them as well.
         large = dataclasses.replace(checkpoint.open_run(directory, best=best, packed=True), items={})
         own = [a for a in overrides if is_of_checkpoint(a.partition("=")[0].strip())]
         generator = load(directory, best=best, overrides=[*GREEDILY, *own])
@@ -149,7 +149,7 @@ def student_of(value: str, large: Restored) -> Student:
       large: the large T5.
 
     Raises:
-      UserError: the value describes no small T5 for this large one.
+      UserError: the value does not describe a small T5 that can draft for the large one.
     """
     saved, model = large.config, large.config.model
     assert model is not None, "checked by open_run"
@@ -226,7 +226,7 @@ def save_initial(directory: Path, config: Config, large: Restored, layers: Seque
 
 
 def write_statement(run: Path, directory: str, large: Restored, student: Student) -> None:
-    """Writes the statement of a run whose T5 it drafts for and whose encoder it shares."""
+    """Writes student.json: the checkpoint for which the small T5 drafts, and the encoder that it shares."""
     prints = large.arrays["params"]
     known: dict[str, object] = {
         "checkpoint": str(absolute(directory)),

@@ -254,7 +254,7 @@ class SpanFinder:
         return self.known[token]
 
     def find(self, row: Sequence[int], source: np.ndarray) -> int | None:
-        """The place where a row is found first, preferably with the same first token; None: nowhere."""
+        """The first place of a row in a source, preferably with the same first token; None: it is not in the source."""
         last = len(source) - len(row) + 1
         if last <= 0:
             return None

@@ -27,7 +27,7 @@ from pipejax.system.fields import setting
 
 Array = jax.Array
 STOP = -1  # ends each list of ids in a setting that has several
-NEVER = -1e9  # a logit of what is impossible
+NEVER = -1e9  # the logit of an impossible tag
 
 
 class Entry(NamedTuple):

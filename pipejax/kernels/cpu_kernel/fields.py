@@ -28,7 +28,7 @@ TABLES = {table: _names(table) for table in _BODIES}
 
 
 def arrays(table: str, given: Mapping[str, Tree]) -> list[jax.Array]:
-    """The arguments of a call, in the order of a table.
+    """The arguments of a call of the kernel, in the order of a table of fields.h.
 
     Args:
       table: the name of the table in fields.h.
