@@ -213,7 +213,12 @@ class Listener:
             self._connect(client)
 
     def close(self) -> None:
-        """Accepts the connections in the backlog, and no more. Called after `accept` was cancelled."""
+        """Accepts the connections in the backlog, and no more. Called after `accept` was cancelled.
+
+        Closing the socket resets connections that were not accepted. With a backlog of 0 the system holds at most one
+        of them in the meantime. Other clients repeat their connection requests, which are refused then.
+        """
+        self._socket.listen(0)
         try:
             while True:
                 self._connect(self._socket.accept()[0])
