@@ -118,7 +118,7 @@ def test_labels_are_never_sampled(given, tmp_path, tokenizer_files, monkeypatch,
         opened.append(generator.config.decode)
         raise UserError("enough")
 
-    monkeypatch.setattr(labels, "read_unlabelled", stop)
+    monkeypatch.setattr(lessons, "read_unlabelled", stop)
     caplog.set_level("INFO")
     with pytest.raises(UserError, match="enough"):
         lessons.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
