@@ -95,7 +95,7 @@ class Stepper(Protocol):
 
     @property
     def queries(self) -> tuple[int, ...] | None:
-        """The query counts, numbers of live queries in a batch's step, to compile for; None: those of the device."""
+        """The query counts, numbers of live queries in a batch's step, to compile for; None: the device's."""
 
     @property
     def slots(self) -> int:

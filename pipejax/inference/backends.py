@@ -137,7 +137,7 @@ class Backend:
         return Backend.widen(self, memory, memory_length(source.shape[1]))
 
     def projections(self, encoder: Tree) -> Tree:
-        """Returns the part of `Ready.encoding` with which `memorize` computes."""
+        """Returns the part of `Ready.encoding` that `memorize` needs."""
         return {"decoder": encoder["decoder"]}
 
     def memorize(self, model: Module, projections: Tree, encoded: Array, length: Array) -> Memory:

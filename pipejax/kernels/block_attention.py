@@ -57,7 +57,7 @@ NOWHERE = 2**30  # greater than every group, row and time
 
 
 class Heads(NamedTuple):
-    """An array [B, N, heads, K], as a reference, and the number of its first head that is meant."""
+    """A reference to an array [B, N, heads, K], and the index of the first head to read."""
 
     ref: Ref
     first: int = 0
@@ -292,7 +292,7 @@ def attend_in_blocks(
     """Computes softmax(queries keys^T + bias) values, [B, H, Q, K]. Sums are float32.
 
     If one product computes keys and values, or also the queries, the arguments may be one array, with the heads of the
-    queries first and those of the values last. Copying them apart would read and write them once more.
+    queries first and the heads of the values last. Separate copies would be read and written once more.
 
     If `seen.blocks.split` is a sharding, each device computes the attention of its own examples.
 

@@ -1,7 +1,7 @@
 """Trials of kernels for GPUs in a child process, whose results are compared with XLA's.
 
-After an invalid address, CUDA refuses all further work of the process, so kernels are not tried in this one. The child
-ends before the parent uses the GPU, if the parent has not used it yet (`system.trials.try_kernels_early`).
+After an invalid address, CUDA refuses all further work of the process, so kernels are not tried in this process. The
+child ends before the parent uses the GPU, if the parent has not used it yet (`system.trials.try_kernels_early`).
 """
 
 import functools

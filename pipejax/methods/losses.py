@@ -33,8 +33,8 @@ def cross_entropy(logits: Array, targets: Array, weights: Array) -> tuple[Array,
 def _logit_of(targets: Array, logits: Array) -> Array:
     """The logits f32 [G, N] of the targets.
 
-    The gradient of an index is a scatter into all logits. Here it is a comparison, which is computed in the same pass
-    as the gradient of softmax.
+    The gradient of an index is a scatter into all logits. Here the gradient is a comparison, which is computed in the
+    same pass as the gradient of softmax.
     """
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 

@@ -34,8 +34,9 @@ class Slots:
     """The coordinates of queries or keys; all arrays are i32 [B, N].
 
     A query sees the keys of its group that have neither a higher row nor a later time (paper section 3.2, eq. 4).
-    Without rows and times it sees all keys of its group. A key with a negative group is seen by no query, and a query
-    with a negative group sees no key.
+    A group here is an example of a packed array, and not a group of rows (`grid.shares_group`). Without rows and times
+    a query sees all keys of its group. A key with a negative group is seen by no query, and a query with a negative
+    group sees no key.
     """
 
     group: Any  # the example to which a slot belongs; negative for padding

@@ -54,7 +54,7 @@ def compare_records(
         is_forced = bool(row_prefixes(source, method).prefixes)
         for run, record in ((run, records[i]) for run, records in runs.items() if i < len(records)):
             for key in (key for key in expected if key in record):
-                if key == "calls" and (is_forced or run.startswith("drafts")):  # both only save calls
+                if key == "calls" and (is_forced or run.startswith("drafts")):  # both save calls
                     if not 0 < record[key] <= expected[key]:
                         place = f"{run}: source {i}: {key}"
                         strategy_checks.refuse(

@@ -17,7 +17,7 @@ from pipejax.apps.markup import (
 )
 from pipejax.system.strict_json import JsonMapping
 
-DOT = '<svg width="12" height="12"><circle class="$c" cx="6" cy="6" r="5"/></svg>'  # of an entry in the legend
+DOT = '<svg width="12" height="12"><circle class="$c" cx="6" cy="6" r="5"/></svg>'  # the mark of an entry in the legend
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 380, 64, 24, 16, 44  # pixels of the chart, and of its margins
 
 

@@ -14,7 +14,7 @@ from pipejax.metrics import HEADLINES
 from pipejax.training.run_log import Line
 
 Points = list[tuple[int, float]]  # steps and values
-DASH = '<svg width="26" height="10"><path class="$c" d="M0 5H26"/></svg>'  # of a run in the legend
+DASH = '<svg width="26" height="10"><path class="$c" d="M0 5H26"/></svg>'  # the mark of a run in the legend
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 260, 64, 16, 12, 30  # pixels of a chart, and of its margins
 MOST = 800  # the most points of a curve, about one per pixel; if there are more, neighbours are averaged
 

@@ -52,8 +52,8 @@ class Probes:
     """
 
     tokens: Array  # i32 [B, R, P]
-    place: Array  # i32 [B, R, P], where in its row the column stands: at 0 bos, at j the j-th token, from 1 on
-    live: Array  # bool [B, R, P], whether to feed the column; it may also stand in a row that has not begun
+    place: Array  # i32 [B, R, P], the place of the column in its row: 0 is bos, j from 1 on is the j-th token
+    live: Array  # bool [B, R, P], whether to feed the column; its row need not have begun
 
 
 @flax.struct.dataclass
