@@ -40,7 +40,7 @@ def inner_name(path: str | Path) -> str:
 def files_of(path: str) -> list[str]:
     """Returns the files of a path, sorted by name.
 
-    A split on the hub may have several files, as may a pattern (* and ?), local or at a URL.
+    A split on the hub may have several files, and a pattern (* and ?), local or at a URL, may match several files.
 
     Raises:
       UserError: there are no such files.

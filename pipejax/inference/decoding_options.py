@@ -102,8 +102,8 @@ class Constraints(NamedTuple):
 def rule_settings(config: Config, method: Method, tokenizer: Tokenizer | None) -> RuleSettings:
     """Returns the settings of rules.
 
-    The tokens of a separator may be repeated if pipejax trained the weights. In the answers of other weights they
-    separate nothing.
+    The tokens of a separator may be repeated if pipejax trained the weights. In the answers of other weights these
+    tokens do not separate rows.
     """
     separated = tokenizer if config.train.method != "none" else None
     return RuleSettings(

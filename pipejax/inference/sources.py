@@ -102,7 +102,7 @@ def check(source: Source, place: str, *, architecture: Backbone, tokenizer: Toke
     """Returns the source if it can be decoded.
 
     Raises:
-      UserError: it is a text without a tokenizer, empty, or has an id outside of the vocabulary.
+      UserError: the source is a text without a tokenizer, is empty, or has an id outside of the vocabulary.
     """
     vocabulary, ends = architecture.vocab_size, architecture.end_token_ids
     for i, prefix in enumerate(source.prefixes):

@@ -1,9 +1,9 @@
 """The interface of a method: one object that covers all steps from target to text.
 
 A method lays a target out for training, defines the loss, makes the strategy that decodes, and reads rows and text from
-the decoded tokens. It also declares its abilities; a request that needs another ability raises a one-line UserError.
-The trainer, the generator, the server and bulk decoding use only this interface: their code does not depend on the name
-or type of a method.
+the decoded tokens. A method also declares its abilities; a request that needs another ability raises a one-line
+UserError. The trainer, the generator, the server and bulk decoding use only this interface: their code does not depend
+on the name or type of a method.
 
 A custom method is a frozen dataclass in a file outside pipejax: see docs/methods.md. Importing this package does not
 import JAX, because the data pipeline runs without it. Functions that need JAX import it when they are called.

@@ -139,7 +139,7 @@ class Unfinished:
     def end(self) -> None:
         """Syncs the complete output, then deletes the note.
 
-        In this order, because lines lost by a crash after the deletion could not be recovered.
+        The output is synced first, because lines lost by a crash after the deletion could not be recovered.
         """
         sync_output(Path(self.target))
         if self.settings is not None:

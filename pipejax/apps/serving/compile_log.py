@@ -24,7 +24,7 @@ class CompileLog:
         self._logged = set[Hashable]()  # the keys of needs
 
     def note(self, answer: Answer, needs: Needs, compiled: Iterable[Hashable]) -> None:
-        """Logs the causes of the needs of an answer, unless they were logged before.
+        """Logs why an answer needs programs that are not compiled, unless the reason was logged before.
 
         Args:
           answer: the answer that waits.
