@@ -15,6 +15,7 @@ from pipejax.decoding import (
     Pipelined,
     Sequential,
     columns_for,
+    list_calls,
     with_drafts,
     with_forced,
 )
@@ -109,6 +110,22 @@ def test_names_of_rows_that_start_together_cost_one_call() -> None:
     found: Any = scripted.decode(strategy, [[0]], [answer], width=10, forced=forced)
     assert rows_of(found, 0) == answer
     assert (found.steps[0], found.calls[0]) == (5, 3)
+
+
+def test_a_call_feeds_only_what_it_can_accept() -> None:
+    """By hand: six rows with names of 3 tokens and right guesses of 2 more, of which a call feeds 4 for each row.
+
+    The first call feeds row 0 up to time 4. So of each row below it can accept one token less, and row 5 cannot begin.
+    """
+    answer = [[2 + i] * 7 for i in range(6)]
+    drafts = Drafts(Table(), 2, trace=True)
+    strategy: Any = with_forced(with_drafts(Pipelined(delay=1, time_max=20, sub_max=6), drafts), 4)
+    source = [token for row in answer for token in [*row, EOS, *[3] * GUESSED][:GUESSED]]
+    forced = forced_table(strategy, [row[:3] for row in answer])
+    found: Any = scripted.decode(strategy, [source], [answer], width=10, forced=forced)
+    assert rows_of(found, 0) == answer
+    first = list_calls(found.trace, 0, 1)[0]
+    assert [(one.row, len(one.drafted), one.accepted) for one in first] == [(i, 4 - i, 4 - i) for i in range(5)]
 
 
 def test_forced_tokens_are_fed_by_one_call_only_where_this_is_possible() -> None:

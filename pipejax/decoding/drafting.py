@@ -222,7 +222,7 @@ class Drafts:
             drafter, draft = self._propose(self.drafter, rows, state, tokens, forced)
             tokens, trust = after_forced(draft.tokens, forced, tokens, known), draft.trust
             before_end = count_before(is_end(tokens, ends_of(rows)), axis=2)
-            offered = jnp.maximum(known, forced + jnp.clip(draft.count, 0, self.most(rows)))
+            offered = jnp.maximum(known, jnp.minimum(forced + jnp.clip(draft.count, 0, self.most(rows)), width - 1))
             offered = jnp.minimum(jnp.minimum(offered, rows.time_max - 1 - newest), before_end + 1)
             needed = (certain | rows.find_unfed(state, certain)).sum() + forced.sum()
             if self.probes and draft.probes is not None:
