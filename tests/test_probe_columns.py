@@ -72,6 +72,19 @@ def test_a_drafter_gets_the_tokens_of_its_probes(native: bool, page: Any, reques
     assert compared > 8
 
 
+@pytest.mark.slow
+def test_probes_leave_room_for_drafts_as_long_as_an_answer(page: Any) -> None:
+    config = Config(
+        model=IN_BLOCKS,
+        train=TrainConfig(method="sequential"),
+        decode=DecodeConfig(max_length=6, draft_tokens=6, trace=True),
+    )
+    generator = Generator(config, oracle.random_params(IN_BLOCKS, np.random.default_rng(4)), None)
+    (record,) = generator.decode([[5, 9, 7, EOS]], drafter=page.Ahead(odds=(0.98,)))
+    assert record["steps"] > 1
+    assert any(drafted for ((_, _, _, drafted),) in record["trace"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Everywhere(Jacobi):
     """Feeds probes in all rows, also those that have not begun or have ended, at all places, and drafts at random."""

@@ -117,8 +117,11 @@ class Drafts:
         return max(min(self.tokens, rows.time_max - 1), 1)
 
     def slots(self, rows: Rows) -> int:
-        """The most slots of an example, twice the size of a full grid. `query` stops drafting before they run out."""
-        return 2 * rows.rows * rows.time_max
+        """The most slots of an example: twice the size of a full grid, and a call's probes, which are not kept.
+
+        `query` stops drafting before they run out.
+        """
+        return rows.rows * (2 * rows.time_max + self.probes)
 
     def tuned_for(self, platform: str, rows: int, *, costs: float, skips_fillers: bool) -> "Drafts":
         """Sets sizes and costs of calls for a platform and a grid of `rows` rows; see `Strategy.tuned_for`."""
