@@ -57,6 +57,7 @@ MOVED = {
 MOVED_NAMES = {
     "pipejax.decoding:Grammar": "pipejax.apps.schemas.grammar:Grammar",
     "pipejax.decoding:Table": "pipejax.apps.schemas.grammar:Table",
+    "pipejax.metrics:gap": "pipejax.apps.compare.bootstrap:gap",
 }
 
 # Former dotted key of a setting -> present one.

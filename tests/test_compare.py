@@ -179,6 +179,11 @@ def test_points_are_placed_by_score_and_time() -> None:
     assert "1.00 [0.90, 1.10]" in page
 
 
+def test_former_name_of_the_bootstrap_gives_the_present_function_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"pipejax\.metrics\.gap is now pipejax\.apps\.compare\.bootstrap\.gap"):
+        assert metrics.gap is bootstrap.gap
+
+
 def test_equal_scores_lie_at_the_top_of_the_chart() -> None:
     perfect = (100.0, 100.0, 100.0)
     chart = quality_page.chart([result("one", perfect, 0.1), result("other", perfect, 0.2)], "em_f1")

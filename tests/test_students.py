@@ -199,6 +199,14 @@ def test_a_student_of_another_model_is_refused(given, taught, tmp_path, tokenize
 
 
 @pytest.mark.slow
+def test_another_student_in_the_same_directory_is_refused(given, taught):
+    before = (taught / STUDENT).read_bytes()
+    with refuses("--student", found="another small T5"):
+        run(given, taught, student="2")
+    assert (taught / STUDENT).read_bytes() == before
+
+
+@pytest.mark.slow
 def test_the_default_sources_are_the_training_examples(given, tmp_path, monkeypatch):
     """At most as many as the training and the measurement read."""
     monkeypatch.setattr(students, "fit", lambda *given, **more: 5)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pipejax import moved
 from pipejax.metrics import exact, spans
 from pipejax.system.strict_json import JsonMapping
 
@@ -19,6 +20,8 @@ HEADLINES = {
     **dict.fromkeys(("keyphrases", "keyphrases_kp20k"), "present_f1@M"),
     **dict.fromkeys(("rouge", "rouge_score"), "rougeLsum"),
 }
+
+__getattr__ = moved.renamed("pipejax.metrics", {})
 
 
 def require(name: str) -> None:

@@ -40,7 +40,7 @@ from pipejax.model import sharding
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
 from pipejax.offline.evaluation import decode_examples
-from pipejax.system import Tree
+from pipejax.system import Tree, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, make_directories, write_text
 from pipejax.system.progress import Progress
@@ -226,7 +226,11 @@ def save_initial(directory: Path, config: Config, large: Restored, layers: Seque
 
 
 def write_statement(run: Path, directory: str, large: Restored, student: Student) -> None:
-    """Writes student.json: the checkpoint for which the small T5 drafts, and the encoder that it shares."""
+    """Writes student.json: the checkpoint for which the small T5 drafts, and the encoder that it shares.
+
+    Raises:
+      UserError: the run directory has another small T5.
+    """
     prints = large.arrays["params"]
     known: dict[str, object] = {
         "checkpoint": str(absolute(directory)),
@@ -235,7 +239,13 @@ def write_statement(run: Path, directory: str, large: Restored, student: Student
         "encoder_fp": encoder_digest(prints) if student.layers else "",
         "decoder_layers": list(student.layers),
     }
-    write_text(run / STUDENT, json.dumps(known, indent=2) + "\n")
+    path = run / STUDENT
+    if look(path) == "file":
+        before = strict_json.loads(path.read_text(encoding="utf-8"))
+        if any(before.get(key) != known[key] for key in ("encoder_fp", "decoder_layers")):
+            hint = "choose another --workdir"
+            raise UserError("--student", found="another small T5", expected=f"the one that {path} describes", hint=hint)
+    write_text(path, json.dumps(known, indent=2) + "\n")
 
 
 def student_config(saved: Config, student: Student, large: Restored, run: Path, overrides: Sequence[str]) -> Config:
