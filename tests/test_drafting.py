@@ -289,7 +289,7 @@ def test_drafted_answers_equal_undrafted_answers(setting, drafter):
     drafted = with_drafts(plain, drafts)
     without = compiled(TINY, plain, forced=forced)
     sizes = Sizes.fit(
-        drafted, batch, query_counts=drafted.query_counts, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
+        drafted, batch, query_counts=drafted.queries, slots=tuple(sorted({batch + 3, drafted.most_queries + 3}))
     )
     drafts_itself = isinstance(drafter, FromModel)
     program = compiled(TINY, drafted, sizes, small=TINY if drafts_itself else None, forced=forced)
