@@ -158,7 +158,7 @@ def test_unknown_id_equal_to_eos_is_used_and_reported(tmp_path: Path, said: list
     model = dataclasses.replace(tiny.MODEL, eos_token_id=2)
     for trained in (False, True):
         check_special_ids(tokenizer, model, "model.eos_token_id", "it", trained=trained)
-    assert len(said) == 2 and "although unk_token is '<unk>' = 0; it is used" in said[0]
+    assert len(said) == 2 and "although unk_token is '<unk>' = 0. The token is used" in said[0]
 
 
 def test_a_vocabulary_without_an_id_for_unknown_characters_opens(tmp_path: Path) -> None:
