@@ -31,7 +31,7 @@ from pipejax.decoding.choice import first_argmax
 from pipejax.inference.step_decoder import StepDecoder
 from pipejax.inference.weights import Layer, Weights, as_matrix, lay_out, lay_out_layer
 from pipejax.model import lora, quantization
-from pipejax.model.backbone import Backbone, Module
+from pipejax.model.backbone import Backbone, Module, with_encoder_outputs
 from pipejax.model.parameters import check_read
 from pipejax.model.t5 import Memory, is_packed
 from pipejax.system import Tree
@@ -127,11 +127,8 @@ class Backend:
         call: Compute = partial(model.apply, {"params": encoder}, source, mask, method="encode")
         memory: Memory
         if outputs:
-            memory, kept = call(
-                mutable=["intermediates"],
-                capture_intermediates=lambda module, name: module.path == ("encoder",) and name == "__call__",
-            )
-            memory = dataclasses.replace(memory, encoded=kept["intermediates"]["encoder"]["__call__"][0])
+            memory, encoded = with_encoder_outputs(call)
+            memory = dataclasses.replace(memory, encoded=encoded)
         else:
             memory = call()
         return Backend.widen(self, memory, memory_length(source.shape[1]))

@@ -14,7 +14,7 @@ import JAX, because configs are read without it.
 
 import functools
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -235,3 +235,23 @@ def smallest_batch() -> "tuple[Array, ...]":
 
     token, seen = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     return token, seen, token, seen[:, None], token
+
+
+def with_encoder_outputs(apply: "Callable[..., Any]", *given: Any, **options: Any) -> "tuple[Any, Array]":
+    """Calls a module in a way that runs its encoder, and returns the outputs of the encoder as well.
+
+    Args:
+      apply: the method `apply` of a module, with or without its first arguments.
+      *given: its arguments.
+      **options: its keyword arguments, such as `method`.
+
+    Returns:
+      The result of the call, and the outputs of the submodule `encoder`, [B, L, D].
+    """
+    result, kept = apply(
+        *given,
+        mutable=["intermediates"],
+        capture_intermediates=lambda module, name: module.path == ("encoder",) and name == "__call__",
+        **options,
+    )
+    return result, kept["intermediates"]["encoder"]["__call__"][0]

@@ -23,7 +23,7 @@ from pipejax.methods import losses
 from pipejax.methods.losses import Loss
 from pipejax.model import auxiliary, lora, sharding
 from pipejax.model.auxiliary import Auxiliary, Outputs
-from pipejax.model.backbone import Module, choose_blocks
+from pipejax.model.backbone import Module, choose_blocks, with_encoder_outputs
 from pipejax.model.dropout import STREAM, numbered
 from pipejax.model.parameters import check_paths, check_read, initial
 from pipejax.model.precision import compute_dtype, precision
@@ -120,14 +120,7 @@ def batch_loss(
     given = source, source_mask, batch["inputs"], mask, position(row, time_), of_source
     hidden: Array
     if beside is not None:
-        hidden, kept = model.apply(
-            variables,
-            *given,
-            method="hidden",
-            mutable=["intermediates"],
-            capture_intermediates=lambda module, name: module.path == ("encoder",) and name == "__call__",
-        )
-        encoded = kept["intermediates"]["encoder"]["__call__"][0]
+        hidden, encoded = with_encoder_outputs(model.apply, variables, *given, method="hidden")
         total, divisor = beside.loss(own, Outputs(encoded, hidden, batch))
         return jnp.asarray(total, jnp.float32), jnp.asarray(divisor, jnp.float32)
     with numbered(numbers, source.shape[1], example):

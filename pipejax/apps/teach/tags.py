@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipejax.model.auxiliary import Auxiliary, Outputs
-from pipejax.model.backbone import Backbone, smallest_batch
+from pipejax.model.backbone import Backbone, smallest_batch, with_encoder_outputs
 from pipejax.system import Tree
 from pipejax.system.fields import setting
 
@@ -235,13 +235,11 @@ def encoder_width(backbone: Backbone) -> int:
     """D, the width of the output of a backbone's encoder."""
     module = backbone.module()
 
-    def run(key: Array) -> Tree:
-        given = {"params": backbone.init_params(key)}, *smallest_batch()
-        kept = {"mutable": ["intermediates"], "capture_intermediates": lambda m, _: m.path == ("encoder",)}
-        return module.apply(*given, method="hidden", **kept)[1]
+    def encode(key: Array) -> Array:
+        variables = {"params": backbone.init_params(key)}
+        return with_encoder_outputs(module.apply, variables, *smallest_batch(), method="hidden")[1]
 
-    found = jax.eval_shape(run, jax.random.key(0))["intermediates"]["encoder"]["__call__"][0]
-    width: int = found.shape[-1]
+    width: int = jax.eval_shape(encode, jax.random.key(0)).shape[-1]
     return width
 
 
