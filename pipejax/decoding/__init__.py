@@ -1,6 +1,5 @@
 """Decoding strategies and the decoding loop, independent of the model."""
 
-import contextlib
 import dataclasses
 from typing import cast
 
@@ -124,16 +123,22 @@ def with_drafts(inner: OnGrid, drafts: Drafts) -> GridStrategy:
     Raises:
       UserError: the class of `inner` overrides steps, which drafts would not follow.
     """
-    kinds = type(inner).__mro__
-    followed = next(i for i, kind in enumerate(kinds) if "on_grid" in vars(kind))
-    if own := [name for kind in kinds[:followed] for name in REPLACED if name in vars(kind)]:
+    followed, own = _find_own_steps(inner)
+    if own:
         raise UserError(
             f"{type(inner).__name__}.{own[0]}",
-            f"drafts follow {kinds[followed].__name__}.{own[0]} instead",
+            f"drafts follow {followed.__name__}.{own[0]} instead",
             expected="no drafts, or an `on_grid` method with the same answers",
         )
     grid = cast(GridStrategy, inner.on_grid)
     return grid.replace(drafts=dataclasses.replace(drafts, names=None if grid is inner else inner))
+
+
+def _find_own_steps(inner: OnGrid) -> tuple[type, list[str]]:
+    """Returns the class whose `on_grid` is used, and the methods in REPLACED that a subclass of it overrides."""
+    kinds = type(inner).__mro__
+    followed = next(i for i, kind in enumerate(kinds) if "on_grid" in vars(kind))
+    return kinds[followed], [name for kind in kinds[:followed] for name in REPLACED if name in vars(kind)]
 
 
 def with_forced(strategy: Strategy, count: int) -> Strategy:
@@ -144,7 +149,7 @@ def with_forced(strategy: Strategy, count: int) -> Strategy:
     drafts = getattr(strategy, "drafts", None)
     if drafts is not None:
         return cast(GridStrategy, strategy).replace(drafts=dataclasses.replace(drafts, forced=count))
-    if count and hasattr(strategy, "on_grid") and hasattr(strategy, "cut"):
-        with contextlib.suppress(UserError):
-            return with_drafts(cast(OnGrid, strategy), Drafts(None, 0, forced=count))
-    return strategy
+    if not count or not hasattr(strategy, "on_grid") or not hasattr(strategy, "cut"):
+        return strategy
+    inner = cast(OnGrid, strategy)
+    return strategy if _find_own_steps(inner)[1] else with_drafts(inner, Drafts(None, 0, forced=count))
