@@ -118,7 +118,7 @@ def test_labels_are_never_sampled(given, tmp_path, tokenizer_files, monkeypatch,
         opened.append(generator.config.decode)
         raise UserError("enough")
 
-    monkeypatch.setattr(lessons, "read_unlabelled", stop)
+    monkeypatch.setattr(labels, "read_unlabelled", stop)
     caplog.set_level("INFO")
     with pytest.raises(UserError, match="enough"):
         lessons.teach(str(tmp_path / "teacher"), str(given / "sources.jsonl"), tmp_path / "run", overrides=SETTINGS)
@@ -173,7 +173,7 @@ def test_answers_are_parted():
     made = [{"text": text, "truncated": None, "steps": i} for i, text in enumerate(texts)]
     made[3]["truncated"] = "max_length"
     sources = [Source(i, f"text {i}") for i in range(6)]
-    found = lessons.part(sources, made, frozenset({3, 4}), Config())
+    found = lessons.part(labels.Answered(sources, made, frozenset({3, 4})), Config())
     assert [(e.source, e.targets) for e in found.train] == [
         ("text 0", ("a b", "c")),
         ("text 1", ()),
@@ -189,7 +189,8 @@ def test_answers_are_parted():
 def test_a_blank_separator_parts_into_sentences():
     made = [{"text": "It rained. Nobody came.", "truncated": None, "steps": 9}] * 2
     config = change(Config(), data={"separator": " "})
-    found = lessons.part([Source(0, "a"), Source(1, "b")], made, frozenset({1}), config)
+    answered = labels.Answered([Source(0, "a"), Source(1, "b")], made, frozenset({1}))
+    found = lessons.part(answered, config)
     assert found.train[0].targets == ("It rained.", "Nobody came.") == found.held_out[0].targets
 
 

@@ -5,14 +5,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from pipejax import config as config_lib
-from pipejax.config import DecodeConfig
+from pipejax.config import Config, DecodeConfig
 from pipejax.data.formats import read_records
 from pipejax.data.lines import read_file
 from pipejax.data.tables import Dialect
 from pipejax.data.text import normalized
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
@@ -35,6 +36,81 @@ DIRECTORY = "labels"  # of the answers, in the directory of the run
 ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
 SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}
+
+
+class Answered(NamedTuple):
+    """Sources with the checkpoint's answers to them."""
+
+    sources: list[Source]
+    records: list[Record]  # the answers, in the order of the sources
+    held_out: frozenset[int]  # the indices of the sources that are not trained on
+
+
+def check_labels_directory(path: Path, workdir: str | Path) -> None:
+    """Raises a UserError if a directory holds a run of another command; `workdir` is its name in the message."""
+    if (path / "config.json").is_file() and not (path / DIRECTORY).is_dir():
+        raise UserError(
+            workdir,
+            found=f"a run directory without {DIRECTORY}/",
+            expected="a new or empty directory, or one of pipejax teach",
+        )
+
+
+def refuse_untaught(base: Config, config: Config) -> None:
+    """Raises a UserError if a config differs from `base` in a setting that pipejax teach does not accept."""
+    before, after = config_lib.flat(base), config_lib.flat(config)
+    for key, value in after.items():
+        if value != before.get(key) and not config_lib.takes("teach", key):
+            raise config_lib.not_taken("teach", key, "--set")
+
+
+def of_checkpoint(overrides: Sequence[str]) -> list[str]:
+    """Returns the settings KEY=VALUE that apply to the checkpoint that answers, which `load` accepts.
+
+    A setting of a method is not one of them: the config of the training refuses it.
+    """
+    return [override for override in overrides if _is_of_checkpoint(override.partition("=")[0].strip())]
+
+
+def _is_of_checkpoint(key: str) -> bool:
+    section = key.partition(".")[0]
+    return section == "model" or (
+        section in config_lib.SECTIONS and section != "method" and config_lib.takes("decode", key)
+    )
+
+
+def require_tokenizer(generator: Generator, directory: str) -> Tokenizer:
+    """Returns the tokenizer of a checkpoint.
+
+    Raises:
+      UserError: the checkpoint in `directory` has none.
+    """
+    if generator.tokenizer is None:
+        expected = "a checkpoint with a tokenizer, to read and write text"
+        raise UserError(directory, found="no tokenizer", expected=expected)
+    return generator.tokenizer
+
+
+def label(
+    directory: Path, generator: Generator, path: str, *, method: str, held_out: int | None, seed: int
+) -> Answered:
+    """Answers the sources of a file greedily; answers of an interrupted command are kept.
+
+    Args:
+      directory: the directory of the answers.
+      generator: the model that answers.
+      path: the file of sources.
+      method: the name of the method with which the model answers.
+      held_out: the number of sources that are not trained on; None: see `choose_held_out`.
+      seed: the seed by which they are chosen.
+
+    Raises:
+      UserError: a source cannot be used, or a setting of the answers has changed.
+    """
+    sources = read_unlabelled(generator, path)
+    chosen = choose_held_out(sources, held_out, seed)
+    note_settings(directory, generator, sources, method=method, held_out=len({sources[i].content for i in chosen}))
+    return Answered(sources, answer(directory, generator, path, sources, method), chosen)
 
 
 def read_unlabelled(generator: Generator, path: str) -> list[Source]:

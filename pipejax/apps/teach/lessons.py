@@ -9,15 +9,23 @@ from pathlib import Path
 
 from pipejax import config as config_lib
 from pipejax import methods, metrics
-from pipejax.apps.teach.labels import GREEDILY, answer, choose_held_out, note_settings, read_unlabelled
+from pipejax.apps.teach.labels import (
+    DIRECTORY,
+    GREEDILY,
+    Answered,
+    check_labels_directory,
+    label,
+    of_checkpoint,
+    refuse_untaught,
+    require_tokenizer,
+)
 from pipejax.config import Config
 from pipejax.data import TASKS, make_task
 from pipejax.data.batches import pack_size
 from pipejax.data.examples import Example
 from pipejax.data.text import sentences
-from pipejax.inference.answers import Record, texts
+from pipejax.inference.answers import texts
 from pipejax.inference.loading import load
-from pipejax.inference.sources import Source
 from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.model import sharding
 from pipejax.offline.evaluation import evaluate
@@ -81,24 +89,15 @@ def teach(
       UserError: a setting, the sources or the checkpoint cannot be used.
     """
     with RunDirectory(workdir) as directory:
-        place = directory.path / "labels"
         check_labels_directory(directory.path, workdir)
-        own = [a for a in overrides if is_of_checkpoint(a.partition("=")[0].strip())]
-        generator = load(checkpoint, best=best, overrides=[*GREEDILY, *own])
+        generator = load(checkpoint, best=best, overrides=[*GREEDILY, *of_checkpoint(overrides)])
         config = lesson(generator.config, checkpoint, overrides, best=best)
-        if generator.tokenizer is None:
-            raise UserError(
-                checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
-            )
+        require_tokenizer(generator, checkpoint)
         decode, step = generator.config.decode, f"{'best ' if best else ''}step {generator.origin['step']}"
         way = f"{decode.beams} beams" if decode.beams > 1 else f"temperature {decode.temperature:g}"
         logger.info(f"learning from {checkpoint}, {step}, whose answers are written with {way}")
-        sources = read_unlabelled(generator, source)
-        chosen = choose_held_out(sources, held_out, config.train.seed)
-        held = len({sources[i].content for i in chosen})
-        note_settings(place, generator, sources, method=METHOD, held_out=held)
-        records = answer(place, generator, source, sources, METHOD)
-        made = part(sources, records, chosen, config)
+        place, seed = directory.path / DIRECTORY, config.train.seed
+        made = part(label(place, generator, source, method=METHOD, held_out=held_out, seed=seed), config)
         del generator  # frees memory for training
     for line in made.lines():
         logger.info(line)
@@ -160,32 +159,6 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     return config
 
 
-def check_labels_directory(path: Path, workdir: str | Path) -> None:
-    """Raises a UserError if a directory holds a run of another command; `workdir` is its name in the message."""
-    if (path / "config.json").is_file() and not (path / "labels").is_dir():
-        raise UserError(
-            workdir,
-            found="a run directory without labels/",
-            expected="a new or empty directory, or one of pipejax teach",
-        )
-
-
-def refuse_untaught(base: Config, config: Config) -> None:
-    """Raises a UserError if a config differs from `base` in a setting that pipejax teach does not accept."""
-    before, after = config_lib.flat(base), config_lib.flat(config)
-    for key, value in after.items():
-        if value != before.get(key) and not config_lib.takes("teach", key):
-            raise config_lib.not_taken("teach", key, "--set")
-
-
-def is_of_checkpoint(key: str) -> bool:
-    """Whether a setting is one of the checkpoint that answers; `lesson` refuses a method, so `load` does not get it."""
-    section = key.partition(".")[0]
-    return section == "model" or (
-        section in config_lib.SECTIONS and section != "method" and config_lib.takes("decode", key)
-    )
-
-
 def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
     """Measures the agreement of the run's newest step with the checkpoint on the held-out sources.
 
@@ -215,12 +188,13 @@ def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
     return found
 
 
-def part(sources: Sequence[Source], records: Sequence[Record], held_out: frozenset[int], config: Config) -> Labels:
+def part(answered: Answered, config: Config) -> Labels:
     """Splits the answers into rows: at `data.separator`, or into sentences if it is blank.
 
     Truncated answers are left out, because their last row is incomplete. Of equal rows only the first is kept, so that
     repetitions are not learned. An answer without rows is kept, because it is a valid answer.
     """
+    sources, records, held_out = answered
     separator, most = config.data.separator, config.decode.max_length
     labels = Labels([], [], [], {"sources": len(sources), "truncated": 0, "repeated": 0, "empty": 0, "single": 0})
     for i, (source, record) in enumerate(zip(sources, records, strict=True)):

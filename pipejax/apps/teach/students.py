@@ -21,21 +21,22 @@ from pipejax import config as config_lib
 from pipejax.apps.teach.labels import (
     DIRECTORY,
     GREEDILY,
-    answer,
-    choose_held_out,
-    note_settings,
-    read_unlabelled,
+    Answered,
+    check_labels_directory,
+    label,
+    of_checkpoint,
+    refuse_untaught,
+    require_tokenizer,
 )
-from pipejax.apps.teach.lessons import FULL, check_labels_directory, is_of_checkpoint, refuse_untaught
+from pipejax.apps.teach.lessons import FULL
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest, encoder_digest
 from pipejax.config import Config, TrainConfig
 from pipejax.data import TASKS, make_task
 from pipejax.data.examples import Example
-from pipejax.inference.answers import Record, texts
+from pipejax.inference.answers import texts
 from pipejax.inference.drafter_parameters import STUDENT, check_vocabulary
 from pipejax.inference.loading import load
-from pipejax.inference.sources import Source
 from pipejax.model import sharding
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
@@ -102,24 +103,18 @@ def teach_student(
         check_labels_directory(run.path, workdir)
         # Opened without the parameters, because `load` reads them as well.
         large = dataclasses.replace(checkpoint.open_run(directory, best=best, packed=True), items={})
-        own = [a for a in overrides if is_of_checkpoint(a.partition("=")[0].strip())]
+        own = of_checkpoint(overrides)
         generator = load(directory, best=best, overrides=[*GREEDILY, *own])
-        if generator.tokenizer is None:
-            expected = "a checkpoint with a tokenizer, to read and write text"
-            raise UserError(directory, found="no tokenizer", expected=expected)
+        require_tokenizer(generator, directory)
         method = generator.method(None)
         method.require("draft", directory, "a checkpoint", "a checkpoint of another method")
         made = student_of(student, large)
         config = student_config(generator.config, made, large, run.path, overrides)
         place = run.path / DIRECTORY
         path = source or write_sources(place / "sources.jsonl", large.config, config.train, held_out)
-        sources = read_unlabelled(generator, path)
-        chosen = choose_held_out(sources, held_out, config.train.seed)
-        count = len({sources[i].content for i in chosen})
-        note_settings(place, generator, sources, method=method.name, held_out=count)
         logger.info(f"learning from {directory}, {'best ' if best else ''}step {large.step}")
-        records = answer(place, generator, path, sources, method.name)
-        labels = labels_of(sources, records, chosen)
+        seed = config.train.seed
+        labels = labels_of(label(place, generator, path, method=method.name, held_out=held_out, seed=seed))
         del generator  # frees memory for training
         write_statement(run.path, directory, large, made)
         if made.layers and not (run.path / INITIAL).is_dir():
@@ -320,23 +315,23 @@ def write_sources(path: Path, saved: Config, train: TrainConfig, held_out: int |
     return str(path)
 
 
-def labels_of(sources: Sequence[Source], records: Sequence[Record], held_out: frozenset[int]) -> Labels:
+def labels_of(answered: Answered) -> Labels:
     """Returns the answers as examples, without truncated ones, whose last row has no end.
 
     Raises:
       UserError: all answers to learn from, or all held-out ones, are truncated.
     """
     kept: dict[bool, list[Example]] = {False: [], True: []}
-    for i, (source, record) in enumerate(zip(sources, records, strict=True)):
+    for i, (source, record) in enumerate(zip(answered.sources, answered.records, strict=True)):
         if record["truncated"] is None:
-            kept[i in held_out].append(Example(str(source.id), str(source.content), tuple(texts(record))))
+            kept[i in answered.held_out].append(Example(str(source.id), str(source.content), tuple(texts(record))))
     for part, which in ((kept[False], "to learn from"), (kept[True], "that are held out")):
         if not part:
             found, expected = f"only truncated answers {which}", "a checkpoint whose answers end"
             raise UserError("--checkpoint", found=found, expected=expected)
     train, held = kept[False], kept[True]
-    truncated = len(sources) - len(train) - len(held)
-    counts = {"sources": len(sources), "truncated": truncated, "train": len(train), "held_out": len(held)}
+    count = len(answered.sources)
+    counts = {"sources": count, "truncated": count - len(train) - len(held), "train": len(train), "held_out": len(held)}
     return Labels(train, held, counts)
 
 

@@ -11,8 +11,16 @@ import numpy as np
 
 from pipejax import config as config_lib
 from pipejax import methods
-from pipejax.apps.teach.labels import DIRECTORY, GREEDILY, answer, choose_held_out, note_settings, read_unlabelled
-from pipejax.apps.teach.lessons import check_labels_directory, is_of_checkpoint, refuse_untaught
+from pipejax.apps.teach.labels import (
+    DIRECTORY,
+    GREEDILY,
+    Answered,
+    check_labels_directory,
+    label,
+    of_checkpoint,
+    refuse_untaught,
+    require_tokenizer,
+)
 from pipejax.apps.teach.tags import STOP, SpanTags
 from pipejax.config import Config
 from pipejax.data import TASKS
@@ -21,7 +29,6 @@ from pipejax.data.examples import Example
 from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import Record
 from pipejax.inference.loading import load
-from pipejax.inference.sources import Source
 from pipejax.methods import PipelinedMethod, prefix_ids, spell
 from pipejax.offline.evaluation import decode_examples
 from pipejax.system.errors import UserError
@@ -86,19 +93,14 @@ def teach_tagger(
     """
     with RunDirectory(workdir) as directory:
         check_labels_directory(directory.path, workdir)
-        own = [a for a in overrides if is_of_checkpoint(a.partition("=")[0].strip())]
+        own = of_checkpoint(overrides)
         generator = load(checkpoint, best=best, overrides=[*GREEDILY, "decode.draft=none", *own])
         config = training_config(generator.config, checkpoint, overrides, best=best)
-        if generator.tokenizer is None:
-            expected = "a checkpoint with a tokenizer, to read and write text"
-            raise UserError(checkpoint, found="no tokenizer", expected=expected)
-        sources = read_unlabelled(generator, source)
-        chosen = choose_held_out(sources, held_out, config.train.seed)
-        place, different = directory.path / DIRECTORY, len({sources[i].content for i in chosen})
-        note_settings(place, generator, sources, method=PipelinedMethod.name, held_out=different)
+        tokenizer = require_tokenizer(generator, checkpoint)
         logger.info(f"learning from {checkpoint}, {'best ' if best else ''}step {generator.origin['step']}")
-        records = answer(place, generator, source, sources, PipelinedMethod.name)
-        made = collect(sources, records, chosen, config, generator.tokenizer)
+        place, seed, method = directory.path / DIRECTORY, config.train.seed, PipelinedMethod.name
+        answered = label(place, generator, source, method=method, held_out=held_out, seed=seed)
+        made = collect(answered, config, tokenizer)
         del generator  # frees memory for training
     for line in made.lines():
         logger.info(line)
@@ -149,19 +151,11 @@ def training_config(saved: Config, checkpoint: str, overrides: Sequence[str], *,
     return config
 
 
-def collect(
-    sources: Sequence[Source],
-    answers: Sequence[Record],
-    chosen: frozenset[int],
-    config: Config,
-    tokenizer: Tokenizer,
-) -> Lessons:
+def collect(answered: Answered, config: Config, tokenizer: Tokenizer) -> Lessons:
     """Returns the complete answers as examples, and the tagger that describes them.
 
     Args:
-      sources: the sources.
-      answers: the checkpoint's answers to them.
-      chosen: the indices of the held-out sources.
+      answered: the sources with the checkpoint's answers.
       config: the config of the run.
       tokenizer: its tokenizer.
 
@@ -169,6 +163,7 @@ def collect(
       UserError: no answer is left to learn from, or none is held out.
     """
     assert config.model is not None
+    sources, answers, chosen = answered
     ends, counts = config.model.end_token_ids, collections.Counter[str](sources=len(sources))
     train, held_out, records = list[Example](), list[Example](), list[Record]()
     names = [prefix_ids(tokenizer, name, "grid.row_names", ends) for name in config.grid.row_names]
