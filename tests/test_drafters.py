@@ -22,7 +22,7 @@ from pipejax.decoding.drafters import Draft, FromSource, Jacobi, Setting
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.drafter_parameters import OpenDrafter
 from pipejax.inference.generator import Generator
-from pipejax.inference.programs import encode_batch
+from pipejax.inference.programs import Reading, encode_batch, peak_bytes
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.backends import OwnKernel
 from pipejax.testing import check_drafter
@@ -285,6 +285,27 @@ def test_a_named_drafter_is_opened_with_a_checkpoint(run: Path, kind: str) -> No
     assert [{**record, "calls": 0} for record in last] == [{**expected[0], "calls": 0}] * 2
     other = drafting.decode(given, draft="source")
     assert [record["row_ids"] for record in other] == [record["row_ids"] for record in expected]
+
+
+def test_memory_of_drafted_programs_includes_the_encoder(run: Path) -> None:
+    """The largest program of each kind is found in XLA's own analysis; programs of other strategies are left out."""
+    named = {"decode.draft": f"{NAME}:RankedOnce", "decode.draft_checkpoint": str(run.parent)}
+    generator = pipejax.load(run, overrides=named)
+    long = [[*([5, 9] * 300), 1]]  # a source for which the encoder needs more memory than the decoder
+    generator.decode(long)
+    compiled: dict[Any, Any] = dict(generator.programs._compiled)
+    needed = {key[0]: needs(program) for key, program in compiled.items()}
+    assert "encoder with outputs" in needed and any(isinstance(part, Reading) for part in needed) and len(needed) == 3
+    assert max(needed, key=needed.__getitem__) == "encoder with outputs"
+    strategy = generator.make_strategy(generator.default_method)
+    assert peak_bytes(generator.programs, strategy) == needed["encoder with outputs"]
+
+
+def needs(program: Any) -> int:
+    """The bytes of a compiled program."""
+    sizes = program.memory_analysis()
+    own = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return int(own - sizes.alias_size_in_bytes)
 
 
 def test_names_of_drafters_that_cannot_be_used_are_one_line(run: Path) -> None:

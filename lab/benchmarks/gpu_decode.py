@@ -142,7 +142,7 @@ class Decodes:
             assert decoded.steps.tolist() == [count], "an answer has ended"
 
         def encode() -> Any:
-            return found._encode(Programs._run, self.strategy(9), source, lengths, None, Report())
+            return found._encode(found._run, self.strategy(9), source, lengths, None, Report())
 
         begun = time.perf_counter()
         call(self.many)

@@ -51,7 +51,7 @@ from pipejax.decoding import GREEDILY, Pipelined, Sequential, SourceIds, Strateg
 from pipejax.inference import programs
 from pipejax.inference.backends import XLA, Backend
 from pipejax.inference.configurations import DEFAULT, Configuration
-from pipejax.inference.programs import Programs
+from pipejax.inference.programs import Call, Programs
 from pipejax.inference.report import Report
 from pipejax.kernels.backends import Gpu
 from pipejax.model.sharding import named_device
@@ -293,10 +293,10 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
       batch: the size of the batch.
       length: tokens of each source.
     """
-    configuration, ready, told = made.configurations.fixed or DEFAULT, made.on(1), Report()
+    configuration, ready, report = made.configurations.fixed or DEFAULT, made.on(1), Report()
     source = np.zeros((1, batch, length), np.int32), np.ones((1, batch), np.int32)
-    encoder: Any = "encoder", 0, (ready.encoding, *source, None), (1, batch, length), told, DEFAULT
-    yield Case(f"encode, batch {batch}", partial(made._program, *encoder))
+    encoder = Call("encoder", 0, (ready.encoding, *source, None), (1, batch, length))
+    yield Case(f"encode, batch {batch}", partial(made._program, encoder, report))
     encode = partial(programs.encode_batch, made.model, backend=made.backend)
     of_one = jax.eval_shape(encode, ready.encoding, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in source))
     memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), of_one)
@@ -305,16 +305,16 @@ def cases(made: Programs, strategies: Sequence[Strategy], batch: int, length: in
         options = GREEDILY.take(np.zeros((1, batch), np.int32))
         for slots in programs.schedule(strategy, batch, made.devices[0].platform, configuration).slots:
             arguments = (ready.decoding, None), memory, carry, read, options
-            decoder = strategy, slots, arguments, memory.mask.shape, told, configuration
+            decoder = Call(strategy, slots, arguments, memory.mask.shape, configuration)
             name = f"{type(strategy).__name__.lower()}, batch {batch}, {slots} slots"
-            yield Case(name, partial(made._program, *decoder), partial(_least_bytes, made, decoder))
-            carry = made._find(*decoder).carry
+            yield Case(name, partial(made._program, decoder, report), partial(_least_bytes, made, decoder))
+            carry = made._find(decoder, report).carry
 
 
-def _least_bytes(made: Programs, decoder: tuple[Any, ...]) -> dict[str, Any]:
+def _least_bytes(made: Programs, decoder: Call) -> dict[str, Any]:
     """The bytes that a step of a decoder reads at least: its weights, the encoded sources, its cache."""
-    weights, memory, *_ = decoder[2]
-    cache = made._find(*decoder).carry.cache
+    weights, memory, *_ = decoder.arguments
+    cache = made._find(decoder, Report()).carry.cache
     arrays = jax.tree.leaves((weights, memory, cache))
     return {"least_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)}
 

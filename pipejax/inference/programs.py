@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +211,27 @@ class Reading(NamedTuple):
 Part = Strategy | Reading | Literal["encoder", "encoder with outputs"]  # a part of a decode, a program each
 
 
+class Call(NamedTuple):
+    """A call of a program."""
+
+    part: Part
+    slots: int  # C, the cache size of a decoder; 0 for other parts
+    arguments: tuple[Tree, ...]
+    shape: tuple[int, ...]  # [E, B, L]
+    configuration: Configuration = DEFAULT
+
+    @property
+    def kind(self) -> str:
+        """The kind of the part: "encoder", "drafter" or "decoder"."""
+        return "encoder" if isinstance(self.part, str) else "drafter" if isinstance(self.part, Reading) else "decoder"
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """The key of the program in `Programs`; it contains the shapes of a decoder's options."""
+        part = cast(Hashable, self.part)
+        return part, self.slots, self.shape, *shapes_of(self.arguments[4:]), self.configuration
+
+
 def prepare(backend: Backend, model: Module, params: Tree) -> Ready:
     """Lays out parameters, arrays of this process or sharded over several processes, for a backend."""
     of_first = jax.tree.leaves(params)[0]
@@ -267,6 +288,7 @@ class Programs:
         self._reuses = self.devices[0].platform in ITERATION_STEPS
         self._alone: contextlib.AbstractContextManager[object]
         self._alone = threading.Lock() if self._reuses else contextlib.nullcontext()
+        self._tuned: dict[Strategy, set[Strategy]] = {}  # what `tuned_for` returned for each strategy
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
 
@@ -284,8 +306,10 @@ class Programs:
     def tuned_for(self, strategy: Strategy, options: DecodingOptions = GREEDILY) -> Strategy:
         """Returns the strategy tuned for these weights and devices, and for the forced tokens of a batch."""
         platform, fillers = self.devices[0].platform, self.backend.skips_fillers
-        strategy = decoding.with_forced(strategy, decoding.columns_for(options, strategy, platform))
-        return strategy.tuned_for(platform, costs=self._call_costs, skips_fillers=fillers)
+        forced = decoding.with_forced(strategy, decoding.columns_for(options, strategy, platform))
+        tuned = forced.tuned_for(platform, costs=self._call_costs, skips_fillers=fillers)
+        self._tuned.setdefault(strategy, set()).add(tuned)
+        return tuned
 
     def forget_params(self) -> None:
         """Frees the memory of the weights, until `set_params`; compiled programs are kept."""
@@ -347,7 +371,7 @@ class Programs:
         source = pad([np.asarray(s, np.int32) for s in filled], bucket(int(lengths.max())))
         source, lengths = source.reshape(across, batch_size, -1), lengths.reshape(across, batch_size)
         begun, compiled = time.perf_counter(), report.compile_seconds
-        weights, memory, read = self._encode(Programs._run, strategy, source, lengths, adapter, report)
+        weights, memory, read = self._encode(self._run, strategy, source, lengths, adapter, report)
         if report.times_encoder:
             jax.block_until_ready(memory)
             report.encoder_seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
@@ -358,7 +382,7 @@ class Programs:
         def decode_by(configuration: Configuration) -> Decoded:
             def decode_segment(slots: int, carry: Carry | None) -> Segment:
                 arguments = weights, memory, carry, read, options
-                found: Segment = self._run(strategy, slots, arguments, shape, report, configuration)
+                found: Segment = self._run(Call(strategy, slots, arguments, shape, configuration), report)
                 for x in jax.tree.leaves((found.over, found.decoded)):
                     x.copy_to_host_async()  # so that the host waits once
                 return found
@@ -370,7 +394,8 @@ class Programs:
         if self._has_configurations(options):
             own = self._decode_shape(strategy, options, shape)
             decoded = self.configurations.decode(own, self._changes(strategy, batch_size), decode_by, report)
-            self._drop_other_configurations(_key(strategy, 0, (options,), shape, self.configurations.find(own)))
+            arguments = weights, memory, None, read, options
+            self._drop_other_configurations(Call(strategy, 0, arguments, shape, self.configurations.find(own)))
         else:
             decoded = decode_by(self.configurations.fixed or DEFAULT)
         report.seconds += time.perf_counter() - begun - (report.compile_seconds - compiled)
@@ -390,15 +415,14 @@ class Programs:
         """Compiles all programs that decoding batches of a size and source length may need; see `decode`."""
         strategy = self.tuned_for(strategy, options)
         source, lengths = np.zeros((1, batch_size, bucket(length)), np.int32), np.ones((1, batch_size), np.int32)
-        weights, memory, read = self._encode(Programs._find, strategy, source, lengths, adapter, report)
+        weights, memory, read = self._encode(self._find, strategy, source, lengths, adapter, report)
         options, carry, shape = options.take(np.arange(batch_size)[None]), None, memory.mask.shape
         configuration = self.configurations.fixed or DEFAULT
         if self._has_configurations(options):
             configuration = self.configurations.find(self._decode_shape(strategy, options, shape))
         for slots in schedule(strategy, batch_size, self.devices[0].platform, configuration).slots:
-            carry = self._find(
-                strategy, slots, (weights, memory, carry, read, options), shape, report, configuration
-            ).carry
+            arguments = weights, memory, carry, read, options
+            carry = self._find(Call(strategy, slots, arguments, shape, configuration), report).carry
 
     def _has_configurations(self, options: DecodingOptions) -> bool:
         """Whether several configurations of decoding are possible: on a GPU, greedily or with drafts."""
@@ -415,16 +439,16 @@ class Programs:
         steps = schedule(strategy, batch, self.devices[0].platform).steps
         return changes(steps=steps, kernels=self.backend.without_kernels != self.backend)
 
-    def _drop_other_configurations(self, chosen: tuple[Hashable, ...]) -> None:
-        """Frees programs that were compared with a chosen one; `chosen` is its key, with any number of slots."""
-        part, _, *same, configuration = chosen
+    def _drop_other_configurations(self, chosen: Call) -> None:
+        """Frees programs that were compared with a chosen one; `chosen` has any number of slots."""
+        part, _, *same, configuration = chosen.key
         for key in [*self._compiled]:
             if key[0] == part and [*key[2:-1]] == same and key[-1] != configuration:
                 self._compiled.pop(key, None)
 
     def _encode(
         self,
-        call: Callable[..., Tree],
+        execute: Callable[[Call, Report], Tree],
         strategy: Strategy,
         source: np.ndarray,
         lengths: np.ndarray,
@@ -433,7 +457,7 @@ class Programs:
     ) -> tuple[Tree, Memory, SourceIds | None]:
         """Encodes a batch.
 
-        `call` is `_run`, which runs a program, or `_find`, which only compiles it.
+        `execute` is `_run`, which runs a program, or `_find`, which only compiles it.
 
         Returns:
           The decoder's weights and the drafter's parameters, the memory, and the source, if the strategy reads it.
@@ -441,15 +465,15 @@ class Programs:
         ready, drafter = self.on(len(source)), strategy.drafter
         adapters = None if adapter is None else np.full_like(lengths, adapter)
         part: Part = "encoder with outputs" if wants(drafter, "encoded") else "encoder"
-        memory = call(self, part, 0, (ready.encoding, source, lengths, adapters), source.shape, report)
+        memory = execute(Call(part, 0, (ready.encoding, source, lengths, adapters), source.shape), report)
         weights = ready.decoding, ready.drafter
         if not strategy.reads_source:
             return weights, memory, None
         encoded, memory = memory.encoded, dataclasses.replace(memory, encoded=None)
         own = None
         if hasattr(drafter, "read"):
-            part = Reading(drafter)
-            own = call(self, part, 0, (ready.drafter, source, lengths, encoded), source.shape, report)
+            arguments = ready.drafter, source, lengths, encoded
+            own = execute(Call(Reading(drafter), 0, arguments, source.shape), report)
             encoded = None
         return weights, memory, pad_source(SourceIds(source, lengths, encoded, own), memory.mask.shape[-1])
 
@@ -470,80 +494,45 @@ class Programs:
     def _mesh(self, across: int) -> Mesh:
         return Mesh(np.asarray(self.devices[:across]), ("each",))
 
-    def _run(
-        self,
-        part: Tree,
-        slots: int,
-        arguments: tuple[Tree, ...],
-        shape: Tree,
-        report: Report,
-        configuration: Configuration = DEFAULT,
-    ) -> Tree:
+    def _run(self, call: Call, report: Report) -> Tree:
         """Runs a program. On a GPU, small results replace the previous results of the same shapes in memory."""
-        program = self._program(part, slots, arguments, shape, report, configuration)
-        if len(program.args_info[0]) == len(arguments):
-            return program(*arguments)
-        name = "encoder" if isinstance(part, str) else "drafter" if isinstance(part, Reading) else "decoder"
-        key = _key(part, slots, arguments[4:], shape, DEFAULT)
-        of_key, room = self._results.pop(name, (None, None))
+        program = self._program(call, report)
+        if len(program.args_info[0]) == len(call.arguments):
+            return program(*call.arguments)
+        key = call._replace(configuration=DEFAULT).key
+        of_key, room = self._results.pop(call.kind, (None, None))
         if of_key != key:
             del room  # its memory is free before the new results are allocated
             room = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), program.out_info)
-        found = program(*arguments, room)
-        self._results[name] = key, found
+        found = program(*call.arguments, room)
+        self._results[call.kind] = key, found
         return found
 
-    def _find(
-        self,
-        part: Tree,
-        slots: int,
-        arguments: tuple[Tree, ...],
-        shape: Tree,
-        report: Report,
-        configuration: Configuration = DEFAULT,
-    ) -> Tree:
+    def _find(self, call: Call, report: Report) -> Tree:
         """Compiles a program; returns the shapes of the result of `_run`."""
-        return self._program(part, slots, arguments, shape, report, configuration).out_info
+        return self._program(call, report).out_info
 
-    def _program(
-        self,
-        part: Part,
-        slots: int,
-        arguments: tuple[Tree, ...],
-        shape: tuple[int, int, int],
-        report: Report,
-        configuration: Configuration,
-    ) -> jax.stages.Compiled:
-        """Returns a compiled part of a decode, a decoder with `slots` cache slots, for batches of shape [E, B, L].
+    def _program(self, call: Call, report: Report) -> jax.stages.Compiled:
+        """Returns the compiled program of a call.
 
         On a GPU, a program with small results that starts a decode has another argument: arrays of the shapes of its
         results, which replace them in memory.
         """
-        key = _key(part, slots, arguments[4:], shape, configuration)
-        program: jax.stages.Compiled = self._compiled.find(
-            key, lambda: self._compile(part, slots, arguments, shape, report, configuration)
-        )
+        program: jax.stages.Compiled = self._compiled.find(call.key, lambda: self._compile(call, report))
         return program
 
-    def _compile(
-        self,
-        part: Part,
-        slots: int,
-        arguments: tuple[Tree, ...],
-        shape: tuple[int, int, int],
-        report: Report,
-        configuration: Configuration,
-    ) -> jax.stages.Compiled:
+    def _compile(self, call: Call, report: Report) -> jax.stages.Compiled:
         """Compiles a program; see `_program`."""
+        part, slots, arguments, shape, configuration = call
         jax.block_until_ready(arguments)  # so that pending computations do not count as compilation
         begun = time.perf_counter()
         across, batch, length = shape
         function: Callable[..., Tree]
-        name, more = "encoder", ""
+        name, more = call.kind, ""
         if isinstance(part, str):
             function = partial(encode_batch, self.model, backend=self.backend, outputs=part != "encoder")
         elif isinstance(part, Reading):
-            function, name = partial(read_batch, part.drafter), "drafter"
+            function = partial(read_batch, part.drafter)
         else:
             sizes = schedule(part, batch, self.devices[0].platform, configuration)
             backend = self.backend if configuration.kernels else self.backend.without_kernels
@@ -583,13 +572,6 @@ class Programs:
         return program
 
 
-def _key(
-    part: Tree, slots: int, wished: tuple[Tree, ...], shape: Tree, configuration: Configuration
-) -> tuple[Hashable, ...]:
-    """Returns the key of a program in `Programs`; `wished` are the options of a decoder, in a tuple."""
-    return part, slots, shape, *shapes_of(wished), configuration
-
-
 def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
     """Returns a hashable key of a tree's structure and of the shapes and dtypes of its arrays."""
     return jax.tree.structure(tree), tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
@@ -598,12 +580,16 @@ def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
 def peak_bytes(programs: Programs, strategy: Strategy) -> int | None:
     """Returns the bytes of a device that the largest compiled program needs: arguments, results and buffers.
 
-    The programs of other strategies are left out, except that of the same strategy for forced tokens. None: XLA does
-    not state the sizes on this device, or no program is compiled.
+    The decoders of other strategies and the readings of other drafters are left out. None: XLA does not state the sizes
+    on this device, or no program is compiled.
     """
-    counts = 0, *(1 << i for i in range(12))
-    parts = {"encoder", *(programs.tuned_for(decoding.with_forced(strategy, count)) for count in counts)}
-    compiled = [x for key, x in [*programs._compiled.items()] if isinstance(key, tuple) and key[0] in parts]
+    parts: set[Part] = {"encoder", "encoder with outputs", *programs._tuned.get(strategy, ())}
+    compiled = [
+        program
+        for key, program in [*programs._compiled.items()]
+        if (part := cast(tuple[Part, ...], key)[0]) in parts
+        or (isinstance(part, Reading) and part.drafter == strategy.drafter)
+    ]
     sizes = [x.memory_analysis() for x in compiled if isinstance(x, jax.stages.Compiled)]
     return max(
         (

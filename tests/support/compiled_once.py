@@ -10,8 +10,7 @@ import pytest
 from pipejax.config import Config, TrainConfig
 from pipejax.inference import programs
 from pipejax.inference.batch_programs import BatchPrograms
-from pipejax.inference.configurations import Configuration
-from pipejax.inference.programs import Programs, shapes_of
+from pipejax.inference.programs import Call, Programs, shapes_of
 from pipejax.inference.report import Report
 from pipejax.training import start
 from pipejax.training.step import Trainer
@@ -56,26 +55,17 @@ def compiled_once() -> Iterator[dict[Any, Trainer]]:
     whole, steps = Programs._program, BatchPrograms.program
     decode, encode = programs.decode_batch, programs.encode_batch
 
-    def whole_once(
-        self: Programs,
-        part: Any,
-        slots: int,
-        arguments: tuple[Any, ...],
-        shape: Any,
-        report: Report,
-        configuration: Configuration,
-    ) -> Any:
+    def whole_once(self: Programs, call: Call, report: Report) -> Any:
         if (programs.decode_batch, programs.encode_batch) != (decode, encode):  # a test's own, such as one that fails
-            return whole(self, part, slots, arguments, shape, report, configuration)
+            return whole(self, call, report)
         made_for = self.model, self.backend, tuple(self.devices), programs.SLOTS
-        shared = *made_for, part, slots, shape, configuration, *shapes_of(arguments)
+        shared = *made_for, *call._replace(arguments=()), *shapes_of(call.arguments)
         if shared in _programs:
-            own = programs._key(part, slots, arguments[4:], shape, configuration)
-            if own not in self._compiled:
-                self._compiled[own] = _programs[shared]
+            if call.key not in self._compiled:
+                self._compiled[call.key] = _programs[shared]
                 report.shapes, report.compile_seconds = report.shapes + 1, report.compile_seconds + 0.01
-            return self._compiled[own]
-        return _programs.setdefault(shared, whole(self, part, slots, arguments, shape, report, configuration))
+            return self._compiled[call.key]
+        return _programs.setdefault(shared, whole(self, call, report))
 
     def steps_once(self: BatchPrograms, name: str, *given: Any, **static: int) -> Any:
         shared = self.functions, name, *static.items(), *shapes_of(given)
