@@ -17,12 +17,12 @@ from pipejax.apps.serving.answer import Closed, Event, Full, Request
 from pipejax.apps.serving.compiler import LAST, LATER, PLANNED, WANTED, Compiler
 from pipejax.apps.serving.engine import Engine
 from pipejax.apps.teach.students import initial_params
+from pipejax.checkpoint.student import STUDENT
 from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
 from pipejax.data.shapes import memory_length
 from pipejax.decoding import Sampling
 from pipejax.inference import programs
 from pipejax.inference.batch_programs import BatchPrograms
-from pipejax.inference.drafter_parameters import STUDENT
 from pipejax.inference.encodings import Encodings
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch, StepKind, Steps, Switch

@@ -15,11 +15,13 @@ from pipejax import checkpoint
 from pipejax.apps import demo
 from pipejax.apps.teach import students, teach_command
 from pipejax.checkpoint.fingerprint import encoder_digest
+from pipejax.checkpoint.student import STUDENT, shared_encoder
 from pipejax.config import Config, DataConfig, DecodeConfig, GridConfig, MeshConfig, TrainConfig
+from pipejax.convert import huggingface
+from pipejax.convert.quantized import quantize
 from pipejax.decoding import Drafts, Pipelined, Sequential, Sizes, with_drafts
 from pipejax.decoding.drafters import FromModel
 from pipejax.inference.backends import XLA, Backend
-from pipejax.inference.drafter_parameters import STUDENT
 from pipejax.inference.programs import encode_batch
 from pipejax.kernels import cpu_kernel
 from pipejax.kernels.backends import OwnKernel
@@ -196,6 +198,16 @@ def test_a_student_of_another_model_is_refused(given, taught, tmp_path, tokenize
     (tmp_path / "damaged" / STUDENT).write_text("{}")
     with refuses(tmp_path / "damaged" / STUDENT):
         pipejax.load(given / "large", overrides={**overrides, "decode.draft_checkpoint": str(tmp_path / "damaged")})
+
+
+@pytest.mark.slow
+def test_a_converted_student_has_its_own_encoder(given, taught, tmp_path, capsys):
+    """One line reports it."""
+    quantize(taught, tmp_path / "int8")
+    huggingface.to_hf(taught, tmp_path / "hf")
+    lines = [line for line in capsys.readouterr().err.splitlines() if STUDENT in line]
+    assert len(lines) == 2 and all(f"{taught}: {STUDENT} is not converted" in line for line in lines)
+    assert shared_encoder(taught) and not shared_encoder(tmp_path / "int8")
 
 
 @pytest.mark.slow

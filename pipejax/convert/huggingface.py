@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from pipejax.checkpoint import Restored, check_beside, check_place, open_run, require_free, save_params
 from pipejax.checkpoint.fingerprint import digest, fingerprints
+from pipejax.checkpoint.student import report_own_encoder
 from pipejax.config import Config, DataConfig, T5Config, TrainConfig, check, find_class
 from pipejax.convert import description, generation, peft_adapters
 from pipejax.convert.tensor_files import check_finite, find_quantization, open_tensors, read_json
@@ -298,6 +299,7 @@ def to_hf(
     if adapter and not base_model:
         raise UserError("--adapter", found="no --base-model", expected="the name or the directory of the adapted model")
     restored = open_run(checkpoint, best=best, apart=adapter)
+    report_own_encoder(checkpoint)
     origin = description.ModelOrigin(base_model, _scores_of(restored, Path(scores)) if scores else None, license)
     assert restored.config.model is not None  # `open_run` checks it
     model, params, files = restored.config.model, restored.items["params"], restored.tokenizer_files()

@@ -8,6 +8,7 @@ from flax.traverse_util import flatten_dict
 
 from pipejax.checkpoint import check_place, open_run, require_free, save_params
 from pipejax.checkpoint.manifest import on_host
+from pipejax.checkpoint.student import report_own_encoder
 from pipejax.convert.tensor_files import check_finite
 from pipejax.model import quantization
 from pipejax.model.auxiliary import ITEM
@@ -27,6 +28,7 @@ def quantize(checkpoint: str | Path, out: str | Path, *, weights: str = "int8", 
     require_free(Path(out))
     check_place(Path(out))
     restored = open_run(checkpoint, best=best)
+    report_own_encoder(checkpoint)
     params = restored.items["params"]
     for path, array in flatten_dict(params, sep="/").items():
         check_finite(f"{restored.path}: {path}", array)

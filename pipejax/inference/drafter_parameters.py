@@ -2,13 +2,13 @@
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from pipejax import checkpoint, methods
+from pipejax.checkpoint.student import shared_encoder
 from pipejax.config import Config
 from pipejax.decoding import Model, SourceIds, Strategy, drafters
 from pipejax.decoding.drafters import Drafter, FromModel, TargetModel
@@ -18,14 +18,12 @@ from pipejax.inference.programs import Programs, prepare
 from pipejax.methods import Method
 from pipejax.model.backbone import Backbone, Module
 from pipejax.model.t5 import Memory
-from pipejax.system import Tree, strict_json
+from pipejax.system import Tree
 from pipejax.system.errors import UserError, first_line
-from pipejax.system.files import look
 
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
-STUDENT = "student.json"  # in the directory of a small T5 that `pipejax teach --student` trained: see `shared_encoder`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,23 +131,6 @@ def check_vocabulary(where: str, small: Backbone, large: Backbone) -> None:
         if found != expected and not (key == "eos_token_id" and found in large.end_token_ids):
             expected = f"{expected}, as in the model that it drafts for"
             raise UserError(where, found=f"a T5 with {key} = {found}", expected=expected)
-
-
-def shared_encoder(directory: str | Path) -> str:
-    """Returns the fingerprint of the encoder that a small T5 shares with the model it drafts for; "": it has its own.
-
-    Raises:
-      UserError: student.json in the run directory cannot be read.
-    """
-    path = Path(directory) / STUDENT
-    if look(path) != "file":
-        return ""
-    try:
-        found = strict_json.loads(path.read_text(encoding="utf-8"))["encoder_fp"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        expected = '"encoder_fp", the fingerprint of the encoder that the T5 shares, or ""'
-        raise UserError(path, found="no such statement", expected=expected) from error
-    return str(found)
 
 
 def lay_out(opened: OpenDrafter, large: Programs, weights: str) -> Tree:

@@ -31,11 +31,12 @@ from pipejax.apps.teach.labels import (
 from pipejax.apps.teach.lessons import FULL
 from pipejax.checkpoint import Restored
 from pipejax.checkpoint.fingerprint import digest, encoder_digest
+from pipejax.checkpoint.student import STUDENT
 from pipejax.config import Config, TrainConfig
 from pipejax.data import TASKS, make_task
 from pipejax.data.examples import Example
 from pipejax.inference.answers import texts
-from pipejax.inference.drafter_parameters import STUDENT, check_vocabulary
+from pipejax.inference.drafter_parameters import check_vocabulary
 from pipejax.inference.loading import load
 from pipejax.model import sharding
 from pipejax.model.backbone import Backbone

@@ -1,0 +1,33 @@
+"""student.json: the statement of a small T5 that `pipejax teach --student` trained, about the model it drafts for."""
+
+from pathlib import Path
+
+from pipejax.system import strict_json
+from pipejax.system.cli import note
+from pipejax.system.errors import UserError
+from pipejax.system.files import look
+
+STUDENT = "student.json"  # in the run directory
+
+
+def shared_encoder(directory: str | Path) -> str:
+    """Returns the fingerprint of the encoder that a small T5 shares with the model it drafts for; "": it has its own.
+
+    Raises:
+      UserError: student.json in the run directory cannot be read.
+    """
+    path = Path(directory) / STUDENT
+    if look(path) != "file":
+        return ""
+    try:
+        found = strict_json.loads(path.read_text(encoding="utf-8"))["encoder_fp"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        expected = '"encoder_fp", the fingerprint of the encoder that the T5 shares, or ""'
+        raise UserError(path, found="no such statement", expected=expected) from error
+    return str(found)
+
+
+def report_own_encoder(directory: str | Path) -> None:
+    """Reports, for a run whose T5 shares an encoder, that its conversion does not."""
+    if shared_encoder(directory):
+        note(f"{directory}: {STUDENT} is not converted; the converted T5 drafts with its own copy of the encoder")
