@@ -121,6 +121,16 @@ def few_sampled_examples() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_query_counts() -> Iterator[None]:
+    """A decoding program has a loop for each number of queries, and compiling them takes most of the suite's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("inference.programs.QUERY_COUNTS", "decoding.drafting.QUERY_COUNTS"):
+            patch.setattr(f"pipejax.{name}", (12,))
+        patch.setattr("pipejax.decoding.drafting.DRAFTED_QUERY_COUNTS", (12,))
+        yield
+
+
 @pytest.fixture(scope="session")
 def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels that tests compile: in a cache of the suite's own, from one of its runs to the next."""

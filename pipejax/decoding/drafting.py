@@ -49,6 +49,8 @@ from pipejax.decoding.strategy_checks import check_rows, check_state
 from pipejax.decoding.times import NEVER, count_before
 from pipejax.system import Tree
 
+DRAFTED_QUERY_COUNTS = (8, 12, 20, 32, 48, 128)  # `core.QUERY_COUNTS` for a drafted step whose fillers cost time
+
 
 @flax.struct.dataclass
 class DraftState:
@@ -133,7 +135,7 @@ class Drafts:
         one_row = (1, 2, 4) if rows == 1 else ()
         if skips_fillers:  # sizes hardly differ in cost, and each of them is one more loop
             return dataclasses.replace(self, query_counts=() if one_row else QUERY_COUNTS, fixed=costs, rounded=False)
-        return dataclasses.replace(self, query_counts=(*one_row, 8, 12, 20, 32, 48, 128), fixed=costs)
+        return dataclasses.replace(self, query_counts=(*one_row, *DRAFTED_QUERY_COUNTS), fixed=costs)
 
     def bind_source(self, source: SourceIds, rows: Rows) -> "Drafts":
         """Binds the sources of a batch, which the drafter gets in each call, with the parameters if it wants them.
