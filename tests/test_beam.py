@@ -19,20 +19,11 @@ from support import oracle
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
 from support.strategies import make
+from support.tiny import FEW_WORDS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-V1_0 = T5Config(
-    vocab_size=10,
-    d_model=12,
-    d_kv=4,
-    d_ff=16,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=1,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-)
+V1_0 = dataclasses.replace(FEW_WORDS, vocab_size=10, num_decoder_layers=1)
 DEEPER = dataclasses.replace(V1_0, num_layers=2, num_decoder_layers=2)
 V1_1 = dataclasses.replace(V1_0, vocab_size=13, feed_forward="gated-gelu", tied_head=False, scale_head=False)
 

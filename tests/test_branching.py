@@ -28,23 +28,11 @@ from pipejax.training.step import batch_loss
 from support import oracle
 from support.batches import padded, rows_of, sources
 from support.one_program import compiled
-from support.tiny import MODEL, RUN_ON_ONE
+from support.tiny import FEW_WORDS, MODEL, RUN_ON_ONE
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-FEW = T5Config(
-    vocab_size=10,
-    d_model=12,
-    d_kv=4,
-    d_ff=16,
-    num_heads=2,
-    num_layers=1,
-    num_decoder_layers=2,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=20,
-    tied_head=False,
-    scale_head=False,
-)
+FEW = dataclasses.replace(FEW_WORDS, vocab_size=10, tied_head=False, scale_head=False)
 EOS = 1
 
 
