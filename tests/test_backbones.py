@@ -571,7 +571,7 @@ def test_commands_import_a_backbone_by_setting(spelling, tmp_path, capsys):
     for name, (command, argv) in commands.items():
         with pytest.raises(UserError, match=r"model: found 'pipejax\.backbones\.umt5:Nothing', which cannot be "):
             command([*argv, flag, wrong])
-        with pytest.raises(UserError, match=r"^--set grid\.delay: cannot change here; expected model=MODULE:CLASS"):
+        with pytest.raises(UserError, match=r"^--set grid\.delay: cannot be changed here; expected model=MODULE:CLASS"):
             command([*argv, "--set", "grid.delay=2"])
         if name != "picture":
             assert command([*argv, flag, right]) == 0

@@ -665,7 +665,10 @@ def renamed(self: Any) -> Any:
         ),
         (lambda: backbone(sharding=((r".*/scale", ("tensor", "fsdp")), *T5Config.sharding)), "Own.sharding: "),
         (lambda: backbone(sharding=T5Config.sharding[:-1]), "decoder/layers_0/cross_attention/norm/scale: found no"),
-        (lambda: backbone(tables=("shared/table",)), "Own.tables: found shared/table; expected some of "),
+        (
+            lambda: backbone(tables=("shared/table",)),
+            "Own.tables: found shared/table; expected the path of a parameter: ",
+        ),
         (
             lambda: backbone(tensors=lambda self: T5Config.tensors(self) | {"lm_head/kernel": ("x", "DV")}),
             "Own: lm_head/kernel: missing; expected ",

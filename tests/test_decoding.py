@@ -262,7 +262,7 @@ def test_rows_are_compared_only_if_they_must_be_unique():
 def test_a_cache_that_is_too_small_is_an_error():
     strategy = Scripted(delay=1, time_max=9, sub_max=2)
     carry = begin(strategy, np.full((1, 2, 10), 2, np.int32), Sizes((2,), (8,)))
-    with pytest.raises(UserError, match=r"^slots: found a cache of 8, which is full"):
+    with pytest.raises(UserError, match=r"^slots: found a cache of 8 slots, which is full"):
         decoding.run(
             lambda slots, old: decode_stretch(strategy, old or carry, Sizes((2,), (8,)), slots), Sizes((2,), (8,))
         )

@@ -186,13 +186,13 @@ def test_read_errors_stop_and_set_nothing_aside(tmp_path, monkeypatch, capsys, e
 
     monkeypatch.setattr(arrays_lib, "_open_arrays", read)
     store = Store(tmp_path / "checkpoints", writable=True)
-    with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read now \(") as found:
+    with pytest.raises(UserError, match=r"checkpoints/8/params: cannot be read at the moment \(") as found:
         store.newest(None, set_aside=True)
     assert "\n" not in str(found.value)
     assert main(["verify", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert [line.split()[:2] for line in told.out.splitlines()] == [[f"checkpoints/{i}", "refused"] for i in (4, 8)]
-    assert told.out.count("cannot be read now") == 2 and "2 steps, 0 damaged, 2 refused" in told.err
+    assert told.out.count("cannot be read at the moment") == 2 and "2 steps, 0 damaged, 2 refused" in told.err
     assert store.steps() == [8, 4]
 
 
@@ -234,7 +234,7 @@ def test_files_without_read_permission_are_not_damaged(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", denied)
-        with pytest.raises(UserError, match=r"4/params: cannot be read now \(Permission denied\)"):
+        with pytest.raises(UserError, match=r"4/params: cannot be read at the moment \(Permission denied\)"):
             store.newest(None)
     assert store.newest(None) is None
 

@@ -202,7 +202,7 @@ def test_the_template_makes_the_ids_of_decode(
         (["--source", "1"], "--source: found 1; expected at least 2"),
         (
             ["--set", "data.task=demo"],
-            "--set: data.task cannot change in an export; expected one of grid, decode, method",
+            "--set: data.task cannot be changed in an export; expected one of grid, decode, method",
         ),
         (["--set", "grid.delay=-1"], "grid.delay: found -1; expected at least 0"),
         (["--method", "pipelined", "--set", "decode.beams=2"], "decode.beams: found 2; expected 1, since beam"),

@@ -193,7 +193,7 @@ def test_both_keys_are_refused() -> None:
 def test_the_former_key_has_the_limits_of_the_present_one(said: list[str]) -> None:
     with refuses("train.method", found="'seqential'"):
         config_lib.override(Config(), ["train.objective=seqential"])
-    with refuses("--set", "train.method cannot change"):
+    with refuses("--set", "train.method cannot be changed"):
         config_lib.check_taken(["train.objective=sequential"], "teach")
     assert len(said) == 1
 

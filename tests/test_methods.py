@@ -598,7 +598,7 @@ def test_class_instead_of_an_object_is_one_line(run: Path, tmp_path: Path) -> No
 def test_rows_are_not_taught_by_another_method() -> None:
     saved = change(RUN, train={"method": "sequential"}, data={"separator": " ; "})
     saved = dataclasses.replace(saved, method=None)
-    with pytest.raises(UserError, match=r"^--set: method\.class cannot change when rows are taught"):
+    with pytest.raises(UserError, match=r"^--set: method\.class cannot be changed when rows are taught"):
         lesson(saved, "there", [f"method={NAME}"])
 
 

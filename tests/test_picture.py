@@ -669,9 +669,9 @@ def traced(call: int, entry: Any) -> dict[str, Any]:
         (traced(0, [0, 2, 1, ["\n" * 5000]]), "expected \\[row, written, accepted"),
         (traced(0, [0, True, 0, []]), "expected \\[row, written, accepted"),
         (traced(0, [0, -1, 0, []]), "expected \\[row, written, accepted"),
-        (traced(0, [10**9, 2, 1, [5, 9]]), "expected a row from 0 to 0, in order"),
-        (traced(1, [1, 1, 0, []]), "expected a row from 2 to 2, in order"),
-        (traced(1, [2, 0, 0, [4]]), "expected a row from 0 to 1, in order"),
+        (traced(0, [10**9, 2, 1, [5, 9]]), "expected a row number from 0 to 0"),
+        (traced(1, [1, 1, 0, []]), "expected a row number from 2 to 2"),
+        (traced(1, [2, 0, 0, [4]]), "expected a row number from 0 to 1"),
         (traced(0, [0, 2, 3, [5, 6]]), "of the 4 remaining tokens of row_ids"),
         (traced(0, [0, 3, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),
         (traced(0, [0, 1, 1, [5, 9]]), "of the 4 remaining tokens of row_ids"),  # no token of the model's

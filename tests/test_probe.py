@@ -489,7 +489,7 @@ def test_an_update_takes_some_conditions_of_long_targets(tmp_path: Path, monkeyp
         (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
         (["--input", "-"], "--input -: found standard input; expected a file"),
         (["--checkpoint", "absent"], "absent: no such checkpoint directory"),
-        (["--set", "grid.delay=2"], "--set: grid.delay cannot change when rows are probed; expected one of data, "),
+        (["--set", "grid.delay=2"], "--set: grid.delay cannot be changed when rows are probed; expected one of data, "),
         (["--set", "data.targets=answers"], '.*labelled.jsonl:1: found no "answers"; expected a list of texts'),
         (["--set", "data.separator= zebra "], "data.separator: found ' zebra '"),
         (["--batch-size", "0"], "--batch-size: found 0; expected at least 1"),

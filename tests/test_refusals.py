@@ -150,10 +150,10 @@ def decode_flags(**changes):
         (decode_flags(set="grid=3"), ["grid: found a section"]),
         (decode_flags(set="decode.beams=3", method="pipelined"), ["decode.beams: found 3; expected 1", "pipelined"]),
         (decode_flags(set="decode.beams=9999"), ["decode.beams: found 9999", "half of model.vocab_size"]),
-        (decode_flags(set="train.steps=3"), ["train.steps", "cannot change", "grid, decode"]),
-        (decode_flags(set="model.d_model=8"), ["model.d_model", "cannot change"]),
-        (decode_flags(set="data.tokenizer=/x"), ["data.tokenizer", "cannot change"]),  # else it would do nothing
-        (decode_flags(set="name=x"), ["name", "cannot change"]),
+        (decode_flags(set="train.steps=3"), ["train.steps", "cannot be changed", "grid, decode"]),
+        (decode_flags(set="model.d_model=8"), ["model.d_model", "cannot be changed"]),
+        (decode_flags(set="data.tokenizer=/x"), ["data.tokenizer", "cannot be changed"]),  # else it would do nothing
+        (decode_flags(set="name=x"), ["name", "cannot be changed"]),
         (decode_flags(input="{tmp}/no.jsonl"), ["--input {tmp}/no.jsonl: no such file"]),
         (decode_flags(input="{tmp}/directory"), ["--input {tmp}/directory: found a directory"]),
         (decode_flags(input=""), ["--input"]),

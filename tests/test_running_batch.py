@@ -105,6 +105,6 @@ def test_cache_is_full_only_at_its_largest_size(batch: RunningBatch, monkeypatch
     assert batch._run_steps(5)[2] == 5 and seen == [*sizes]
     needed = sizes[-1] + 1
     with pytest.raises(
-        UserError, match=f"^slots: found a cache of {sizes[-1]}, which is full before all examples are finished"
+        UserError, match=f"^slots: found a cache of {sizes[-1]} slots, which is full before all examples are finished"
     ):
         batch._run_steps(5)

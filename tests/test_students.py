@@ -319,7 +319,7 @@ def test_refused_students(given, tmp_path, monkeypatch, student, place, found):
 def test_refused_settings(given, tmp_path):
     with refuses("train.freeze", found="none"):
         run(given, tmp_path / "run", "train.freeze=none")
-    with pytest.raises(UserError, match=r"^--set: data\.train cannot change when rows are taught"):
+    with pytest.raises(UserError, match=r"^--set: data\.train cannot be changed when rows are taught"):
         run(given, tmp_path / "run", "data.train=x.jsonl")
     with pytest.raises(UserError, match=r"^--input: found none; expected a file of sources"):
         teach_command.main(["--checkpoint", "x", "--workdir", "y"])

@@ -83,7 +83,7 @@ def test_file_may_contain_two_copies_of_the_token_table(tmp_path):
     assert found == model and one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
     tensors["model.decoder.embed_tokens.weight"] += 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    line = r"decoder\.embed_tokens\.weight: differs from model\.encoder\.embed_tokens\.weight"
+    line = r"decoder\.embed_tokens\.weight: found values that differ from model\.encoder\.embed_tokens\.weight"
     with pytest.raises(UserError, match=line):
         read_hf(tmp_path)
 

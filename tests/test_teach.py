@@ -326,10 +326,10 @@ def test_the_labels_are_made_once(given, taught, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["data.train=x.jsonl"], r"^--set: data\.train cannot change when rows are taught"),
-        (["train.method=sequential"], r"^--set: train\.method cannot change"),
-        (["train.init_from=x"], r"^--set: train\.init_from cannot change"),
-        (["model.d_model=8"], r"^--set: model\.d_model cannot change"),
+        (["data.train=x.jsonl"], r"^--set: data\.train cannot be changed when rows are taught"),
+        (["train.method=sequential"], r"^--set: train\.method cannot be changed"),
+        (["train.init_from=x"], r"^--set: train\.init_from cannot be changed"),
+        (["model.d_model=8"], r"^--set: model\.d_model cannot be changed"),
         (["train.step=3"], r"^train\.step: unknown key \(did you mean train\.steps\?\)"),
         (["decode.beams=2", "decode.draft=source"], r"^decode\.draft: found source with decode\.beams = 2"),
         (

@@ -272,7 +272,9 @@ def test_a_step_that_cannot_be_read_just_now_is_not_damaged(finished, monkeypatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("pipejax.checkpoint.arrays._open_arrays", too_many)
-    with pytest.raises(UserError, match=r"checkpoints/6/params: cannot be read now \(OSError: .*Too many open files\)"):
+    with pytest.raises(
+        UserError, match=r"checkpoints/6/params: cannot be read at the moment \(OSError: .*Too many open files\)"
+    ):
         fit(change(CONFIG, train={"steps": 9}), finished)
     assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == before
 

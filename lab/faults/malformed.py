@@ -350,7 +350,7 @@ KINDS: tuple[Kind, ...] = (
     _flags("a batch of none", "decode", ("--batch-size=0",), "--batch-size", "found 0"),
     _flags("a batch for nobody", "decode", (f"--batch-size={10**30}",), "--batch-size", "65536"),
     _flags("a batch of letters", "decode", ("--batch-size=many",), "--batch-size", "'many'"),
-    _flags("another model", "decode", ("--set=model.d_ff=25",), "model.d_ff", "cannot change"),
+    _flags("another model", "decode", ("--set=model.d_ff=25",), "model.d_ff", "cannot be changed"),
     _flags("the input for the output", "decode", ("--output={here}/in.jsonl",), "found the input file"),
     _flags("no directory for the output", "decode", ("--output={here}/no/out.jsonl",), "found no directory"),
     _flags("a directory for the output", "decode", ("--output={here}/run",), "found a directory"),

@@ -254,7 +254,9 @@ class T5Gemma2Config(T5GemmaConfig):
             if table and copy:
                 if not np.array_equal(table.read(), copy.read()):
                     raise UserError(
-                        f"{copy.file}: {copy.name}", f"differs from {table.name}", expected="the same table"
+                        f"{copy.file}: {copy.name}",
+                        found=f"values that differ from {table.name}",
+                        expected="the values of this tensor, which the encoder and the decoder share",
                     )
                 del tensors[copy.name]
         return super().fitted(tensors, weights)

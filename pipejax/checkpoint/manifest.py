@@ -148,7 +148,9 @@ def _check_arrays(where: str, arrays: object) -> None:
         good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and _DTYPE.fullmatch(entry[0])
         if not (good and isinstance(entry[1], list) and all(map(_is_whole_number, [*entry[1], *entry[2:]]))):
             raise UserError(
-                f"{where}.{path}", found=f"{_shown_briefly(entry)}", expected="a dtype, a shape and two numbers"
+                f"{where}.{path}",
+                found=f"{_shown_briefly(entry)}",
+                expected="a list of a dtype, a shape and two whole numbers",
             )
 
 

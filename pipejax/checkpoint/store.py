@@ -209,7 +209,7 @@ class Store:
 
         Raises:
           Damaged: the step does not match its manifest.
-          UserError: the step cannot be read now, or does not fit the templates.
+          UserError: the step cannot be read at the moment, or does not fit the templates.
         """
         with distributed.fail_together(UserError, Damaged):
             place = self.place(step)
@@ -263,7 +263,7 @@ class Store:
                 if distributed.first():
                     self.verify(step)
             except UserError as trouble:
-                # The step cannot be read now, but is not damaged, and the caller does not need its arrays.
+                # The step cannot be read at the moment, but is not damaged, and the caller does not need its arrays.
                 logger.warning("%s", trouble)
             return self.describe(step)
 

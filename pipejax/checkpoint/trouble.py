@@ -50,7 +50,7 @@ def reading(path: Path, files: Mapping[str, str] = MappingProxyType({})) -> Iter
         what, causes = f"{type(error).__name__}: {_short_message(error)}", _chain(error)
         is_damage = any(isinstance(cause, MISSING) or _is_about_content(cause) for cause in causes)
         if not is_damage or any(_is_temporary(cause, path) for cause in causes):
-            raise UserError(path, f"cannot be read now ({what})") from error
+            raise UserError(path, f"cannot be read at the moment ({what})") from error
         _read_all(path)
         raise Damaged(f"{path.name}: unreadable ({what})") from error
 
@@ -70,7 +70,7 @@ def _read_all(path: Path) -> None:
                     while content.read(1 << 24):
                         pass
     except OSError as trouble:
-        raise UserError(path, f"cannot be read now ({trouble.strerror or trouble})") from trouble
+        raise UserError(path, f"cannot be read at the moment ({trouble.strerror or trouble})") from trouble
 
 
 def _is_about_content(error: BaseException) -> bool:

@@ -158,11 +158,11 @@ def _import_rules(config: Config) -> None:
 
 
 def assignments(overrides: Overrides, where: str) -> list[Assignment]:
-    """Returns the settings that overrides change, by their present keys.
+    """Returns the settings that overrides change, by their current keys.
 
     Raises:
-      UserError: the overrides are malformed, or have the former and the present key of a setting; the message begins
-        with `where`.
+      UserError: the overrides are malformed, or have both the former and the current key of a setting; the message
+        begins with `where`.
     """
     found = _assignments(overrides, where)
     written = {one.key for one in found}
@@ -356,7 +356,7 @@ def not_taken(command: Command, key: str, where: str) -> UserError:
     whole = [name for name in SECTIONS if name not in SETTINGS and takes(command, name)]
     keys = [key for key in SETTINGS if key.partition(".")[0] not in whole and takes(command, key)]
     expected = f"one of {', '.join([*whole, *keys])}"
-    return UserError(where, f"{key} cannot change {COMMANDS[command]}", expected=expected)
+    return UserError(where, f"{key} cannot be changed {COMMANDS[command]}", expected=expected)
 
 
 def _names_backbone(key: str, value: object) -> bool:
@@ -375,7 +375,7 @@ def backbone(overrides: Overrides) -> type[Backbone] | None:
     found: type[Backbone] | None = None
     for key, value, _ in assignments(overrides, "--set"):
         if not _names_backbone(key, value):
-            raise UserError(f"--set {key}", "cannot change here", expected="model=MODULE:CLASS, a custom backbone")
+            raise UserError(f"--set {key}", "cannot be changed here", expected="model=MODULE:CLASS, a custom backbone")
         found = find_class(str(value), key)
     return found
 

@@ -53,13 +53,14 @@ def bare_name(name: str) -> str:
 
 
 def split_row(row: str, names: Iterable[str], spell: Callable[[str], str] = str) -> tuple[str, str] | None:
-    """Splits a row into its name and the text of its value; returns None if it begins with no name.
+    """Splits a row into its name and the text of its value; returns None if the row begins with none of the names.
 
-    If the row begins with several of the names, the longest counts.
+    If the row begins with several of the names, the longest one is its name.
 
     Args:
       row: the text of the row.
-      names: as in `grid.row_names`; a name without a mark at its end may be followed by one in the row.
+      names: as in `grid.row_names`. After a name that does not end with a mark, the row may have a mark, which is not
+        part of the value.
       spell: normalises texts before they are compared.
     """
     for name in sorted(names, key=len, reverse=True):

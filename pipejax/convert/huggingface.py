@@ -319,7 +319,7 @@ def to_hf(
 
 
 def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: type[Backbone]) -> None:
-    """Raises a UserError unless the run's weights equal the base's, because the factors fit only these.
+    """Raises a UserError unless the run's weights equal the base's, because the factors fit only the base's weights.
 
     A base that is not a local directory is not compared, which is logged.
     """
@@ -329,7 +329,9 @@ def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: typ
     for path, array in flatten_dict(read_hf(base_model, backbone)[1], sep="/").items():
         if not np.array_equal(array, params.get(path, ())):
             raise UserError(
-                f"{base_model}: {path}", found="weights that differ from the run", expected="the adapted model"
+                f"{base_model}: {path}",
+                found="weights that differ from those of the run",
+                expected="the model that the run adapted",
             )
 
 

@@ -186,7 +186,7 @@ def _targets(file: Path, names: list[str]) -> dict[str, tuple[int, float]]:
             raise UserError(
                 f"{file}: {key}",
                 found=f"{value!r:.60}",
-                expected="no value, since only plain LoRA of PEFT's methods is supported",
+                expected="no value: plain LoRA is the only PEFT method that pipejax supports",
             )
     targets, excluded = facts.get("target_modules"), facts.get("exclude_modules") or []
     if not targets:

@@ -196,8 +196,8 @@ def _open_index(opener: Callable[[Path], dict[str, Stored]], index: Path) -> dic
             raise UserError(
                 f"{index}: weight_map",
                 found=f"{shard}, which does not exist",
-                expected=f"it to hold {min(listed)}",
-                hint=f"{len(listed)} tensors in all",
+                expected=f"a file with the tensor {min(listed)}",
+                hint=f"the index lists {len(listed)} tensors in this file",
             )
         require_own(file)
         stored = opener(file)

@@ -80,12 +80,13 @@ def collate(
     Args:
       examples: the B encoded examples.
       pack: examples per row of slots; it divides B.
-      fit: gets the longest source and the longest row of slots, and returns the lengths (L, N) to pad to.
+      fit: a function from the length of the longest source and of the longest row of slots to the lengths (L, N) to
+        which the batch is padded.
 
     Returns:
       The batch with the arrays source i32 [B, L]; source_length i32 [B]; number i32 [B], the index in `examples`; slots
-      i32 [G], the used slots of each row; inputs, targets, row, time, and example (0 to pack - 1, the example that a
-      slot belongs to) i32 [G, N]; weights f32 [G, N].
+      i32 [G], the used slots of each row; inputs, targets, row, time, and example (0 to pack - 1, the example to
+      which a slot belongs) i32 [G, N]; weights f32 [G, N].
     """
     order = _packing_order(examples, pack)
     return _make_batch([examples[i] for i in order], order, pack, fit)
@@ -153,10 +154,10 @@ class TrainingBatches(Sequence[Batch]):
     `train.length_group` batches are drawn together and sorted by length into batches, to keep padding small; then the
     order of the batches is shuffled.
 
-    With n processes, each encodes every n-th drawn example and sends its lengths to the others. Then it encodes the
-    examples that its own rows of slots still lack. In total it encodes at most 2 / n of the examples, unless several
-    processes hold the same rows. All other examples are represented by zeros of the right lengths. All processes must
-    request the same batches in the same order.
+    With n processes, each process encodes every n-th drawn example and sends the lengths to the others. Then each
+    process encodes the examples that its own rows of slots still lack: in total at most 2 / n of the examples, unless
+    several processes hold the same rows. All other examples are represented by zeros of the right lengths. All
+    processes must request the same batches in the same order.
     """
 
     def __init__(

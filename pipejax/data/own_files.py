@@ -159,7 +159,7 @@ class FilesTask(Task):
         Args:
           placed: the records, each with its "FILE:LINE".
           where: the files' name, for messages.
-          bad: gets the errors of records; None: the first one is raised.
+          bad: the collection that gets the errors of records; None: the first one is raised.
           several: whether the records come from several files; ids of unnamed records then include the file.
           whole: whether these are all records, so that ids are checked for duplicates and fields for existence.
         """

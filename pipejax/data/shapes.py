@@ -176,7 +176,8 @@ def _needed_shapes(drawn: np.ndarray, shapes: Shapes, size: int, pack: int) -> n
 def deal(lengths: Sequence[int], size: int) -> list[int]:
     """Orders the indices of `lengths` so that each run of `size` neighbours has nearly the same total length.
 
-    Greedy: the longest example goes first, and each goes to the run with the smallest sum that still has room.
+    The assignment is greedy: examples are taken from the longest to the shortest, and each goes to the run with the
+    smallest sum that still has room.
     """
     runs: list[list[int]] = [[] for _ in range(len(lengths) // size)]
     open_runs = [(0, run) for run in range(len(runs))]  # a heap of sums
@@ -193,7 +194,7 @@ def deal(lengths: Sequence[int], size: int) -> list[int]:
 def levels(lengths: Sequence[int], most: int) -> list[int]:
     """Chooses at most `most` of the lengths such that rounding all lengths up to these adds the least padding.
 
-    Dynamic programming over the sorted lengths; the result is increasing.
+    The function uses dynamic programming over the sorted lengths. The chosen lengths are in increasing order.
     """
     values, counts = np.unique(lengths, return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])

@@ -58,7 +58,7 @@ def open_remote(url: str, expected: str) -> BinaryIO:
     """Opens a URL for reading bytes.
 
     Raises:
-      UserError: it cannot be opened. Reading raises a UserError as well if the connection breaks.
+      UserError: the URL cannot be opened. Reading from the file also raises a UserError if the connection breaks.
     """
     system, name = _system_of(url)
 
@@ -72,14 +72,14 @@ def open_remote(url: str, expected: str) -> BinaryIO:
 
 
 class Guarded(io.RawIOBase):
-    """A file object of a library; exceptions while it is read become UserErrors."""
+    """A file object of a library; exceptions while the file is read become UserErrors."""
 
     def __init__(self, file: Any, refusal: Callable[[Exception], UserError], holder: object = None) -> None:
         """Wraps a file.
 
         Args:
           file: the library's file object.
-          refusal: makes a UserError of an exception.
+          refusal: a function that makes a UserError from an exception.
           holder: an object to keep alive, such as a file system: an archive is closed when its file system is
             collected.
         """

@@ -53,7 +53,7 @@ csv.field_size_limit(LONGEST)  # articles exceed csv's default of 128 KiB; the l
 
 
 class _Lost(UserError):
-    """Raised for a quote that is never closed, or only rows later.
+    """Raised for a quote that is never closed, or that is closed only in a later row.
 
     The line cannot be skipped, because the cell may contain other rows.
     """
@@ -107,8 +107,8 @@ class _Quoting:
     def _look_like_rows(self, lines: Sequence[str], columns: int) -> bool:
         """Whether nearly all lines have as many delimiters as a row.
 
-        A line with a space after a delimiter does not count, because prose has such spaces, unless the table has them
-        too.
+        A line with a space after a delimiter does not count, because prose has such spaces, unless the rows of the
+        table have such spaces too.
         """
         parts, most, prose = [x for x in lines if x.strip()], columns - 1, f"{self.delimiter} "
         alike = sum(x.count(self.delimiter) == most and (self.is_spaced or prose not in x) for x in parts)
@@ -122,7 +122,7 @@ class _Quoting:
 
 
 def suffix_of(path: str | Path) -> str:
-    """Returns the suffix of a name in lower case, without the one of a compressed file: ".csv" of "a.CSV.gz"."""
+    """Returns the suffix of a name in lower case, without the suffix of a compressed file: ".csv" of "a.CSV.gz"."""
     path = Path(inner_name(path))
     return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
 

@@ -14,7 +14,7 @@ _SPACES = re.compile(r"[\u061c\u200b\u200c\u200e\u200f\u2581\ufeff\ufffd]")
 
 
 def normalized(text: str) -> str:
-    """Returns the text in the form in which every T5 tokenizer reads it: NFKC, single spaces, no control characters."""
+    """Returns the text in the form in which T5 tokenizers read it: NFKC, single spaces, no control characters."""
     return " ".join(unicodedata.normalize("NFKC", _SPACES.sub(" ", _CONTROLS.sub("", text))).split())
 
 

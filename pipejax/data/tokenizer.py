@@ -72,7 +72,7 @@ class Affixes(NamedTuple):
         return [*self.prefix, *ids, *suffix][:most]
 
     def cut(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Truncates a source to `most` ids; its suffix is kept if it has one."""
+        """Truncates a source to `most` ids; the suffix of the source is kept if there is one."""
         if len(ids) <= most:
             return ids
         suffix = self.suffix if self._ends(ids) else ()
@@ -86,7 +86,7 @@ class Affixes(NamedTuple):
 
 
 class Tokenizer:
-    """Encodes without adding special tokens and decodes without showing them; threads may share one."""
+    """Encodes text without adding special tokens, and decodes ids without showing them. Threads may share an object."""
 
     size: int  # the largest id + 1
     unknown: int | None  # the id of unknown characters; None: the vocabulary covers all characters
@@ -396,8 +396,8 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens: str) -> Affixes:
     """Returns the special ids that are added to a source.
 
-    They are transformers' ids, unless `data.special_tokens` is "eos". "eos" adds a single eos, as older releases did
-    for all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
+    The ids are those of transformers, unless `data.special_tokens` is "eos". This setting adds a single eos, as older
+    releases did for all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
     """
     own_eos = None if tokenizer is None else tokenizer.eos
     eos = Affixes(suffix=(own_eos if own_eos in model.end_token_ids else model.eos_token_id,))

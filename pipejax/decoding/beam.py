@@ -134,7 +134,7 @@ class Beam(Plain):
         )
 
     def done(self, state: BeamState) -> Array:
-        """bool [B], as `advance` determined."""
+        """Whether each example is done, bool [B], as `advance` determined."""
         return state.done
 
     def result(self, state: BeamState) -> Decoded:

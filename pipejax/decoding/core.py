@@ -86,8 +86,8 @@ class Sizes:
         """The error for a strategy that fills more slots than its `slots`."""
         return UserError(
             "slots",
-            found=f"a cache of {self.slots[-1]}, which is full before all examples are finished",
-            expected="more",
+            found=f"a cache of {self.slots[-1]} slots, which is full before all examples are finished",
+            expected="more slots",
         )
 
 
@@ -140,8 +140,8 @@ def run(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) ->
 def run_in_one_program(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) -> Decoded:
     """Decodes with growing caches like `run`, but traced: one program contains the loops of all cache sizes.
 
-    A larger cache is used only if an example of the batch is not done. For programs that are exported: all sizes are
-    compiled, however short the answers are.
+    A larger cache is used only if an example of the batch is not done. The function is for programs
+    that are exported: all sizes are compiled, however short the answers are.
 
     Args:
       decode_segment: as for `run`, but traced.
@@ -225,7 +225,8 @@ def decode(
       slots: C, the size of the cache.
       options: how tokens are chosen.
       pause_after: i32 scalar, the loop pauses after this number of steps; None: it does not pause.
-      listen: maps the number of steps left to a new one after each step, so that the host can shorten it.
+      listen: a function that maps the number of steps left to a new number after each step, so that the host can
+        shorten it.
       watched: bool [B], the loop pauses as soon as one of these examples is done; None: it does not.
     """
     loop = _Loop(strategy, model, sizes, slots, options, listen, watched)
@@ -261,7 +262,7 @@ class _Loop:
         return [min(n, self.strategy.most_queries) for n in self.sizes.query_counts]
 
     def can_continue(self, carry: Carry) -> Array:
-        """bool scalar: the next step fits into the cache, the loop does not pause, and an example is not done."""
+        """Bool scalar, whether the next step fits into the cache, no pause is due, and an example is not done."""
         done = self.strategy.done(carry.state)
         limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
         # Steps after the end of an iteration still write to the cache, so there must be room for one more step.
@@ -291,7 +292,7 @@ class _Loop:
         return found
 
     def step_if_it_fits(self, size: int, carry: Carry) -> Carry:
-        """Takes a step if it fits. Otherwise the step is computed, too, but the carry keeps its values."""
+        """Takes a step if it fits. A step that does not fit is also computed, but the carry keeps its values."""
         takes, new = self.fits(size, carry), self.step(size, carry)
         # Selecting one of two caches would copy them. The new cache is used in both cases, as a step that does not fit
         # writes only to free slots.
@@ -364,7 +365,7 @@ class _Loop:
 
 
 def grow(model: Model[Cache], carry: Carry, slots: int) -> Carry:
-    """Grows the cache of a carry to `slots`, C, which must not be less than its present size."""
+    """Grows the cache of a carry to `slots`, C, which must not be less than the current size of the cache."""
     more = ((0, 0), (0, slots - carry.filled.row.shape[1]))
     filled = jax.tree.map(lambda x: jnp.pad(x, more, constant_values=NOWHERE), carry.filled)
     return dataclasses.replace(carry, filled=filled, cache=model.cache(slots, carry.cache))
@@ -384,7 +385,7 @@ def refill(
 
     Args:
       strategy: the strategy.
-      carry: of a batch whose examples count their slots separately (`apart` of `begin`).
+      carry: the carry of a batch whose examples count their slots separately (`apart` of `begin`).
       begins: bool [B], the examples to begin.
       ends: bool [B], the examples to stop.
       sizes: as for `decode`.

@@ -32,7 +32,7 @@ class TrackRecord:
         return cls(jnp.zeros((batch, degrees)), jnp.zeros((batch, degrees)))
 
     def odds(self, supposed: Sequence[float], trust: Array) -> Array:
-        """f32 [B, R], the estimated probability that a drafted token is right if those before it are.
+        """f32 [B, R], the estimated probability that a drafted token is right if the tokens before it are right.
 
         Args:
           supposed: K prior probabilities, by trust.
@@ -49,7 +49,8 @@ class TrackRecord:
           trust: i32 [B, R].
           drafted: i32 [B, R], number of drafted tokens.
           run: i32 [B, R], number of drafted tokens before the first wrong one.
-          counts: i32 [B, R], number of accepted tokens; -1 if not even the row's newest token counted.
+          counts: i32 [B, R], number of accepted drafted tokens; negative if the call accepted no column of the
+            row, or not the columns of all forced tokens of the row.
         """
         of = trust[:, :, None] == jnp.arange(self.right.shape[1])
         right = jnp.maximum(counts, 0)
@@ -71,7 +72,7 @@ def choose_lengths(
 
     Args:
       count: i32 [B, R], number of tokens that could be drafted.
-      odds: f32 [B, R], the probability that a token is right if those before it are.
+      odds: f32 [B, R], the probability that a token is right if the tokens before it are right.
       hangs: bool [B, R], rows that are queried only if a draft of another row is right.
       needed: i32 scalar, number of columns without drafts.
       fixed: the fixed cost of a call, in columns.

@@ -3,9 +3,9 @@
 In a call each open row feeds its newest token and the tokens drafted after it, as one column each. The model generates
 a token for every column. A drafted token is right if it equals the token that the model generates from the column
 before it. By `grid.visible` (paper section 3.2, eq. 4), a token generated from a query at time t depends on the tokens
-up to time t of its own row and of the rows above (the rows with lower numbers). So it is accepted only if all of these
-tokens were fed and are right, in this call or an earlier one. The accepted tokens are therefore exactly the tokens of
-greedy decoding. The cache slots of other fed tokens are hidden.
+up to time t of its own row and of the rows above (the rows with lower numbers). So the generated token is accepted only
+if all of these tokens were fed and are right, in this call or an earlier one. The accepted tokens are therefore exactly
+the tokens of greedy decoding. The cache slots of other fed tokens are hidden.
 
 The rule for a query of row i at time t in a call: its token is accepted if and only if the fed tokens of row i up to
 time t are right, and for each open row above i the fed tokens up to time t are right. The token that a call generates
@@ -115,13 +115,13 @@ class Drafts:
         return self.width(rows) + self.probes
 
     def most(self, rows: Rows) -> int:
-        """D, limited by the number of time-steps."""
+        """Returns D, or the largest number of tokens that can follow the first one of a row if that is smaller."""
         return max(min(self.tokens, rows.time_max - 1), 1)
 
     def slots(self, rows: Rows) -> int:
-        """The most slots of an example: twice the size of a full grid, and a call's probes, which are not kept.
+        """Returns the most slots of an example: twice the size of a full grid, and the slots of a call's probes.
 
-        `query` stops drafting before they run out.
+        The slots of probes are free again after the call. `query` stops drafting before all slots are in use.
         """
         return rows.rows * (2 * rows.time_max + self.probes)
 
@@ -258,14 +258,14 @@ class Drafts:
     def _propose(
         self, drafter: Drafter, rows: Rows, state: RowState, tokens: Array, forced: Array
     ) -> tuple[Tree, Draft]:
-        """Asks the drafter, which sees the forced tokens that this call feeds as generated ones.
+        """Asks the drafter for a draft. The drafter sees the forced tokens that this call feeds as generated tokens.
 
         Args:
           drafter: the drafter.
           rows: the strategy.
           state: the rows.
           tokens: i32 [B, R, C], forced tokens.
-          forced: i32 [B, R], the number of them that this call feeds.
+          forced: i32 [B, R], the number of forced tokens that this call feeds.
         """
         assert state.drafts is not None
         old, known, hidden, guessed = state.drafts, state.tokens, state.drafts.hidden, state.drafts.guessed
@@ -358,7 +358,7 @@ class Drafts:
         return rows.settle(state)
 
     def _no_probes(self, batch: int, rows: int) -> Probed | None:
-        """The probes before the first call; None if the drafter has none."""
+        """The probes before the first call; None if the drafter has no probes."""
         if not self.probes:
             return None
         none, hidden = jnp.zeros((batch, rows, self.probes), jnp.int32), self._no_hidden(batch, rows)
@@ -367,7 +367,7 @@ class Drafts:
         return Probed(none > 0, none, hidden)
 
     def _no_hidden(self, batch: int, rows: int) -> Array | None:
-        """The outputs of the decoder before the first call, [B, R, W]; None if the drafter does not want them."""
+        """The outputs of the decoder before the first call, [B, R, W]; None if the drafter does not want outputs."""
         if not wants(self.drafter, "hidden"):
             return None
         assert self.source and self.source.width, "`bind_source` gets the width of the decoder"
@@ -381,7 +381,7 @@ class Drafts:
         return choose_lengths(count, odds, hangs, needed, fixed=self.fixed, most=width - 1, sizes=sizes)
 
     def _has_room(self, rows: Rows, drafts: DraftState) -> Array:
-        """bool [B], whether the slots suffice for drafts in this call and a call for each later time-step without."""
+        """bool [B], whether the slots suffice for this call with drafts and one without for each later time-step."""
         later = rows.rows * (rows.time_max - drafts.calls - 1)
         return drafts.used + rows.rows * self.columns(rows) + later <= self.slots(rows)
 

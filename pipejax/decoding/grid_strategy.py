@@ -27,9 +27,9 @@ CODE = {name: i for i, name in enumerate(TRUNCATIONS)}
 class GridStrategy(Rows):
     """The steps of Algorithm 1. See `Rows` for settings and rules.
 
-    In each call every open row feeds its newest token and generates the next one. The end token of a row is fed once,
-    since later rows may see it: together with the first later query that can see it, with the time at which the end
-    token was generated.
+    In each call every open row feeds its newest token and generates the next one. Since later rows may see the
+    end token of a row, it is fed once, in the call of the first later query that can see it. The time of the fed end
+    token is the time at which it was generated.
     """
 
     drafts: Drafts | None  # None: each row feeds one token in a call
@@ -150,7 +150,7 @@ class GridStrategy(Rows):
         return kept
 
     def done(self, state: RowState) -> Array:
-        """bool [B], as `advance` determined."""
+        """Whether each example is done, bool [B], as `advance` determined."""
         return state.done
 
     def result(self, state: RowState) -> Decoded:

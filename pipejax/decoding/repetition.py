@@ -1,9 +1,9 @@
-"""The rule against repetition: a penalty for tokens that an answer has, and no n-gram twice.
+"""The rule against repetition: a penalty for tokens that an answer already has, and a ban on repeated n-grams.
 
-Both are those of transformers' `generate` (`RepetitionPenaltyLogitsProcessor`, `NoRepeatNGramLogitsProcessor`), where
-the tokens of an answer include its bos. On a grid a row sees its own tokens and, unless only the row counts, the tokens
-of the rows above that `grid.visible` shows to it. An n-gram lies within one row; the bos of a row counts only in this
-row.
+The penalty and the ban are those of transformers' `generate` (`RepetitionPenaltyLogitsProcessor`,
+`NoRepeatNGramLogitsProcessor`), where the tokens of an answer include its bos. On a grid a row sees its own tokens and,
+unless only the row counts, the tokens of the rows above that `grid.visible` shows to it. An n-gram lies within one row;
+the bos of a row counts only in this row.
 
 Some tokens are exempt: the given beginning of a row, such as its name, and the separators of a sequential answer.
 Exempt tokens are not penalised, and n-grams that contain them may be repeated.

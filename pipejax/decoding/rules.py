@@ -70,10 +70,11 @@ def known_rows(strategy: Stepper, state: Tree, query: Query) -> KnownRows:
 
 
 class Queries:
-    """The N queries of a step, as a rule sees them. Some of them may be fillers, whose logits do not matter.
+    """The N queries of a step, as a rule sees them. Some of the queries may be fillers, whose logits do not matter.
 
-    Properties are computed when they are read: what no rule reads is not computed. A drafted token counts as a token of
-    its row for the queries after it, since they are discarded if it turns out to be wrong.
+    Properties are computed when they are read: a property that no rule reads is not computed. A drafted token counts as
+    a token of its row for the queries after it, since these queries are discarded if the drafted token turns out to be
+    wrong.
     """
 
     def __init__(self, step: Step, find_rows: Callable[[], KnownRows]) -> None:
@@ -81,7 +82,7 @@ class Queries:
 
         Args:
           step: the step.
-          find_rows: computes the rows of the batch.
+          find_rows: a function that returns the rows of the batch.
         """
         self.example, self.row, self.time = query_coordinates(step)  # i32 [N] each
         self._find_rows = find_rows
@@ -172,7 +173,7 @@ class Rule:
         raise NotImplementedError
 
     def follow(self, state: Tree, tokens: Array, queries: Queries) -> Tree:
-        """The state of each row after a step. Rows that have ended may be followed too; their state is not used.
+        """The state of each row after a step. Rows that have ended may be followed, but their states are not used.
 
         Args:
           state: the state before the step.

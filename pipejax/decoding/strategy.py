@@ -138,7 +138,7 @@ class Strategy(Stepper, Protocol):
     """A decoding strategy: its steps, and properties that callers of the loop need.
 
     If rows may also end with tokens other than `eos`, the strategy has a tuple of them, `other_ends`: see `ends_of`. If
-    some rows do not see each other, it has a method `group(row)`: see `group_of`.
+    some rows do not see each other, the strategy has a method `group(row)`: see `group_of`.
     """
 
     @property

@@ -48,7 +48,7 @@ def expect(owner: object, place: str, x: Any, kind: str, *shapes: tuple[int, ...
 
 
 def check_query(strategy: Stepper, query: Query, batch: int) -> None:
-    """Raises a UserError for a query of another width than `most_queries` or of wrong dtypes; traced."""
+    """Raises a UserError for a query of wrong dtypes or of a width other than `most_queries`, while JAX traces it."""
     shape = batch, strategy.most_queries
     expect(strategy, "query: live", query.live, "bool", shape, of=", most_queries for each example")
     expect(strategy, "query: tokens", query.tokens, "int32", shape)
@@ -59,7 +59,10 @@ def check_query(strategy: Stepper, query: Query, batch: int) -> None:
 
 
 def check_state(owner: object, before: Tree, after: Tree, *, method: str = "advance") -> None:
-    """Raises a UserError if shapes or dtypes of a state changed in a `method`, as a loop cannot carry it; traced."""
+    """Raises a UserError if `method` changed shapes or dtypes of a state, while JAX traces the method.
+
+    A loop can carry a state only if its shapes and dtypes stay the same.
+    """
     old, new = (jax.tree_util.tree_leaves_with_path(jax.tree.map(_kind, tree)) for tree in (before, after))
     for was, now in zip(old, new, strict=False):
         if was != now:
@@ -70,7 +73,10 @@ def check_state(owner: object, before: Tree, after: Tree, *, method: str = "adva
 
 
 def check_rows(owner: object, method: str, state: Tree, shape: tuple[int, ...]) -> None:
-    """Raises a UserError unless the first axes of all arrays of a state are `shape`, B and R or B alone; traced."""
+    """Raises a UserError unless the first axes of all arrays of a state are `shape`, while JAX traces the method.
+
+    `shape` is (B, R) or (B,).
+    """
     axes = "the first two axes, batch and rows" if len(shape) == 2 else "the first axis, the batch"
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if jnp.shape(x)[: len(shape)] != shape:
@@ -78,7 +84,7 @@ def check_rows(owner: object, method: str, state: Tree, shape: tuple[int, ...]) 
 
 
 def check_result(strategy: Stepper, decoded: Decoded, batch: int) -> None:
-    """Raises a UserError for a result of wrong shapes; traced."""
+    """Raises a UserError for a result of wrong shapes, while JAX traces the decode."""
     rows, width = (*jnp.shape(decoded.tokens), 0, 0)[1:3]
     expect(strategy, "result: tokens", decoded.tokens, "int32", (batch, strategy.places[0] or rows, width))
     expect(strategy, "result: lengths", decoded.lengths, "int32", (batch, rows))

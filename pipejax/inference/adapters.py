@@ -25,7 +25,7 @@ CLOSE = 1e-5  # relative tolerance for merged weights, which differ slightly bet
 
 
 class Adapter(NamedTuple):
-    """The factors of one adapter, and the settings that it was trained with."""
+    """The factors of one adapter, and the settings with which the adapter was trained."""
 
     factors: JsonObject  # arrays by path
     trained: Config
@@ -61,12 +61,13 @@ def read(directory: str | Path, base: Restored, tokenizer: Tokenizer | None) -> 
 
 
 def _of_peft(place: Path, base: Restored, tokenizer: Tokenizer | None) -> Adapter:
-    """Reads a PEFT directory. Its base weights are not part of it, so they are not compared with the base."""
+    """Reads a PEFT directory, which has no base weights that could be compared with the base model."""
     assert base.config.model is not None  # `open_run` checks it
     factors = peft_adapters.read_factors(place, base.config.model)
     if any(look(place / name) for name in FILES):
         _check_tokenizer(place, Tokenizer.load(place), tokenizer)
-    config, lines = base.config, [(f"{place}: not compared with {base.path.parents[1]}, because it has only factors")]
+    parents, config = base.path.parents[1], base.config
+    lines = [f"{place}: base weights not compared with {parents}, because a PEFT directory has only factors"]
     if (
         found := description.read_settings(place, base.config.model, generation.read_generation(place, {}))
     ) is not None:
@@ -83,10 +84,13 @@ def _check_tokenizer(place: Path, found: Tokenizer | None, expected: Tokenizer |
 
 
 def _compare(place: Path, found: dict[str, Tree], base: Restored) -> None:
-    """Raises a UserError unless the adapter's base weights equal the base's. A rounded base is not compared."""
+    """Raises a UserError unless the adapter's base weights equal the base's. Weights of a rounded base are skipped."""
     for path, array in flatten_dict(base.items["params"], sep="/").items():
         if array.dtype != np.float32:
-            logger.info(f"{place}: not compared with {base.path.parents[1]}, whose weights are rounded")
+            parents = base.path.parents[1]
+            logger.info(
+                f"{place}: base weights not compared with {parents}, whose weights are rounded to {array.dtype}"
+            )
             return
         if not np.allclose(array, found[path], rtol=CLOSE, atol=CLOSE):
             raise UserError(

@@ -121,7 +121,7 @@ class AnswerFormats(abc.ABC):
           config: the settings.
           tokenizer: the tokenizer, if there is one.
           effort: the work that compiling may take; None: a format is only returned if it is compiled already.
-          pause: called from time to time while a format is compiled, to let other threads work.
+          pause: a function that is called from time to time while a format is compiled, to let other threads work.
 
         Raises:
           Uncompiled: the format is new and `effort` is None, or more work than `effort` is needed.

@@ -68,7 +68,7 @@ def record_of(
       place: the index of the example in the batch.
       start: the strategy's `start`.
       config: the config.
-      tokenizer: makes the texts; None: the record has none.
+      tokenizer: the tokenizer for the texts; None: the record has no texts.
       ends: whether the log-probabilities of end tokens count; False for an answer that was cut off.
     """
     rows = [tokens[:n].tolist() for tokens, n in zip(found.tokens[place], found.lengths[place].tolist(), strict=True)]
@@ -152,7 +152,7 @@ def _scores_of(
     """Returns the log-probabilities of the tokens of each row that a record contains, and of the whole answer.
 
     Args:
-      by_time: f32 [R, W], of the token generated at each row and time.
+      by_time: f32 [R, W], the log-probability of the token generated at each row and time.
       rows: the token ids of all rows of the grid.
       kept: the numbers of the rows that the record contains.
       first: the time of the first token of each row.

@@ -183,7 +183,8 @@ class Backend:
 
         Args:
           count: i32 scalar, the number of steps left.
-          switch: u32 [2], the address of a flag, an i32 in the host's memory, low half first. It is set if it is not 0.
+          switch: u32 [2], the address of a flag, an i32 in the host's memory, low half first. The switch is
+            set if the flag is not 0.
         """
         return count
 
@@ -317,7 +318,7 @@ def portable(model: Module, weights: str = "auto") -> Backend:
 
 
 def choose(wanted: Backend | None, backbone: Backbone, dtype: DTypeLike, weights: str) -> Backend:
-    """Returns the backend `wanted`, or the fastest if it is None.
+    """Returns the backend `wanted`, or the fastest backend if `wanted` is None.
 
     If `wanted` is an `Xla` that does not support the backbone, the result is a `Backend`.
     """

@@ -109,7 +109,7 @@ class BatchFunctions:
         return many, decoding.grow(decoder, carry, slots)
 
     def reread(self, weights: Tree, encoded: Encoded, state: Tree) -> Tree:
-        """Returns the strategy's state for sources padded to another length; one program for each cache size."""
+        """Returns the strategy's state for sources padded to another length. Each cache size has a program."""
         strategy, _ = self._bind(weights, encoded)
         return strategy.reread(state, encoded.source)
 
@@ -280,13 +280,16 @@ class BatchPrograms:
         return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
 
     def trace_source(self, call: Call, length: int, adapter: int | None) -> Encoded:
-        """Returns the shapes of an encoded source of a padded length; `call` returns shapes."""
+        """Returns the shapes of an encoded source of a padded length.
+
+        `call` maps a program's name and arguments to the shapes of the program's results.
+        """
         source, of_each = jax.ShapeDtypeStruct((1, length), np.int32), jax.ShapeDtypeStruct((1,), np.int32)
         with precision(self.functions.model.dtype):
             return self.read(call, self.encode_source(call, source, of_each, adapter), source, of_each)
 
     def shape_of_source(self, length: int, adapter: int | None) -> Encoded:
-        """Returns the shapes of a source with a memory of `length` slots; compiles nothing."""
+        """Returns the shapes of a source with a memory of `length` slots, without compiling a program."""
 
         def shapes(name: str, *given: Tree) -> Tree:
             return jax.eval_shape(self._by_name[name], *given)

@@ -69,7 +69,7 @@ class DecodeShape(NamedTuple):
 
 
 class ConfigurationTable:
-    """The configuration for each shape of a decode. Thread-safe; two threads may make the same trial twice."""
+    """The configuration for each shape of a decode. The table is thread-safe; two threads may make the same trial."""
 
     def __init__(self, fixed: Configuration | None = None) -> None:
         """Creates a table without verdicts.
@@ -82,7 +82,7 @@ class ConfigurationTable:
         self._of_kind: dict[Hashable, Configuration] = {}  # the last verdict for each kind
 
     def find(self, shape: DecodeShape) -> Configuration:
-        """Returns the configuration for a shape, without a trial: DEFAULT if there is no verdict yet."""
+        """Returns the configuration for a shape, without a trial; the result is DEFAULT if there is no verdict yet."""
         if self.fixed:
             return self.fixed
         if (shape.kind, shape.length) in self._chosen:
@@ -104,8 +104,8 @@ class ConfigurationTable:
         Args:
           shape: the shape.
           others: the configurations to compare with DEFAULT, each with a single change.
-          run: decodes in a configuration, and compiles its programs if they are missing.
-          report: the time of a trial is added to its `compile_seconds`.
+          run: a function that decodes in a configuration, and compiles its programs if they are missing.
+          report: the report, to whose `compile_seconds` the time of a trial is added.
         """
         if self.fixed:
             return run(self.fixed)
@@ -165,7 +165,7 @@ def _compare(others: tuple[Configuration, ...], run: Callable[[Configuration], D
 
     Args:
       others: the configurations to compare with DEFAULT.
-      run: decodes in a configuration.
+      run: a function that decodes in a configuration.
       expected: the result of DEFAULT.
     """
     best, reasons, lasts = DEFAULT, list[str](), True

@@ -158,7 +158,7 @@ def of_batch(
 
     Args:
       sources: B sources, which have the same answer format, if any.
-      ids: their token ids.
+      ids: the token ids of the sources.
       method: the method.
       strategy: the strategy of the method.
       config: the config.

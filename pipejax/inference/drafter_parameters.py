@@ -65,10 +65,10 @@ class SmallModel:
 
 
 def load(target: TargetModel) -> OpenDrafter | None:
-    """Opens the drafter of `decode.draft` and its parameters; returns None if it is "none".
+    """Opens the drafter of `decode.draft` and its parameters; returns None if `decode.draft` is "none".
 
     Args:
-      target: the model that it drafts for.
+      target: the model for which the drafter drafts.
 
     Raises:
       UserError: the drafter or its parameters cannot be used.
@@ -155,7 +155,9 @@ def lay_out(opened: OpenDrafter, large: Programs, weights: str) -> Tree:
 
 
 def check(opened: OpenDrafter | None, made: Strategy, method: Method) -> None:
-    """Raises a UserError if the parameters of a strategy's drafter are missing or of a T5 trained for another method.
+    """Raises a UserError if the parameters of a strategy's drafter are missing or do not fit the method.
+
+    Parameters of a small T5 do not fit if the small T5 was trained for another method.
 
     Args:
       opened: the drafter of `decode.draft`.

@@ -53,7 +53,7 @@ class Encodings:
         Args:
           ids: i32 [n], the token ids.
           adapter: the number of the adapter, if there are adapters.
-          encode: encodes ids with an adapter.
+          encode: a function that encodes ids with an adapter.
           kind: the parts of the memories that `encode` returns; memories of another kind are not found.
         """
         key = ids.tobytes(), adapter, kind

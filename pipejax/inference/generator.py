@@ -67,7 +67,7 @@ class Generator:
           params: the parameters.
           tokenizer: the tokenizer; None: sources and answers are token ids.
           devices: the devices that decode a batch each; None: `programs.devices`.
-          backend: computes the encoder and the decoder's steps; None: the fastest on this machine.
+          backend: the backend of the encoder and of the decoder's steps; None: the fastest on this machine.
           drafter: a drafter with its parameters; None: the drafter of `decode.draft` is opened.
         """
         if config.model is None:
@@ -144,15 +144,15 @@ class Generator:
         """Decodes sources: texts, lists of token ids, or records such as `pipejax decode` reads.
 
         A returned record is `{"id", "text", "rows", "row_ids", "steps", "calls", "truncated", "method"}`, and more on
-        request; docs/decoding.md describes each field. The id is the position of a source that has none.
+        request; docs/decoding.md describes each field. The id of a source without an id is its position.
 
         Args:
           sources: a list, a data frame or another table whose rows are records. Token ids include special
             tokens such as the eos.
           method: the name of a method, such as "sequential"; None: `default_method`.
           batch_size: the batch size on each device; None: `decode.batch_size`.
-          drafter: a custom drafter that replaces `decode.draft` (docs/drafting.md). If it wants parameters, it must be
-            of the class that `decode.draft` named when the checkpoint was opened.
+          drafter: a custom drafter that replaces `decode.draft` (docs/drafting.md). If the drafter wants
+            parameters, it must be of the class that `decode.draft` named when the checkpoint was opened.
           schema: a flat JSON schema, or the path of its file: the text of each record is then a valid JSON object
             (docs/schemas.md).
           settings: values for keys of the sections decode and grid, such as temperature=0.7, for this call only. A
@@ -365,10 +365,10 @@ class Generator:
           sources: the sources.
           method: the name of the method; None: `default_method`.
           batch_size: the batch size on each device.
-          report: updated after each batch.
+          report: the report, which is updated after each batch.
           window: the number of batches to read ahead and sort by length.
-          tick: called with the number of examples after each batch.
-          drafter: replaces the drafter of the config.
+          tick: a function that is called with the number of examples after each batch.
+          drafter: the drafter that replaces the drafter of the config.
         """
         used, chosen = self.method(method), self.make_strategy(method, drafter)
         known: JsonObject = {"config": self.config, "tokenizer": self.tokenizer}
@@ -415,7 +415,7 @@ class Generator:
 
         Args:
           name: the name of the method; None: `default_method`.
-          drafter: replaces the drafter of the config.
+          drafter: the drafter that replaces the drafter of the config.
           drafts: whether the drafts of the config are used.
         """
         method = self.method(name)

@@ -67,7 +67,7 @@ REUSED = 2**28
 
 
 def devices() -> list[jax.Device]:
-    """Returns the devices that decode a batch each: this process's devices, but only one CPU, as CPUs share cores."""
+    """Returns the devices of this process, each of which decodes a batch; only one CPU, because CPUs share cores."""
     here = jax.local_devices()
     return here[:1] if here[0].platform == "cpu" else here
 
@@ -182,12 +182,12 @@ def decode_batch(
     slots: int,
     backend: Backend = XLA,
 ) -> Segment:
-    """Decodes an encoded batch with one cache size, as a part of `decoding.run`; all but arrays is static.
+    """Decodes an encoded batch with one cache size, as a part of `decoding.run`; only arrays are not static.
 
     Args:
       model: the module.
       strategy: the strategy.
-      weights: the decoder's weights and the drafter's parameters; None: it has none.
+      weights: the decoder's weights and the drafter's parameters; None: the drafter has none.
       memory: the encoded sources.
       carry: the carry of the previous part; None: decoding begins.
       source: the sources, if the strategy reads them.
@@ -344,7 +344,7 @@ class Programs:
           strategy: the strategy.
           batch_size: B.
           across: E, the number of devices.
-          report: receives the seconds of decoding and compiling.
+          report: the report, to which the seconds of decoding and compiling are added.
           options: NumPy arrays [len(sources), ...].
           adapter: the number of the adapter, if there are adapters.
 

@@ -112,7 +112,7 @@ class RunningBatch:
           programs: the model, its backend and weights.
           strategy: the strategy of all answers.
           places: B, the most examples at a time.
-          switch: pauses the loop when it is set.
+          switch: the switch that pauses the loop when it is set.
           encodings: a cache of encoded sources.
           compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and sets
             `lacks` if a program is missing. None: programs are compiled when they are called.

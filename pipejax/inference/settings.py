@@ -54,7 +54,7 @@ def _needs_opening(draft: object, drafter: Drafter | None) -> bool:
     """Whether a value of `decode.draft` needs parameters that are read only when the checkpoint is opened.
 
     Args:
-      draft: the value; False is returned if it is not valid, which `override` reports.
+      draft: the value. The result is False for an invalid value, which `override` reports.
       drafter: the drafter of `decode.draft` when the checkpoint was opened.
     """
     if not isinstance(draft, str) or draft not in DRAFTS[1:]:

@@ -87,7 +87,8 @@ def fields_of(config: Config) -> tuple[str, ...]:
 def check_fields(fields: Sequence[str], values: Iterable[Any], where: str) -> None:
     """Raises a UserError unless each field is in some record; reads no more records than necessary.
 
-    A single record may lack a field. If all records lack it, the name differs from that in the training data.
+    A single record may lack a field. If all records lack a field, they probably use another name for it than the
+    training data.
     """
 
     def has(value: Any) -> JsonMapping:

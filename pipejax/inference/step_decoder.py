@@ -29,7 +29,7 @@ Array = jax.Array
 class Cache:
     """Keys and values of the tokens fed so far, by layer, in the shapes that the products of attention read.
 
-    With other shapes XLA may write a step's keys twice, reshaped and not, and copy the cache for it.
+    With other shapes, XLA may write the keys of a step twice, once reshaped and once unchanged, and copy the cache.
     """
 
     keys: tuple[Array, ...]  # [B * H, K, C]

@@ -39,7 +39,7 @@ def events(
       batch: the batch; no other example may be added until the iterator ends.
       ids: the token ids of the source.
       sampling: how tokens are drawn.
-      tokenizer: makes the texts of events; None: they have none.
+      tokenizer: the tokenizer for the texts of events; None: events have no texts.
       log_probs: whether the result has log-probabilities.
       unique: whether events of rows that repeat an earlier row are left out.
       adapter: the number of the adapter, if there are adapters.
@@ -120,7 +120,7 @@ class Repeats:
 
 
 def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Iterator[RowEvent | Decoded]:
-    """Drops the events of rows that repeat an earlier row; delays the events of a row that may still do so."""
+    """Drops the events of rows that repeat an earlier row; delays those of a row while it may still do so."""
     repeats, waiting = Repeats(), defaultdict[int, list[RowEvent]](list)
     for event in found:
         if isinstance(event, RowEvent):

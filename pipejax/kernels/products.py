@@ -120,7 +120,9 @@ def needed(function: Callable[[Tree], object], params: Tree) -> Tree:
 
 
 def roughen(part: Tree) -> Rough:
-    """Quantises a head to int8, with bounds of the error of its products with a column x, divided by |x|.
+    """Quantises a head to int8, and bounds the errors of its products.
+
+    The bound of a row applies to the error of the row's product with a column x, divided by the norm |x|.
 
     Each row w of the matrix is rounded to v. The computed products differ by at most |w - v| |x| and rounding errors:
     in both products each of the I additions, and a few more operations, rounds by at most 2^-24 of |w| |x| or |v| |x|.

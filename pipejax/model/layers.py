@@ -100,7 +100,7 @@ class Linear(nn.Module):
     @multiplies_with("kernel")
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """[..., features] from [..., in]."""
+        """Maps x [..., in] to the outputs [..., features]."""
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         x = x.astype(self.dtype)
         answer = jnp.dot(x, kernel.astype(self.dtype))
@@ -138,7 +138,7 @@ class Head(nn.Module):
     @multiplies_with("kernel")
     @nn.compact
     def __call__(self, hidden: Array) -> Array:
-        """[..., features] from [..., D]."""
+        """Maps hidden states [..., D] to the logits [..., features]."""
         kernel = self.param("kernel", normal(1.0), (hidden.shape[-1], self.features))
         found = logits_of(hidden, kernel.T, self.dtype)
         if not self.has_variable("params", "scale"):
@@ -182,7 +182,7 @@ def buckets(distances: np.ndarray, *, count: int, longest: int) -> np.ndarray:
     Args:
       distances: integers of any shape.
       count: the number of buckets.
-      longest: the distance from which on the last bucket is used.
+      longest: a distance; this and all greater distances are in the last bucket.
 
     Returns:
       i32, the buckets, 0 to count - 1.

@@ -91,7 +91,7 @@ def is_stacked(params: Tree) -> bool:
 
 
 def choose(params: Tree, adapter: jax.Array | None) -> Tree:
-    """The parameters for a batch, with one row of "lora_of" for each example.
+    """Returns the parameters for a batch, in which "lora_of" [B, rank] has the row of each example's adapter.
 
     Args:
       params: the parameters, from `stack`.

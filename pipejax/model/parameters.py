@@ -42,7 +42,11 @@ def check_paths(where: str, shapes: Mapping[str, Sequence[int]], model: Backbone
             expected = [inputs, rank] if path.endswith(lora.A) else [rank, outputs]
             other = path[:-1] + ("b" if path.endswith(lora.A) else "a")
             if list(shape) != expected or rank not in shapes.get(other, ()):
-                raise UserError(f"{where}: {path}", found=f"shape {list(shape)}", expected="a factor of a pair")
+                raise UserError(
+                    f"{where}: {path}",
+                    found=f"shape {list(shape)}",
+                    expected=f"a LoRA factor that matches {kernel} of shape {[inputs, outputs]} and {other}",
+                )
         elif path in scales:
             check_shape(f"{where}: {path}", tuple(shape), scales[path], model)
         elif path not in table:

@@ -31,7 +31,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] |
       devices: the devices to choose from, by default all. If the mesh is smaller, it uses the first ones.
 
     Raises:
-      UserError: the sizes do not fit the number of devices, or the mesh would have no device of some process.
+      UserError: the sizes do not fit the number of devices, or the mesh would leave out all devices of a process.
     """
     devices, rest = devices or jax.devices(), fsdp * tensor
     if data == -1:

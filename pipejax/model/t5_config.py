@@ -233,7 +233,11 @@ class T5Config(Backbone):
         for name in present[1:]:
             alias = tensors.pop(name)
             if not np.array_equal(alias.read(), tensors[present[0]].read()):
-                raise UserError(f"{alias.file}: {name}", f"differs from {present[0]}", expected="the same table")
+                raise UserError(
+                    f"{alias.file}: {name}",
+                    found=f"a table that differs from {present[0]}",
+                    expected="the embedding table that the encoder and the decoder share",
+                )
         if present:
             tensors[SHARED[0]] = tensors.pop(present[0])
         head, _ = dataclasses.replace(self, tied_head=False).tensors().get("lm_head/kernel", (HEAD, ""))

@@ -207,7 +207,7 @@ def first_difference(now: Settings, then: Settings) -> str:
 
 
 def flattened(settings: Mapping[str, object]) -> Settings:
-    """Returns settings by present dotted keys.
+    """Returns settings by their current dotted keys.
 
     Notes of older releases have sections, "outer": {"inner": ...}, as the settings of a custom method may have.
     """

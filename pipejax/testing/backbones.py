@@ -165,7 +165,7 @@ def _check_names(case: BackboneCase) -> None:
         if owners.setdefault(theirs, path) != path:
             refuse(config, "tensors", f"{theirs} for {owners[theirs]} and {path}", "different names")
     if lost := sorted({*config.tables} - shapes.keys()):
-        refuse(config, "tables", lost[0], f"some of {', '.join(sorted(shapes))}")
+        refuse(config, "tables", lost[0], f"the path of a parameter: {' or '.join(sorted(shapes))}")
     param_shardings(config, unflatten_dict(shapes, sep="/"), make_mesh(1, 1, 1))  # a rule for each
     for path, x in shapes.items():
         expect(config, f"init_params: {path}", x, "float32", x.shape)

@@ -79,7 +79,7 @@ class Layout:
         return jax.eval_shape(lambda: self.strategy.query(self.strategy.init(1))[1]).lineage is not None
 
     def key(self, history: History, slot: int) -> Key:
-        """The key of a slot, by which a slot of training and a slot of decoding are the same."""
+        """The key of a slot. A slot of training and a slot of decoding correspond if their keys are equal."""
         return history.context(slot) if self.has_lineages else history.cells[slot][:2]
 
     @cached_property

@@ -104,9 +104,9 @@ def check_padding(method: Method, losses: Losses) -> None:
 
 
 def check_targets(method: Method, slots: Slots, losses: Losses) -> None:
-    """Requires that the gradient raises the logit of a right token most, at every slot with a weight.
+    """Requires that gradient descent raises a right token's logit more than all others at every slot with a weight.
 
-    The divisor must be positive, and the same for other logits.
+    The divisor must be positive, and must not depend on the logits.
     """
     targets = slots.targets.reshape(GROUPS, SLOTS, -1)
     weights = slots.weights.reshape(targets.shape)

@@ -168,7 +168,8 @@ def _check_bounds(strategy: Strategy, history: History, found: Answers, *, is_en
     least, last = found.calls, max((time for _, time, _ in history.cells), default=0) + 1
     most = max(least, last, strategy.places[1] if found.truncated else 0)
     if not least <= found.steps <= most:
-        expected = f"{least} to {most}, from the number of calls to the last time of a query"
+        limit = "of the grid" if found.truncated else "up to the last query"
+        expected = f"at least {least}, the number of calls, and at most {most}, the number of time-steps {limit}"
         strategy_checks.refuse(strategy, "result: steps", found.steps, expected)
     if is_endless and found.truncated is None:
         strategy_checks.refuse(strategy, "result: truncated", None, "a limit, since no end token was generated")

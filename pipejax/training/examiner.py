@@ -35,7 +35,7 @@ SAMPLES = 3  # examples whose predictions are shown after each evaluation
 
 
 def bound_decoding(config: Config, encoded: Sequence[Encoded]) -> Config:
-    """Returns the config with the limits of decoding reduced to the size of the dev targets, plus half.
+    """Returns the config with the limits of decoding reduced to about 1.5 times the longest dev target.
 
     The limits are `grid.time_max`, `grid.sub_max` and `decode.max_length`; each becomes at most 1.5 times the longest
     target plus 8. A model that has not learned to end its rows decodes up to its limits, so without this reduction the
@@ -120,11 +120,12 @@ class Examiner:
 
         Args:
           step: the number of updates made.
-          params: the parameters after that step.
+          params: the parameters after these updates.
           progress: the progress display, which gets the scores and a few samples.
-          stopped: whether the training has to stop; called before and after each batch. After True the evaluation is
-            abandoned, and neither `best` nor the log changes.
-          reach: called with the progress as text, such as "8 of 64 answers", counted over all processes.
+          stopped: a function that returns whether the training has to stop, called before and after each batch. After
+            True the evaluation is abandoned, and neither `best` nor the log changes.
+          reach: a function that is called with the progress as text, such as "8 of 64 answers", counted over all
+            processes.
 
         Returns:
           Whether the evaluation was completed.

@@ -1,6 +1,6 @@
 """The memory that a training step needs on each device, estimated by arithmetic.
 
-`pipejax plan` prints the estimate, and `train.remat=auto` chooses by it.
+`pipejax plan` prints the estimate, and `train.remat=auto` uses the estimate to choose.
 """
 
 import dataclasses

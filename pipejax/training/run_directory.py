@@ -120,7 +120,7 @@ class RunDirectory:
 
         Args:
           config: the resolved config.
-          tokenizer: written if the run has none yet.
+          tokenizer: the tokenizer, which is written if the run has none yet.
           step: the step to continue from; later lines of the log are removed.
           data: the fingerprints of the examples, by name.
         """
@@ -140,8 +140,8 @@ class RunDirectory:
     def _set_aside_best(self, config: Config, data: Mapping[str, str]) -> None:
         """Renames best/ unless it belongs to this run.
 
-        It does belong to this run if the run was killed before its first checkpoint: it then starts from step 0 again
-        and passes the same steps.
+        The directory best/ belongs to this run if the run was killed before its first checkpoint: the run then starts
+        from step 0 again and passes the same steps.
         """
         best = self.path / "best"
         if _same_run(best, config, data):

@@ -12,7 +12,7 @@ Line = JsonObject  # one object of the log; the value of "event" determines the 
 def read_log(path: Path) -> list[tuple[str, Line]]:
     """Returns the valid lines of a log, each as text and as an object.
 
-    Invalid lines, such as one torn by a crash, are skipped.
+    Invalid lines, such as a line that a crash left incomplete, are skipped.
     """
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):

@@ -156,7 +156,7 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
         raise UserError(
             "auxiliary",
             found="auxiliary parameters without train.init_from",
-            expected="train.init_from with the checkpoint beside which they are trained",
+            expected="train.init_from with the checkpoint of the model for which the auxiliary parameters are trained",
         )
     elif config.train.lora_rank:
         raise UserError(

@@ -89,11 +89,11 @@ def batch_loss(
         "targets" and f32 "weights" as the loss takes them.
       dropout: the key of the step; None: no dropout.
       loss: the loss of the method.
-      position: gives the decoder's positions from rows and times.
+      position: the function that returns the decoder's positions from rows and times.
       part: the index of this part of a batch; None: the batch is whole.
       most_logits: the most logits computed at once, see `losses.in_parts`.
       beside: auxiliary parameters, in `params`; the result is then their loss and its divisor. None: there are none.
-      group: gives the groups of rows, see `grid.shares_group`; None: all rows are in group 0.
+      group: the function that returns the groups of rows, see `grid.shares_group`; None: all rows are in group 0.
     """
     source, example = batch["source"], batch["example"]
     source_mask = jnp.arange(source.shape[1]) < batch["source_length"][:, None]
@@ -186,16 +186,16 @@ def train_step(
       batch: the arrays of a batch; see `batch_loss`.
       key: the dropout key of the step.
       loss: the loss of the method.
-      position: gives the decoder's positions from rows and times.
+      position: the function that returns the decoder's positions from rows and times.
       accumulate: the number of parts, A.
       clip_norm: the largest global norm of the gradient.
       is_trained: whether the parameter at a path is trained.
-      place: applied to the parameters before the forward pass, to gather sharded tables.
+      place: the function that is applied to the parameters before the forward pass, to gather sharded tables.
       rate: the learning rate by update count, for the metrics only.
       branch: how an update that is not finite is skipped.
       most_logits: the most logits computed at once, see `losses.in_parts`.
-      beside: the auxiliary parameters, which are then trained by their loss; None: there are none.
-      group: gives the groups of rows, as for `batch_loss`.
+      beside: the auxiliary parameters, which are trained by their own loss; None: there are none.
+      group: the function that returns the groups of rows, as for `batch_loss`.
 
     Returns:
       The new state, and the scalars "loss", "tokens", "grad_norm", "good" and "learning_rate".

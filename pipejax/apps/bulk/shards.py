@@ -138,7 +138,7 @@ class Output:
             raise UserError(
                 f"--output {path}",
                 found="a directory with other files",
-                expected="a new or empty directory, or one of an unfinished pipejax bulk",
+                expected="a new or empty directory, or that of an unfinished pipejax bulk run",
             )
 
     def __enter__(self) -> Self:
@@ -180,7 +180,7 @@ class Output:
             shards = list[Shard](found["shards"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
-                self.manifest, found=f"no manifest of format {FORMAT}", expected="the manifest of a pipejax bulk"
+                self.manifest, found=f"no manifest of format {FORMAT}", expected="the manifest of a pipejax bulk run"
             ) from error
         if other := first_difference(_fixed_values(work), then):
             raise UserError(

@@ -56,7 +56,7 @@ class File(NamedTuple):
 
     def _refusal(self, error: Exception) -> UserError:
         said = str(error) or type(error).__name__
-        return UserError(self, f"cannot be read ({said})", expected="a whole zip without a password")
+        return UserError(self, f"cannot be read ({said})", expected="a complete zip file without a password")
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields ("FILE:LINE", text) for each line."""

@@ -184,7 +184,12 @@ def trace_of(record: Object, delay: int, place: str) -> list[list[RowCall]] | No
                 raise UserError(at, found=found_entry, expected="[row, written, accepted, [drafted ids]]")
             row, written, accepted, drafted = entry
             if not last < row <= known + 1:
-                raise UserError(at, found=found_entry, expected=f"a row from {last + 1} to {known + 1}, in order")
+                raise UserError(
+                    at,
+                    found=found_entry,
+                    expected=f"a row number from {last + 1} to {known + 1}",
+                    hint="the rows of a call are listed in ascending order",
+                )
             known, last, before = max(known, row), row, written_of[row]
             written_of[row] += written
             line = [*ids[row], None] if row < len(ids) else [None]  # None stands for eos, whatever its id

@@ -365,7 +365,8 @@ class _HostCheck:
         given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
         app = self._app
         if given and not self._is_known(host_of(given[0])):  # browsers always send one; HTTP/1.0 clients may not
-            message = f"Host: found {shown_value(given[0])}; expected this machine, or a name of --allow-host"
+            expected = "localhost, a loopback address or a name given with --allow-host"
+            message = f"Host: found {shown_value(given[0])}; expected {expected}"
             app = refusal(Refused(421, message, code="unknown_host"))
         await app(scope, receive, send)
 

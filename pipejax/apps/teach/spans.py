@@ -129,12 +129,12 @@ class Spans:
 
 
 def align(found: Candidates, written: Written, *, moves: bool) -> Array:
-    """The number i32 [B, R] of each row's candidate; M: the row has no candidate.
+    """Returns the number i32 [B, R] of each row's candidate; the number M means that the row has no candidate.
 
     Args:
       found: the candidates.
       written: the rows.
-      moves: whether a row may be another candidate than the one of its own number.
+      moves: whether the candidate of a row may have another number than the row.
     """
     rows, count = written.tokens.shape[1], found.tokens.shape[1]
     compared = min(found.tokens.shape[2], written.tokens.shape[2])

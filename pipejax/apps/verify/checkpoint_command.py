@@ -2,8 +2,8 @@
 
     pipejax checkpoint verify DIR [--json]
 
-Exit codes: 0 if all steps are intact; 1 if a step is damaged, cannot be read now, or was saved with another tokenizer;
-2 if DIR is not a run directory.
+Exit codes: 0 if all steps are intact; 1 if a step is damaged, cannot be read at the moment, or was saved with another
+tokenizer; 2 if DIR is not a run directory.
 """
 
 import contextlib

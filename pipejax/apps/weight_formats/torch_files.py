@@ -175,7 +175,7 @@ def _named(file: Path, module: object, name: object) -> Name:
     """Returns a name in a pickle if it is one of the supported functions and classes.
 
     Raises:
-      UserError: the name is another one, which could run code.
+      UserError: the name is not a supported one; the object that it names could run code.
       ValueError: the name is not text.
     """
     if not isinstance(module, str) or not isinstance(name, str):
@@ -183,7 +183,7 @@ def _named(file: Path, module: object, name: object) -> Name:
     if (module, name) not in FUNCTIONS and not (module in ("torch", "torch.storage") and name in STORAGES):
         raise UserError(
             file,
-            found=f"{f'{module}.{name}'!r:.80} in the pickle, which is not a plain tensor and could run code",
+            found=f"{f'{module}.{name}'!r:.80} in the pickle, which no plain tensor needs and which could run code",
             expected="only plain tensors",
         )
     return Name(name)

@@ -30,7 +30,7 @@ __all__ = [
 
 
 def make(name: str) -> Drafter:
-    """The drafter of a value of `decode.draft`: one of `registry.DRAFTERS`, or MODULE:CLASS.
+    """Returns the drafter that a value of `decode.draft` names: one of `registry.DRAFTERS`, or MODULE:CLASS.
 
     Raises:
       UserError: the module is not imported yet, or the class is not a drafter.

@@ -78,7 +78,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class TargetModel:
-    """The model that a drafter drafts for, for `Drafter.load`."""
+    """The model for which a drafter drafts, an argument of `Drafter.load`."""
 
     config: Config
     fingerprint: str = ""  # of its parameters, the `params_fp` of its checkpoint; "": unknown
@@ -87,9 +87,9 @@ class TargetModel:
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of rows. A frozen dataclass, static under jit; its state is a pytree of fixed shapes.
+    """Guesses the next tokens of rows. A drafter is a frozen dataclass, static under jit; its state has fixed shapes.
 
-    The first axis of all arrays of the state is B. A drafter may also have the following members:
+    The state is a pytree of arrays whose first axis is B. A drafter may also have the following members:
 
     - `wants`, a set of elements of `WANTS`. With "encoded", `SourceIds.encoded` has the output of the encoder, in the
       dtype of the computation. With "hidden", `Written.hidden` has outputs of the decoder. With "parameters",
@@ -99,8 +99,8 @@ class Drafter(Protocol):
     - `read(source)`, traced, and called once for each batch of sources after the encoder: returns a tree of arrays
       with B as the first axis, `SourceIds.memory` in the other methods. `SourceIds.encoded` is then given to `read`
       alone.
-    - `widen(source, slots)`, traced: returns `SourceIds.memory` for the same sources padded to `slots` tokens. Needed
-      if the shape of the result of `read` depends on L.
+    - `widen(source, slots)`, traced: returns `SourceIds.memory` for the same sources padded to `slots` tokens. The
+      method is needed if the shape of the result of `read` depends on L.
     - `probes`, P: the number of probe columns of a row in a call, see `Probes`. Each call feeds them, unless the cache
       is nearly full.
     - `loops`, True if `propose` computes a loop over a cache. The state may then have arrays with another first axis,
