@@ -182,7 +182,7 @@ def decode_batch(
     slots: int,
     backend: Backend = XLA,
 ) -> Segment:
-    """Decodes an encoded batch with one cache size, as a part of `decoding.run`; only arrays are not static.
+    """Decodes an encoded batch with one cache size, as a part of `decoding.run`; arrays are traced, the rest is static.
 
     Args:
       model: the module.
