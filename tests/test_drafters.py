@@ -74,7 +74,7 @@ def opened(drafter: Any, **decode: Any) -> Generator:
     )
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(4))
     own = {"vector": jnp.asarray(vector(MORE_WORDS.d_model))}
-    return Generator(config, params, None, drafter=OpenDrafter(drafter, params=own))
+    return Generator(config, params, None, drafter=drafter and OpenDrafter(drafter, params=own))
 
 
 def count_drafts(given: list[list[int]], records: Sequence[Any]) -> int:
@@ -99,6 +99,57 @@ def test_a_drafter_reads_parameters_and_outputs_of_the_encoder() -> None:
     rng = np.random.default_rng(5)
     given = [[*rng.permutation(np.arange(2, 12))[: rng.integers(3, 9)].tolist(), 1] for _ in range(6)]
     assert count_drafts(given, drafting.decode(given, drafter=Ranked(odds=(0.98,)), batch_size=1)) > 20
+
+
+def test_new_weights_keep_the_parameters_of_the_drafter() -> None:
+    """As evaluations in a training do, which free the weights between them."""
+    drafting, given = opened(Ranked(), draft=f"{NAME}:Ranked", draft_checkpoint="given"), [[5, 9, 4, 1], [7, 2, 11, 1]]
+    before = drafting.decode(given)
+    drafting.programs.forget_params()
+    drafting.programs.set_params(oracle.random_params(MORE_WORDS, np.random.default_rng(4)))
+    assert drafting.decode(given) == before
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Ranked):
+    """A `Ranked` that keeps a number for each token of the source."""
+
+    def read(self, source: Any) -> jax.Array:
+        """i32 [B, L], the ids of the source."""
+        return source.ids
+
+    def widen(self, source: Any, slots: int) -> jax.Array:
+        """The ids, padded."""
+        return jnp.pad(source.memory, ((0, 0), (0, slots - source.memory.shape[1])))
+
+    def init(self, source: Any, rows: int) -> Any:
+        """No state."""
+        return ()
+
+    def propose(self, state: Any, written: Any, most: int) -> Any:
+        """The first tokens of the source."""
+        tokens = jnp.broadcast_to(written.source.memory[:, None, :most], (*written.length.shape, most))
+        return state, Draft(tokens, jnp.full_like(written.length, most), jnp.zeros_like(written.length))
+
+
+def test_what_a_drafter_reads_has_the_length_of_the_memory() -> None:
+    """Sources of 40 and 60 tokens are padded to other lengths, and their memories to the same one."""
+    drafting, plain = opened(Whole(), draft=f"{__name__}:Whole", draft_checkpoint="given"), opened(None)
+    rng = np.random.default_rng(5)
+    given = [[*rng.integers(2, 12, length).tolist(), 1] for length in (40, 60, 100)]
+    expected = [record["row_ids"] for record in plain.decode(given, batch_size=1)]
+    streamed: list[Any] = [list(drafting.stream_rows(ids))[-1] for ids in given]
+    for answers in (streamed, drafting.decode(given, batch_size=1)):
+        assert [record["row_ids"] for record in answers] == expected
+
+
+def test_a_drafter_that_reads_the_encoder_is_warmed_up() -> None:
+    """At a length that is less than the length of its memory."""
+    drafting = opened(Ranked(), draft=f"{NAME}:Ranked", draft_checkpoint="given")
+    drafting.warm_up([40], batch_sizes=(1,))
+    compiled = len(drafting.programs._compiled)
+    drafting.decode([[*[5, 9] * 19, 1]])
+    assert len(drafting.programs._compiled) == compiled > 1
 
 
 @dataclasses.dataclass(frozen=True)

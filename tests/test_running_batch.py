@@ -5,14 +5,18 @@ import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 
-from pipejax.config import Config, DecodeConfig, TrainConfig
+from pipejax.config import Config, DecodeConfig, GridConfig, TrainConfig
+from pipejax.decoding.drafters import FromModel
 from pipejax.inference.batch_programs import BatchPrograms
+from pipejax.inference.drafter_parameters import OpenDrafter
 from pipejax.inference.generator import Generator
 from pipejax.inference.running_batch import RunningBatch
 from pipejax.system.errors import UserError
+from pipejax.testing.recomputation import TOY
 from support import oracle
 from support.tiny import MORE_WORDS
 
@@ -108,3 +112,47 @@ def test_cache_is_full_only_at_its_largest_size(batch: RunningBatch, monkeypatch
         UserError, match=f"^slots: found a cache of {sizes[-1]} slots, which is full before all examples are finished"
     ):
         batch._run_steps(5)
+
+
+# A small T5 that drafts.
+
+SHARP = dataclasses.replace(TOY, num_decoder_layers=3)
+
+
+@pytest.fixture(scope="module")
+def drafted() -> Generator:
+    """A generator whose small T5 is the model itself, so that nearly all of its drafts are right."""
+    config = Config(
+        model=SHARP,
+        grid=GridConfig(time_max=16, sub_max=3),
+        train=TrainConfig(method="pipelined"),
+        decode=DecodeConfig(draft="model", draft_checkpoint="given", draft_tokens=4),
+    )
+    # Larger weights give sharper probabilities, so that long drafts are worth their columns.
+    params = jax.tree.map(lambda x: 3 * x, SHARP.init_params(jax.random.key(3)))
+    drafter = OpenDrafter(FromModel(least=0.0), config=config, params=params)
+    return Generator(config, params, None, drafter=drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [1, 2])
+def test_drafts_of_a_small_t5_do_not_depend_on_former_answers(drafted: Generator, places: int) -> None:
+    """Answers of a running batch take no more calls than answers of batches of the same size, which begin anew."""
+    rng = np.random.default_rng(0)
+    given = [rng.integers(2, 60, 12).tolist() for _ in range(6)]
+    records = drafted.decode(given, method="pipelined", batch_size=places)
+    strategy = cast(Any, drafted.make_strategy("pipelined"))
+    batch, calls, waiting, of = RunningBatch(drafted.programs, strategy, places), {}, [*range(6)], dict[int, int]()
+    while waiting or of:
+        while waiting and batch.free:
+            number = waiting.pop(0)
+            of[batch.add(given[number])] = number
+        decoded, done = batch.advance()
+        for place in [place for place in of if done[place]]:
+            assert decoded.calls is not None
+            calls[of.pop(place)] = int(decoded.calls[place])
+            batch.drop(place)
+    expected = [record["calls"] for record in records]
+    assert sum(calls.values()) <= sum(expected) < sum(record["steps"] for record in records)
+    if places == 1:
+        assert [calls[i] for i in range(6)] == expected

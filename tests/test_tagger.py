@@ -182,6 +182,26 @@ def test_the_loss_equals_plain_python(tags: SpanTags, delay: int) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
 
+@pytest.mark.parametrize("tags", [FREE, NAMED])
+def test_copies_that_fill_a_batch_do_not_count(tags: SpanTags) -> None:
+    """Their targets have weight 0; `data.batches.fixed_batches` makes them."""
+    examples = [random_example(np.random.default_rng(seed), tags) for seed in range(4)]
+    names = [*map(len, tags.row_names)]
+    answers = [
+        [[*name, *row] for name, row in zip(tags.row_names or [()] * len(rows), rows, strict=True)]
+        for rows, _ in examples
+    ]
+    batch = batch_of(answers, [source for _, source in examples], 1 if not names else 0, names)
+    batch["weights"][1] = 0  # the last two examples
+    encoded = np.random.default_rng(5).standard_normal((*batch["source"].shape, WIDTH)).astype(np.float32)
+    params = random_params(tags, 3)
+    outputs: Any = SimpleNamespace(batch=jax.tree.map(jnp.asarray, batch), encoded=jnp.asarray(encoded))
+    total, count = tags.loss(params, outputs)
+    pairs = [*zip(encoded, examples, strict=True)][:2]
+    assert float(total) == pytest.approx(sum(plain_loss(tags, params, x, *example) for x, example in pairs), rel=1e-4)
+    assert int(count) == sum(len(rows) for rows, _ in examples[:2])
+
+
 def plain_span(tags: SpanTags, source: list[int], goes_on: np.ndarray, place: int) -> tuple[list[int], float]:
     """The tokens of the span that begins at a place, and the log-probability that it ends where it does."""
     stop = next((i for i in range(place + 1, len(source)) if goes_on[i] <= 0), len(source))

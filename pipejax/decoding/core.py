@@ -397,9 +397,15 @@ def refill(
         """The entries of `new` for examples that begin. Arrays without a first axis of B, like `row`, do not change."""
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
+    def put_queried(new: Array, old: Array) -> Array:
+        """As `put`, but arrays without a first axis of B are those of `new`."""
+        return put(new, old) if len(new) == len(begins) else new
+
     def begin_anew(old: tuple[Tree, Query]) -> tuple[Tree, Query]:
-        fresh: tuple[Tree, Query] = strategy.query(strategy.init(len(begins), source))
-        found: tuple[Tree, Query] = jax.tree.map(put, fresh, old)
+        # The query writes to the cache of a drafter, which has no axis B: the first tokens of the examples that begin,
+        # and, in free slots, drafts of the running ones.
+        state = jax.tree.map(put, strategy.init(len(begins), source), old[0])
+        found: tuple[Tree, Query] = jax.tree.map(put_queried, strategy.query(state), old)
         return found
 
     old = strategy.stop(carry.state, ends), carry.query

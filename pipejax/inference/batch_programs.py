@@ -237,10 +237,7 @@ class BatchPrograms:
         if self.functions.has_reader:
             own, encoded = call("read", self._weights[1], source, length, encoded), None
         read = SourceIds(source, length, encoded, own, apart=True)
-        slots = memory.mask.shape[1]
-        if isinstance(source, jax.ShapeDtypeStruct):  # the shapes alone are wanted
-            return Encoded(memory, jax.eval_shape(partial(pad_source, slots=slots), read))
-        return Encoded(memory, pad_source(read, slots))
+        return Encoded(memory, pad_source(read, memory.mask.shape[1]))
 
     def join(
         self, call: Call, encoded: Encoded | None, carry: Carry | None, one: Encoded

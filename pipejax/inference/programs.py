@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipejax import decoding
-from pipejax.data.shapes import bucket, pad
+from pipejax.data.shapes import bucket, memory_length, pad
 from pipejax.decoding import (
     GREEDILY,
     QUERY_COUNTS,
@@ -120,7 +120,7 @@ def encode_batch(
 
 
 def read_batch(drafter: Drafter, parameters: Tree, source: jax.Array, length: jax.Array, encoded: jax.Array) -> Tree:
-    """Calls `Drafter.read`, and checks its result. The drafter is static.
+    """Calls `Drafter.read`, and `Drafter.widen` for the length of the memory; checks the result. The drafter is static.
 
     Args:
       drafter: the drafter.
@@ -129,7 +129,11 @@ def read_batch(drafter: Drafter, parameters: Tree, source: jax.Array, length: ja
       length: i32 [B].
       encoded: [B, L, D], the outputs of the encoder, if the drafter wants them.
     """
-    found = drafter.read(SourceIds(source, length, encoded=encoded, parameters=parameters))  # type: ignore[attr-defined]
+    given = SourceIds(source, length, encoded=encoded, parameters=parameters)
+    found = drafter.read(given)  # type: ignore[attr-defined]
+    if hasattr(drafter, "widen"):
+        given = dataclasses.replace(given, encoded=None, memory=found)
+        found = drafter.widen(given, memory_length(source.shape[1]))
     strategy_checks.check_rows(drafter, "read", found, (len(length),))
     return found
 
@@ -247,7 +251,14 @@ def prepare(backend: Backend, model: Module, params: Tree) -> Ready:
 
 
 def pad_source(source: SourceIds, slots: int) -> SourceIds:
-    """Pads the ids and the outputs of the encoder to `slots` tokens; the last axis of the ids is L."""
+    """Pads the ids and the outputs of the encoder to `slots` tokens; the last axis of the ids is L.
+
+    If an array is a `ShapeDtypeStruct`, all arrays of the result are.
+    """
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(source)):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), source)
+        padded: SourceIds = jax.eval_shape(partial(pad_source, slots=slots), shapes)
+        return padded
     more = slots - source.ids.shape[-1]
     if not more:
         return source
@@ -288,6 +299,7 @@ class Programs:
         self._reuses = self.devices[0].platform in ITERATION_STEPS
         self._alone: contextlib.AbstractContextManager[object]
         self._alone = threading.Lock() if self._reuses else contextlib.nullcontext()
+        self._drafter: Tree = None  # the drafter's parameters; None: it has none
         self._tuned: dict[Strategy, set[Strategy]] = {}  # what `tuned_for` returned for each strategy
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -297,9 +309,10 @@ class Programs:
 
         Args:
           params: arrays of this process or sharded over several processes.
-          drafter: the drafter's parameters, arrays of this process; None: it has none.
+          drafter: the drafter's parameters, arrays of this process; None: as before, at first none.
         """
-        self._ready = dataclasses.replace(prepare(self.backend, self.model, params), drafter=drafter)
+        self._drafter = self._drafter if drafter is None else drafter
+        self._ready = dataclasses.replace(prepare(self.backend, self.model, params), drafter=self._drafter)
         self._call_costs = call_costs(self._ready.decoding, self.backend)
         self._forget_copies()
 
@@ -312,14 +325,14 @@ class Programs:
         return tuned
 
     def forget_params(self) -> None:
-        """Frees the memory of the weights, until `set_params`; compiled programs are kept."""
+        """Frees the memory of the weights, until `set_params`; programs and the drafter's parameters are kept."""
         del self._ready
         self._forget_copies()
 
     @property
     def drafter_parameters(self) -> Tree:
         """The drafter's parameters; None: it has none."""
-        return self._ready.drafter
+        return self._drafter
 
     def _forget_copies(self) -> None:
         self._results.clear()

@@ -56,6 +56,7 @@ class Rows:
     tokens: Array  # i32 [B, R, W], values of the rows, without names, with end tokens; STOP beyond
     length: Array  # i32 [B, R], number of tokens of the value, without the end token; 0: none, or W or more
     exists: Array  # bool [B, R], whether there is a row with a value
+    counts: Array  # bool [B], whether the example counts: copies that fill a batch do not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +160,9 @@ class SpanTags(Auxiliary):
         """
         batch = outputs.batch
         source, length = batch["source"], batch["source_length"]
-        real = jnp.arange(source.shape[1]) < length[:, None]
-        logits, rows = self.apply(params, outputs.encoded, real), self.rows_of(batch)
+        rows = self.rows_of(batch)
+        real = (jnp.arange(source.shape[1]) < length[:, None]) & rows.counts[:, None]
+        logits = self.apply(params, outputs.encoded, real)
         places = self.find(rows, source, length)
         is_entry = (rows.tokens[:, :, None] == self.entry_ids).all(axis=3) & (rows.length > 0)[:, :, None]  # [B, R, E]
         if self.row_names:
@@ -181,7 +183,8 @@ class SpanTags(Auxiliary):
             is_in = is_entry.any(axis=1)
             total += jax.nn.softplus(jnp.where(is_in, -logits.entries, logits.entries)).sum()
             others = (rows.exists & ~places.any(axis=2) & ~is_entry.any(axis=2)).any(axis=1)
-            total += jax.nn.softplus(jnp.where(others, -params["other"], params["other"])).sum()
+            losses = jax.nn.softplus(jnp.where(others, -params["other"], params["other"]))
+            total += jnp.where(rows.counts, losses, 0).sum()
         best = jnp.where(places, begins, NEVER).argmax(axis=2)  # [B, R]
         total += self._loss_of_ends(jnp.broadcast_to(goes_on, places.shape), best, rows, places.any(axis=2))
         if not self.row_names:
@@ -214,7 +217,7 @@ class SpanTags(Auxiliary):
         exists, length = length > 0, jnp.where(length < self.longest, jnp.maximum(length, 0), 0)
         # Without end tokens.
         tokens = jnp.where(jnp.arange(self.longest) < length[:, :, None], tokens[:, :, : self.longest], STOP)
-        return Rows(tokens, length, exists)
+        return Rows(tokens, length, exists, jnp.zeros(sources, bool).at[owner].max(counts, mode="drop"))
 
     def find(self, rows: Rows, source: Array, length: Array) -> Array:
         """The places bool [B, R, L] of the source, i32 [B, L] with `length` i32 [B], where each row is found."""

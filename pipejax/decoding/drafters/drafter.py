@@ -99,8 +99,8 @@ class Drafter(Protocol):
     - `read(source)`, traced, and called once for each batch of sources after the encoder: returns a tree of arrays
       with B as the first axis, `SourceIds.memory` in the other methods. `SourceIds.encoded` is then given to `read`
       alone.
-    - `widen(source, slots)`, traced: returns `SourceIds.memory` for the same sources padded to `slots` tokens. The
-      method is needed if the shape of the result of `read` depends on L.
+    - `widen(source, slots)`, traced, and called after `read` and when a source joins longer ones: returns
+      `SourceIds.memory` padded to `slots` tokens. Needed if the shape of the result of `read` depends on L.
     - `probes`, P: the number of probe columns of a row in a call, see `Probes`. Each call feeds them, unless the cache
       is nearly full.
     - `loops`, True if `propose` computes a loop over a cache. The state may then have arrays with another first axis,
