@@ -1,4 +1,4 @@
-"""Tables in Markdown of the files in lab/benchmarks/results, for docs/speed.md. `generated.py` shows them."""
+"""Tables in Markdown of the files in lab/benchmarks/results, for the pages in docs. `generated.py` shows them."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks import plot, trees
-from lab.experiments import distance_probes
+from lab.experiments import distance_probes, relatives
 from lab.experiments.tables import bounds, paper
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "lab" / "benchmarks" / "results"
@@ -234,4 +234,5 @@ KINDS = {
     "equal": rounding,
     "memory": memory,
     "free_ratio": bounds.table,
+    "decoder_speed_ratio": relatives.table,
 }

@@ -15,8 +15,11 @@ from typing import Any
 from lab.benchmarks.systems import machine, save
 from lab.demo import CONFIG
 from pipejax.apps.compare import compare_command
+from pipejax.apps.teach.tagging import teach_tagger
 from pipejax.config import METHODS, load
+from pipejax.data import make_task
 from pipejax.system import cli
+from pipejax.system.files import write_text
 from pipejax.training.loop import fit
 
 # The settings of each training, by the name of its run.
@@ -24,6 +27,8 @@ TRAININGS = {
     **{f"demo_long_{name}": (f"train.method={name}",) for name in METHODS},
     "demo_long_branching": ("method=branching",),
 }
+LABELLED = 2000  # the sources whose answers train the tagger
+TAGGED = "demo_long_tagged"  # the run of the pipelined method with a tagger, which `pipejax teach --tagger` trains
 # The entries of the comparison: the name of a run, and the rest of the entry. The first one is the baseline.
 ENTRIES = (
     ("demo_long_sequential", "name=sequential"),
@@ -31,6 +36,7 @@ ENTRIES = (
     ("demo_long_pipelined", "name=pipelined"),
     ("demo_long_pipelined", "draft=source,name=pipelined with drafts of source"),
     ("demo_long_pipelined", "draft=jacobi,name=pipelined with drafts of jacobi"),
+    (TAGGED, "draft=spans,name=pipelined with drafts of spans"),
     ("demo_long_branching", "name=branching"),
     ("demo_long_branching", "method=branching,method.least=10,name=branching with 10 phrases at least"),
 )
@@ -53,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
             cli.note(f"--- {place}")
             if code := fit(load(CONFIG, [*settings, f"train.seed={seed}", *flags.overrides]), place):
                 return code
+        if code := add_tagger(root, seed):
+            return code
         found = compared(root, seed, limit=flags.limit)
         results += [{"seed": seed, "headline": found["headline"], **entry} for entry in found["entries"]]
     print("\n".join(table(results)))
@@ -66,6 +74,15 @@ def main(argv: Sequence[str]) -> int:
 def run_of(name: str, seed: int) -> str:
     """The directory of a run; the first seed has the directory of `make demo`."""
     return f"{name}-{seed}" if seed else name
+
+
+def add_tagger(root: Path, seed: int) -> int:
+    """Trains the tagger of a seed on the pipelined run's answers to the training sources; returns the exit code."""
+    place, sources = root / run_of(TAGGED, seed), root / "relatives-sources.jsonl"
+    cli.note(f"--- {place}")
+    examples = make_task(load(CONFIG).data).examples("train")[:LABELLED]
+    write_text(sources, "".join(json.dumps({"id": e.id, "source": e.source}) + "\n" for e in examples))
+    return teach_tagger(str(root / run_of("demo_long_pipelined", seed)), str(sources), place)
 
 
 def compared(root: Path, seed: int, *, limit: int | None) -> dict[str, Any]:

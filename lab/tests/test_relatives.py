@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lab.experiments import relatives
+from pipejax.apps.teach import tagging
 
 TINY = ("model.d_model=16", "model.d_kv=4", "model.d_ff=24", "model.num_heads=2", "model.num_decoder_layers=1")
 SHORT = ("train.steps=2", "train.evaluate_every=2", "train.evaluate_examples=2", "train.checkpoint_every=2")
@@ -29,7 +30,9 @@ def test_a_table_has_the_figures_of_all_seeds() -> None:
 
 
 @pytest.mark.long
-def test_all_entries_are_trained_and_compared(tmp_path: Path) -> None:
+def test_all_entries_are_trained_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tagging, "STEPS", 2)
+    monkeypatch.setattr(relatives, "LABELLED", 20)
     out = tmp_path / "out.json"
     settings = [f"--set={setting}" for setting in (*TINY, *SHORT)]
     code = relatives.main(["--json", str(out), "--workdir", str(tmp_path), "--seeds", "1", "--limit", "3", *settings])

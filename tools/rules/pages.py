@@ -103,9 +103,9 @@ def architecture_names_what_exists(repository: Repository) -> Iterator[Finding]:
 
 
 def results_are_on_their_page(repository: Repository) -> Iterator[Finding]:
-    """docs/speed.md or docs/gpu.md shows each file of lab/benchmarks/results, but for gpu.json, and no other."""
+    """The pages with results show each file of lab/benchmarks/results, but for gpu.json, and no other."""
     page, folder = "docs/speed.md", "lab/benchmarks/results/"
-    text = repository.text(page) + repository.text("docs/gpu.md")
+    text = "".join(repository.text(name) for name in (page, "docs/gpu.md", "docs/compared.md"))
     names = {name.removeprefix(folder) for name in repository.named(folder + "*.json")} - {"gpu.json"}
     shown = set(re.findall(r"^```\{results\} (.+)$", text, re.MULTILINE))
     for name in sorted(names ^ shown):
