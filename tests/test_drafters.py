@@ -1,6 +1,7 @@
 """Drafters of a user: named in a config, with parameters and the encoder's outputs, and checked where they enter."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -205,7 +206,10 @@ def test_outputs_of_the_decoder_in_the_kernel_gave_the_newest_tokens(kernel: cpu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [Ranked(), RankedOnce()], ids=["init", "read"])
+@pytest.mark.parametrize(
+    "drafter",
+    [pytest.param(Ranked(), marks=pytest.mark.long, id="init"), pytest.param(RankedOnce(), id="read")],
+)
 def test_check_drafter_accepts_drafters_with_parameters(drafter: Any) -> None:
     """Offline, in batches, and in a batch whose sources come and go."""
     line = check_drafter(drafter, parameters={"vector": jnp.asarray(vector(16))}, sources=4)
@@ -404,7 +408,7 @@ def test_a_program_names_the_drafter_of_a_run_to_import_it(named: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", program],
         cwd=named.parent,
-        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(named.parent), "PATH": "/usr/bin:/bin"},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -127,7 +127,14 @@ def test_requests_against_repetition_beside_others(generator):
 FOREIGN = ["support.foreign_drafters:Ranked", "support.foreign_drafters:RankedOnce"]
 
 
-@pytest.fixture(params=["source", "jacobi", "model", "shared encoder", *FOREIGN])
+@pytest.fixture(
+    params=[
+        "source",
+        "shared encoder",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("jacobi", "model")),
+        *(pytest.param(name, marks=[] if name.endswith("RankedOnce") else pytest.mark.long) for name in FOREIGN),
+    ]
+)
 def drafting(request, generator, tmp_path):
     """The generator with drafts of each kind."""
     assert support.foreign_drafters, "its module is imported"

@@ -102,7 +102,7 @@ class Everywhere(Jacobi):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["page", "everywhere"])
+@pytest.mark.parametrize("kind", [pytest.param("page", marks=pytest.mark.long), "everywhere"])
 def test_probes_change_no_answer(kind: str, page: Any) -> None:
     """With all delays and stops, in batches, alone and in a batch whose sources come and go."""
     assert "answers do not change" in check_drafter(page.Ahead() if kind == "page" else Everywhere(), sources=4)
