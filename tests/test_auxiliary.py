@@ -108,6 +108,7 @@ def test_a_stopped_training_continues_as_if_it_had_not_stopped(base: Path, run: 
         fit(dataclasses.replace(config_of(base), auxiliary=Even(scale=0.2)), place)
 
 
+@pytest.mark.slow
 def test_a_drafter_finds_the_parameters_of_its_run(base: Path, run: Path) -> None:
     named = {"decode.draft": "support.foreign_auxiliary:FromEven"}
     given = [[5, 9, 12, 7, 1], [8, 6, 1]]

@@ -153,6 +153,7 @@ def compared(
     return [difference(a, b) for a, b in zip(computed(whole), computed(in_blocks), strict=True)]
 
 
+@pytest.mark.slow
 def test_packed_grid_with_dropout_equals_attend() -> None:
     rng = np.random.default_rng(0)
     assert max(apart(rng, decoder(rng, 1, 70), rate=0.1, heads=1)) < 1e-5
@@ -175,6 +176,7 @@ def test_slots_attend_to_their_own_sources() -> None:
     assert max(apart(rng, across(rng, 2, 50, 131), rate=0.1)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [100, *(pytest.param(n, marks=pytest.mark.slow) for n in (40, 200))])
 def test_the_band_of_whole_sources_has_the_gradient_of_the_bias(length: int) -> None:
     """Sources without padding, whose lengths are no multiples of the blocks."""

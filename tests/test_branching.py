@@ -118,6 +118,7 @@ def test_answers_equal_plain_python(rows: int, times: int, least: int) -> None:
     assert all(seen[key] for key in ("cut", "whole", "several", "shared", "below others")), seen
 
 
+@pytest.mark.slow
 def test_generator_returns_phrases_in_the_order_of_their_means() -> None:
     rng = np.random.default_rng(5)
     params, method = branching_params(FEW, rng, bias=6.0), Branching(8, 6, 2)

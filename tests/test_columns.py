@@ -188,6 +188,7 @@ def run(request: Any, tmp_path_factory: pytest.TempPathFactory, compiled_once: N
     return directory / "run"
 
 
+@pytest.mark.slow
 def test_a_table_comes_back_as_a_table(run: Path, tmp_path: Path) -> None:
     """The table has the columns of the training data, also from Parquet; JSON lines have all other fields, too."""
     import pyarrow.parquet

@@ -416,6 +416,7 @@ def test_a_program_names_the_drafter_of_a_run_to_import_it(named: Path) -> None:
     assert found.stdout == "True user_drafter:AsSource\n", found.stderr
 
 
+@pytest.mark.slow
 def test_drafters_of_the_page_are_opened_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are saved as files, as the page says, and change no answer."""
     page = (ROOT / "docs" / "drafting.md").read_text()

@@ -313,6 +313,7 @@ def resembling(params, rng, noise):
     return jax.tree.map(lambda x: (x + noise * x.std() * rng.standard_normal(x.shape)).astype(np.float32), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "delay, time_max, sub_max, literal",
     [

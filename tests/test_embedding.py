@@ -89,6 +89,7 @@ def test_each_device_sums_its_own_examples():
     np.testing.assert_allclose(compiled(tokens, gradient), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -98,6 +98,7 @@ def test_low_rank_factors_are_trained_alone(trained, tmp_path):
 
 
 @BOTH
+@pytest.mark.slow
 def test_bfloat16_and_int8_stay_near(model):
     """Of int8 the table, too, which is head and embedding."""
     params = varied(model, 3, centered=True)

@@ -111,6 +111,7 @@ def test_answers_equal_algorithm_1(method: InGroups) -> None:
     assert changed > 2
 
 
+@pytest.mark.slow
 def test_a_row_that_sees_no_other_is_an_answer_of_its_own() -> None:
     """With a group for each row and all rows at once: as the sequential decoder writes it after its prefix."""
     params = oracle.random_params(MORE_WORDS, np.random.default_rng(1), eos_scale=1.3)

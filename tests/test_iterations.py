@@ -281,6 +281,7 @@ def test_beams() -> None:
     assert seen["apart"] > 1 and seen["cut"] > 1, seen
 
 
+@pytest.mark.slow
 def test_answers_that_come_and_go() -> None:
     assert check_stream(Setting(GRID, 2, slots=(14,), steps=3), range(5)) > 25
 

@@ -240,6 +240,7 @@ def decoded(model, params, backend, options=GREEDILY):
     return programs.decode(SOURCES, GRID, batch_size=3, across=1, report=Report(), options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "t5gemma" else x for x in BACKBONES])
 def test_answers_equal_the_layers(name, kernel):
     model, forced = BACKBONES[name], np.random.default_rng(3).integers(3, 50, (3, 4, 12))

@@ -335,6 +335,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path) -> 
     return {"config": config, "run": done}, fingerprints(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pandas", "datasets", "arrow"])
 def test_a_table_trains_as_its_file_does(tmp_path: Path, trained: tuple[dict[str, Any], list[Any]], kind: str) -> None:
     found, expected = trained

@@ -141,6 +141,7 @@ def plain(found: Record) -> list[Any]:
 WAYS: list[dict[str, Any]] = [{}, {"scores": True}, {"draft": "source"}, {"draft": "jacobi"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, ways",
     [("pipelined", WAYS[:2]), *(pytest.param(name, WAYS[2:], marks=slow) for name in ("pipelined", "sequential"))],

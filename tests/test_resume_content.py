@@ -105,6 +105,7 @@ def away(here: Path) -> Path:
     return away
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_equal_content_resumes(here: Path, away: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(here)

@@ -83,6 +83,7 @@ class Counting(Rule):
         return queries.put(state, queries.pick(state) + tokens % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=slow) for kind in (Growing, Table)), Counting])
 def test_a_rule_that_follows_the_interface_passes(kind: type[Rule]) -> None:
     line = testing.check_rule(kind, sources=4)
@@ -194,6 +195,7 @@ def grows(rows: list[list[int]]) -> bool:
     return all(row == sorted(row) for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sequential", pytest.param("pipelined", marks=slow)])
 def test_a_named_rule_changes_all_ways_of_decoding(strategy: str) -> None:
     made = generator()

@@ -353,6 +353,7 @@ def test_a_warmup_may_be_a_share_of_the_steps():
 # Initial weights.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[3]])
 @pytest.mark.parametrize(
     "sizes",

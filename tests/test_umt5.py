@@ -41,6 +41,7 @@ from support.tiny import RUN, change, metrics
 TINY = UMT5.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])

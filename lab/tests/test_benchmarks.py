@@ -308,6 +308,7 @@ def test_median_interval_covers_the_median_of_random_samples():
     assert systems.median_interval([1.0] * 5) is None
 
 
+@pytest.mark.slow
 def test_two_trees_take_turns(tmp_path, capsys):
     out = tmp_path / "trees.json"
     flags = ["--model", "tiny", "--sources", "2x8,5+7", "--pattern", "2x3", "--rounds", "1", "--threads", "1"]

@@ -107,6 +107,7 @@ def check_decodes(name: str, case: int, seeds: range) -> int:
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, case", [("small", 0), ("v1.1", 1)])
 def test_tokens_equal_step_decoder(name: str, case: int) -> None:
     assert check_decodes(name, case, range(2))

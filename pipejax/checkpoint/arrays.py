@@ -153,7 +153,7 @@ def _open_arrays(place: Path, template: Tree) -> list[ts.TensorStore]:
     Raises:
       Damaged: an array is missing, unexpected, or of another shape or dtype than in the template.
     """
-    # Orbax writes this file; reading does not need it, but a step without it is incomplete
+    # Orbax writes this file. Reading does not need the file, but a step without it is incomplete.
     os.stat(place / "_METADATA")
     base = {"driver": "file", "path": f"{absolute(place)}/"}
     kept, context = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#nodes"}, ts.Context(_LIMITS)
@@ -176,7 +176,7 @@ def _open_arrays(place: Path, template: Tree) -> list[ts.TensorStore]:
 class Saving(threading.Thread):
     """A thread that waits for the writes of a save.
 
-    It is a daemon thread, so it does not keep the process alive; a process that ends meanwhile commits nothing.
+    The thread is a daemon and does not keep the process alive; a process that ends meanwhile commits nothing.
     """
 
     def __init__(self, step: int, writes: list[Writes], commit: Callable[[], None]) -> None:
@@ -187,7 +187,7 @@ class Saving(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Waits for the writes, and commits if this process is the only one; else `Store.settle` commits."""
+        """Waits for the writes, and commits if there is only this process; with several, `Store.settle` commits."""
         self.error = wait_for(self._writes)
         if not (self.error or distributed.several()):
             try:

@@ -41,11 +41,12 @@ def _sums(x: Array) -> Array:
     Sums do not depend on the order of elements, so they do not depend on the mesh.
 
     The first sum weights each word by an odd number made of its position, so that one changed bit always changes the
-    sum. The second sum hashes word and position, so that changes which cancel in the first rarely cancel here.
+    sum. The second sum hashes word and position, so that changes that cancel in the first sum rarely cancel in the
+    second.
     """
     position, words = places(x.shape), _words(x)
     terms = words * (2 * position + 1), mix(words ^ (position * jnp.uint32(GOLDEN)))
-    if x.ndim > 1:  # reducing both together, first over axis 0, is several times faster on a CPU
+    if x.ndim > 1:  # reducing the two sums together, first over axis 0, is several times faster on a CPU
         zeros = jnp.uint32(0), jnp.uint32(0)
         terms = jax.lax.reduce(terms, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,))
     return jnp.stack([term.sum(dtype=jnp.uint32) for term in terms])
@@ -53,7 +54,7 @@ def _sums(x: Array) -> Array:
 
 @functools.cache
 def _compiled_sums(mesh: Mesh | None) -> Callable[[Array], Array]:
-    """Returns the compiled `_sums`; with a mesh, its result is replicated, so that every process has it."""
+    """Returns the compiled `_sums`; with a mesh, the result is replicated, so that every process has the sums."""
     return jax.jit(_sums, out_shardings=NamedSharding(mesh, P())) if mesh else jax.jit(_sums)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a step: the fingerprint of every array, the data position and the config, sealed with SHA-256.
+"""The manifest of a step: its number, the fingerprint of every array, metadata and the config, sealed with SHA-256.
 
 Orbax does not check content: it restores a flipped bit without an error. So the manifest is committed together with the
 arrays, and a step that does not match its manifest is not used.
@@ -32,7 +32,8 @@ _DTYPE = re.compile(r"bool|u?int(8|16|32)|float(16|32)|bfloat16")
 class Metadata(TypedDict, total=False):
     """The known metadata of a step; a manifest may contain other keys as well."""
 
-    # fingerprints of the examples: "data", those trained on; "data_whole", all, if in memory; "dev", the dev split
+    # Fingerprints of examples: "data" of the examples trained on, "data_whole" of all training examples if they are in
+    # memory, "dev" of the dev split.
     data: str
     data_whole: str
     dev: str
@@ -104,8 +105,8 @@ def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
 
     Raises:
       Damaged: the seal is wrong, or the manifest belongs to another step.
-      UserError: the seal is right but the form is unknown, as in steps of other releases, or the parameters do not fit
-        the config.
+      UserError: the seal is right, but the form of the manifest is unknown, as in steps of other releases, or the
+        parameters do not fit the config.
     """
     if not isinstance(manifest, dict) or manifest != _seal(manifest):
         raise Damaged("manifest does not match its seal")

@@ -37,11 +37,11 @@ def open_run(directory: str | Path, *, best: bool = False, packed: bool = False,
     Args:
       directory: a run directory or a converted checkpoint.
       best: read the step of the best evaluation instead of the newest step.
-      packed: keep weights saved in bfloat16, or in int8 with scales, in that form; else all parameters are float32.
+      packed: keep weights saved in bfloat16, or in int8 with scales, in that form; if not, all parameters are float32.
       apart: keep low-rank factors separate from their matrices.
 
     Raises:
-      UserError: this is not a run directory, or none of its steps is intact.
+      UserError: the directory is not a run directory, or none of its steps is intact.
     """
     directory = Path(directory)
     kind = "best" if best else "checkpoints"
@@ -82,7 +82,7 @@ def open_auxiliary(directory: str | Path, fingerprint: str) -> Tree:
 
     Args:
       directory: the run directory.
-      fingerprint: the `params_fp` of the model beside which they are used; "": it is not compared.
+      fingerprint: the `params_fp` of the model beside which the parameters are used; "": nothing is compared.
 
     Raises:
       UserError: the run cannot be read, has no auxiliary parameters, or trained them beside another model.
@@ -99,8 +99,8 @@ def check_beside(where: str, trained: str, fingerprint: str) -> None:
 
     Args:
       where: the place of the parameters, for the message.
-      trained: the `params_fp` of the model beside which they were trained.
-      fingerprint: the one of the model beside which they are used; "": unknown, so it is not compared.
+      trained: the `params_fp` of the model beside which the parameters were trained.
+      fingerprint: the `params_fp` of the model beside which the parameters are used; "": unknown and not compared.
     """
     if fingerprint and trained != fingerprint:
         raise UserError(
@@ -129,7 +129,7 @@ def report_conversion(restored: Restored) -> None:
 
 
 def tokenizer_of(restored: Restored) -> Tokenizer | None:
-    """Returns the tokenizer of an opened run, or None if it has none.
+    """Returns the tokenizer of an opened run, or None if the run has no tokenizer.
 
     Raises:
       UserError: the tokenizer's files changed after the step was saved.
@@ -190,7 +190,7 @@ def save_params(
             write_text(partial / "config.json", config_lib.to_json(config))
     except OSError as error:
         reason = error.strerror or str(error)
-        # It lists source, target and reason of each file; the source may be a temporary copy.
+        # A shutil.Error lists source, target and reason of each file; the source may be a temporary copy.
         if isinstance(error, shutil.Error):
             reason = str(error.args[0][0][2]).partition(": ")[0]
         raise UserError(directory, f"cannot be written ({reason})") from error

@@ -23,7 +23,7 @@ GONE, REPLACED = ".gone-", ".replaced-"
 
 
 class Steps:
-    """The steps of one directory. Only one process at a time may write to it."""
+    """The steps of one directory. Only one process at a time may write to the directory."""
 
     def __init__(self, directory: Path, keep: int | None, keep_every: int) -> None:
         """Keeps the last `keep` committed steps (None: all), and all multiples of `keep_every` (0: none)."""
@@ -33,7 +33,7 @@ class Steps:
     def all(self) -> list[int]:
         """Returns the committed steps, newest first.
 
-        Every entry named like a step counts, so damaged ones are noticed.
+        Every entry named like a step counts, so that damaged steps are noticed.
         """
         if not self.directory.is_dir():
             return []
@@ -50,7 +50,7 @@ class Steps:
         return self.directory / f"{step}{STAGING}"
 
     def identity(self, step: int) -> tuple[int, int] | None:
-        """Returns device and inode of the step, which change when it is replaced; None if there is no such step."""
+        """Returns device and inode of a step, which change when the step is replaced; None if there is no such step."""
         try:
             status = os.lstat(self.place(step))
         except FileNotFoundError:
@@ -58,14 +58,14 @@ class Steps:
         return status.st_dev, status.st_ino
 
     def commit(self, step: int) -> None:
-        """Turns the staged files into a step, durably, then removes older steps.
+        """Turns the staged files into a step that survives a loss of power, then removes older steps.
 
         If the rename cannot be synced, a loss of power may undo it, so the older steps stay and a warning is logged.
         """
         sync_tree(self.staging(step))
         named = self.directory / str(step)
         if named.exists():
-            # `place` still finds it if the process is killed before the next rename
+            # `place` still finds the old step if the process is killed before the next rename.
             named.rename(self.directory / f"{REPLACED}{step}")
         self.staging(step).rename(named)
         try:
@@ -127,8 +127,8 @@ class Steps:
     def _sweep_gone(self) -> None:
         """Deletes steps that are no longer needed.
 
-        A step that was being replaced when the process was killed gets its name back, unless its successor has the
-        name.
+        A step that was being replaced when the process was killed gets its name back, unless the new step already has
+        this name.
         """
         with contextlib.suppress(OSError):  # on failure the directories stay until the next save
             for path in self.directory.glob(f"{REPLACED}*"):

@@ -1,4 +1,4 @@
-"""Saves steps in the background, commits each completely or not at all, and verifies a step before it is used.
+"""Saves steps in the background, commits each step completely or not at all, and verifies a step before its use.
 
 `steps.py` commits the files of a step, `arrays.py` writes its arrays. A failed save leaves all earlier steps unchanged.
 `Best` keeps the best step of a run: on disk, or in memory as long as the disk cannot be written.
@@ -52,7 +52,7 @@ class Restored:
     metadata: Metadata
     arrays: dict[str, Fingerprints]  # fingerprints by item and path
     path: Path  # the step's directory
-    is_former: bool = False  # whether it was saved by a release without `data.special_tokens`
+    is_former: bool = False  # whether a release without `data.special_tokens` saved the step
 
     def tokenizer_files(self) -> Path | None:
         """Returns the directory of the run's tokenizer, or None if the run has none.
@@ -77,12 +77,12 @@ class Replaced(Exception):
 
 
 class Store:
-    """The steps in one directory. In a run with several processes, all must make the same calls."""
+    """The steps in one directory. In a run with several processes, all processes must make the same calls."""
 
     def __init__(
         self, directory: Path, *, keep: int | None = None, keep_every: int = 0, writable: bool = False
     ) -> None:
-        """Opens the directory. A writable store creates it and removes the files of interrupted saves.
+        """Opens the directory. A writable store creates the directory and removes the files of interrupted saves.
 
         Args:
           directory: checkpoints/ or best/ of a run directory.
@@ -153,8 +153,8 @@ class Store:
                 if distributed.first():
                     about |= self._tokenizer
                     self._steps.sweep()
-                    # Created first: without these directories the other processes wait in Orbax, for ten minutes if
-                    # this one fails.
+                    # These directories are created first: without them the other processes wait in Orbax, for ten
+                    # minutes if this process fails.
                     for name in items:
                         (staging / name / "array_metadatas").mkdir(parents=True)
             with distributed.fail_together(Exception):
@@ -172,7 +172,7 @@ class Store:
     def _tokenizer(self) -> dict[str, dict[str, str]]:
         """The tokenizer's digests at the first save, as metadata.
 
-        They are computed once, because files that change later are not the ones that the run uses.
+        The digests are computed once, because the run does not use files that change later.
         """
         found = digests(self.directory.parent / "tokenizer")
         return {"tokenizer": found} if found else {}
@@ -204,8 +204,8 @@ class Store:
 
         Args:
           step: the number of the step.
-          expect: returns the templates of the wanted items; None: the parameters alone, with the auxiliary
-            ones if there are some, on the host.
+          expect: returns the templates of the wanted items; None: only the parameters, and the auxiliary parameters
+            if there are some, on the host.
 
         Raises:
           Damaged: the step does not match its manifest.
@@ -275,9 +275,9 @@ class Store:
     def retire(self, newest: int) -> None:
         """Removes the steps that are not kept beside `newest`.
 
-        `commit` does so as well, but a kill may have come between the commit and the removal.
+        `Steps.commit` removes these steps as well, but a kill may have come between the commit and the removal.
         """
-        # The other processes wait, so that none lists the steps before the removal.
+        # The other processes wait, so that no process lists the steps before the removal.
         with distributed.fail_together(UserError):
             if distributed.first():
                 self._steps.retire(newest)
@@ -432,7 +432,7 @@ class Best:
             self.settle()
 
     def settle(self) -> bool:
-        """Saves the waiting parameters, if there are any. Returns False if that fails; the log then has the reason."""
+        """Saves the waiting parameters, if there are any. Returns False if the save fails; the log has the reason."""
         if self._waiting is None:
             return True
         step, score, params = self._waiting

@@ -1,4 +1,4 @@
-"""student.json: the statement of a small T5 that `pipejax teach --student` trained, about the model it drafts for."""
+"""student.json, in which a run of `pipejax teach --student` names the model that its small T5 drafts for."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ STUDENT = "student.json"  # in the run directory
 
 
 def shared_encoder(directory: str | Path) -> str:
-    """Returns the fingerprint of the encoder that a small T5 shares with the model it drafts for; "": it has its own.
+    """Returns the fingerprint of the encoder that a small T5 shares with the model it drafts for; "" if none is shared.
 
     Raises:
       UserError: student.json in the run directory cannot be read.
@@ -28,6 +28,6 @@ def shared_encoder(directory: str | Path) -> str:
 
 
 def report_own_encoder(directory: str | Path) -> None:
-    """Reports, for a run whose T5 shares an encoder, that its conversion does not."""
+    """Reports, for a run whose T5 shares an encoder, that the converted T5 has its own encoder."""
     if shared_encoder(directory):
         note(f"{directory}: {STUDENT} is not converted; the converted T5 drafts with its own copy of the encoder")

@@ -1,4 +1,4 @@
-"""Classifies the errors of Orbax and TensorStore: damaged files, temporary conditions such as lack of memory, noise."""
+"""Classifies errors of Orbax and TensorStore: damaged files, temporary conditions such as lack of memory, noise."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from pipejax.system.errors import UserError, out_of_memory
 from pipejax.system.files import digest_of
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # raised if a step lacks files: it is damaged
-# TensorStore's messages about a file's content; its other messages are about the call, such as the path
+# TensorStore's messages about a file's content. Other messages are about the call, such as the path.
 CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")
 PASSING = re.compile(  # in messages of TensorStore and XLA about temporary conditions: the file may be good
     "RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|UNKNOWN|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|UNIMPLEMENTED"
@@ -98,7 +98,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the reason of a failed save; the operating system's message if one of the causes has an errno."""
+    """Returns the reason of a failed save: the operating system's message, if one of the causes has an errno."""
     if isinstance(error, UserError):
         return str(error)
     for cause in _chain(error):

@@ -1,18 +1,18 @@
 """The decoding loop.
 
-A strategy is a frozen dataclass of plain numbers (static under jit). It determines which tokens a step feeds, their
-coordinates on the grid, and which tokens it takes from the logits. The loop packs the live queries of a batch, records
-the coordinates of all cache slots, calls the model, and passes the generated tokens back to the strategy. This module
-does not depend on a particular model.
+A strategy is a frozen dataclass of plain numbers (static under jit). The strategy determines which tokens a step feeds,
+the coordinates of these tokens on the grid, and which tokens are chosen from the logits. The loop packs the live
+queries of a batch, records the coordinates of all cache slots, calls the model, and passes the generated tokens back to
+the strategy. This module does not depend on a particular model.
 
-The work of a step is proportional to the live queries: only open rows are fed, and they attend to a cache that is about
-as large as the slots in use. XLA requires static shapes, so there are a few sizes of each (`Sizes`). Each cache size
-has a separate program. The program contains one `while_loop` for each number of queries, which runs as long as the
-steps need that number; a `switch` inside a single loop would copy the cache. When a step does not fit into the cache,
-the program returns, and the program of the next cache size continues.
+The work of a step is proportional to the live queries: only open rows are fed, and they attend to a cache that is
+about as large as the slots in use. XLA requires static shapes, so code is compiled for a few numbers of queries and a
+few cache sizes (`Sizes`). Each cache size has a separate program. The program contains one `while_loop` for each number
+of queries; the loop runs as long as the steps need that number. (A `switch` inside a single loop would copy the cache.)
+When a step does not fit into the cache, the program returns, and the program of the next cache size continues.
 
 On devices where reading the condition of a loop takes long, one iteration of the loop computes several steps
-(`Sizes.steps`). Steps after the end of the loop are computed too, but change only free slots.
+(`Sizes.steps`). Steps after the end of a decode are computed as well, but change only free slots.
 
 Shapes: B batch, S most queries of an example in a step (one for each row, unless there are drafts), T time-steps of the
 grid, N queries of a step over the whole batch, Q queries of one example, C cache slots of the program, V vocabulary.
@@ -140,8 +140,8 @@ def run(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) ->
 def run_in_one_program(decode_segment: Callable[[int, Carry | None], Segment], sizes: Sizes) -> Decoded:
     """Decodes with growing caches like `run`, but traced: one program contains the loops of all cache sizes.
 
-    A larger cache is used only if an example of the batch is not done. The function is for programs
-    that are exported: all sizes are compiled, however short the answers are.
+    A larger cache is used only if an example of the batch is not done. The function is for programs that are exported:
+    all sizes are compiled, however short the answers are.
 
     Args:
       decode_segment: as for `run`, but traced.
@@ -225,9 +225,9 @@ def decode(
       slots: C, the size of the cache.
       options: how tokens are chosen.
       pause_after: i32 scalar, the loop pauses after this number of steps; None: it does not pause.
-      listen: a function that maps the number of steps left to a new number after each step, so that the host can
-        shorten it.
-      watched: bool [B], the loop pauses as soon as one of these examples is done; None: it does not.
+      listen: a function that maps the number of steps left to a new number after each step, so that the host can lower
+        this number.
+      watched: bool [B], the loop pauses as soon as one of these examples is done; None: done examples cause no pause.
     """
     loop = _Loop(strategy, model, sizes, slots, options, listen, watched)
     carry = dataclasses.replace(grow(model, carry, slots), steps_left=pause_after)
@@ -262,7 +262,7 @@ class _Loop:
         return [min(n, self.strategy.most_queries) for n in self.sizes.query_counts]
 
     def can_continue(self, carry: Carry) -> Array:
-        """Bool scalar, whether the next step fits into the cache, no pause is due, and an example is not done."""
+        """bool scalar, whether the next step fits into the cache, no pause is due, and an example is not done."""
         done = self.strategy.done(carry.state)
         limits = jnp.asarray([self.slots - width for width in self.widths], jnp.int32)
         # Steps after the end of an iteration still write to the cache, so there must be room for one more step.
@@ -273,7 +273,7 @@ class _Loop:
         return goes if carry.steps_left is None else goes & (carry.steps_left > 0)
 
     def fits(self, size: int, carry: Carry) -> Array:
-        """bool scalar: the loop can continue, and the next step has this size."""
+        """bool scalar, whether the loop can continue and the next step has this size."""
         return self.can_continue(carry) & (carry.size == size)
 
     def run_all_sizes(self, carry: Carry) -> Carry:
@@ -360,7 +360,7 @@ class _Loop:
             chosen = choice.choose_tokens(greedy, logits, queries, options, carry.states)
         if strategy.choose is not None and (options.need_logits or options.forced is not None):
             shape = asked.tokens.shape
-            strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as something is wished")
+            strategy_checks.expect(strategy, "choose", chosen, "int32", shape, of=", tokens, as the options require")
         return choice.force_tokens(chosen, queries, options), logits, hidden, cache
 
 
@@ -389,7 +389,7 @@ def refill(
       begins: bool [B], the examples to begin.
       ends: bool [B], the examples to stop.
       sizes: as for `decode`.
-      options: as for `decode`, of all examples, the new ones included.
+      options: as for `decode`; the options of all examples, including the new examples.
       source: the sources of all examples, for a strategy that reads them.
     """
 

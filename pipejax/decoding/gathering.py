@@ -48,8 +48,8 @@ class Query:
     time: Array  # i32 [B|1, S]
     live: Array  # bool [B, S], whether the query is fed; at least one query is live until every example is done
     lineage: Array | None = None  # i32 [B, S, T], the one row that a query sees at each time; None: `grid.visible`
-    # i32 [B, S], CERTAIN, DRAFTED or PROBE: other queries see no probe, and a probe sees no drafted token. None: there
-    # are no probes.
+    # i32 [B, S], CERTAIN, DRAFTED or PROBE. Queries of other kinds see no probe, and a probe sees no drafted token.
+    # None: there are no probes.
     kind: Array | None = None
 
 
@@ -71,8 +71,8 @@ class Step:
     tokens: Array  # i32 [N]
     query_at_place: Array | None  # i32 [B, Q], the number among N of the query at each place; N: no query
     place_of_query: Array | None  # i32 [N], the place of each query, as an index into B * Q; B * Q: a filler
-    mask: Array  # bool [B, Q, C], whether the query sees the slot, its own included
-    position: Array  # i32 [B, Q]; minus the position of a key, it is the key's relative distance
+    mask: Array  # bool [B, Q, C], whether the query sees the slot; a query sees its own slot
+    position: Array  # i32 [B, Q]; the relative distance of a key is this position minus the key's position
     key_position: Array  # i32 [B, C]
     row: Array  # i32 [B, Q], coordinates of the queries; NOWHERE for fillers
     time: Array  # i32 [B, Q]
@@ -91,7 +91,7 @@ def count_slots(live: Array, kept: Array) -> Array:
 
 
 def hide(rejected: Array, live: Array, filled: Filled, start: Array) -> Filled:
-    """The coordinates of the slots after rejected queries are hidden from all later queries.
+    """The coordinates of the slots, with the rejected queries hidden from all later queries.
 
     Args:
       rejected: bool [B, S], the queries to hide.
@@ -133,7 +133,7 @@ def gather(
     place = jnp.cumsum(live, axis=1) - 1  # the place of each live query within its example
 
     def at_places(x: Array, otherwise: int) -> Array:
-        """[B, S] -> [B, Q], the live entries moved to the front, and `otherwise` behind them."""
+        """[B, S] -> [B, Q], with the live entries moved to the front, and `otherwise` behind the live entries."""
         hit = query.live[:, :, None] & (place[:, :, None] == jnp.arange(width))
         return jnp.where(hit.any(axis=1), jnp.where(hit, x[:, :, None], 0).sum(axis=1), otherwise)
 
@@ -170,7 +170,7 @@ def gather(
 
 
 def query_coordinates(step: Step) -> tuple[Array, Array, Array]:
-    """Example, row and time, i32 [N] each, of the queries. Fillers have the last example, and rows beyond the grid."""
+    """Example, row and time of the queries, i32 [N] each. A filler has the last example and a row beyond the grid."""
     batch, width = step.row.shape
     place = jnp.arange(batch * width) if step.place_of_query is None else step.place_of_query
     row, time = (jnp.append(x.reshape(-1), x.max())[place] for x in (step.row, step.time))

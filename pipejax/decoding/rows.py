@@ -32,7 +32,9 @@ class RowState:
     retired: Array  # bool [B, R], True once this end token is fed as well
     started: Array  # i32 [B], number of rows that have started (k of Algorithm 1)
     done: Array  # bool [B]
-    circle: Array | None = None  # i32 [B], the time at which rows began to repeat, or NEVER; None unless `unique`
+    # i32 [B], the time at which the answer is known to repeat itself, or NEVER: see `Rows.find_circle`. The field is
+    # None unless `unique` is set without `literal`.
+    circle: Array | None = None
     drafts: Tree = None  # a `DraftState`, if there are drafts
 
 
@@ -41,9 +43,9 @@ class Rows(Plain):
 
     A new row starts every `delay` time-steps; with a delay of 0 all rows start at time 0. By default rows start until
     one of them is empty or `sub_max` rows have started, and decoding stops when no more row can start and all rows have
-    ended. With `literal`, lines 5-13 of the paper are followed exactly: rows start after an empty one, too, and
-    decoding stops as soon as all started rows have ended. With `unique`, unless `literal`, no more rows start when the
-    answer repeats itself: see `find_circle`.
+    ended. With `literal`, lines 5-13 of the paper are followed exactly: rows also start after an empty row, and
+    decoding stops as soon as all started rows have ended. With `unique` and without `literal`, no more rows start when
+    the answer repeats itself: see `find_circle`.
 
     Subclasses are frozen dataclasses whose fields are these settings.
     """
@@ -71,9 +73,9 @@ class Rows(Plain):
     def slots_without_drafts(self) -> int:
         """The most slots that a batch fills if each row feeds one token in a call and its examples share slots.
 
-        The first row is fed in every call. The second call may have one more query, and every `delay` calls after it
-        another one. If no row is open, time jumps to the next start; the first call there feeds the new bos and the
-        end tokens of all rows that ended since the previous jump.
+        The first row is fed in every call. From the second call on, a call may have a second query; from `delay` calls
+        later on, a third query; and so forth. If no row is open, time jumps to the next start; the first call there
+        feeds the new bos and the end tokens of all rows that ended since the previous jump.
         """
         if not self.delay:
             return self.rows * self.time_max
@@ -100,8 +102,8 @@ class Rows(Plain):
 
     def find_open(self, state: RowState) -> Array:
         """bool [B, R], the open rows: started, not ended, with time left, in examples that are not done."""
-        # An integer comparison instead of `& ~done[:, None]`, since LLVM cannot compile the vector of flags that it
-        # would make of the latter for AVX-512.
+        # This is an integer comparison, because LLVM cannot compile the vector of flags that `& ~done[:, None]` becomes
+        # for AVX-512.
         begun = jnp.where(state.done, 0, state.started)
         in_time = self.first + state.length < self.time_max
         return (jnp.arange(self.rows) < begun[:, None]) & ~state.ended & in_time
@@ -146,14 +148,15 @@ class Rows(Plain):
     def find_circle(self, tokens: Array, length: Array, ended: Array, ends: Array) -> Array:
         """i32 [B], the time at which the answer is known to repeat itself, or NEVER.
 
-        An answer repeats itself once two consecutive rows have ended and each of them equals a row above it. Since a
-        row never ends before an equal row above it, both are complete by then. End tokens are not compared.
+        An answer repeats itself once two consecutive rows have ended and each of these rows equals a row above it. A
+        row never ends before an equal row above it, so the rows above are complete by then. End tokens are not
+        compared.
 
         Args:
           tokens: i32 [B, R, T].
           length: i32 [B, R], the end token included.
           ended: bool [B, R], by an end token.
-          ends: bool [B, R], the rows that ended in the last call; if none did, nothing is compared.
+          ends: bool [B, R], the rows that ended in the last call; if no row ended, nothing is compared.
         """
         rows = jnp.arange(self.rows)
 
@@ -175,10 +178,10 @@ class Rows(Plain):
         return time
 
     def least_above(self, x: Array) -> Array:
-        """i32 [B, R], the least of `x` over the rows above each row on which it depends; `NEVER` if there are none.
+        """i32 [B, R], for each row the least of `x` over the rows above on which the row depends, or `NEVER` if none.
 
-        If rows start at the same time, a row depends on the rows that it sees. Otherwise all rows above determine
-        whether it starts.
+        If rows start at the same time, a row depends on the rows that it sees. Otherwise a row depends on all rows
+        above, because they determine whether the row starts.
         """
         if self.delay or self.group is None:
             return over_earlier_rows(jax.lax.cummin, x, NEVER)

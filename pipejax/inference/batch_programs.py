@@ -1,4 +1,4 @@
-"""The programs of a running batch: the functions that are compiled, and their calls.
+"""The programs of a running batch: the functions from which programs are compiled, and the calls of the programs.
 
 Shapes: B places, R rows of the grid, W times, L slots of the memory, C slots of the cache.
 """
@@ -40,7 +40,7 @@ DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is do
 
 
 class Changes(NamedTuple):
-    """The changes of a batch before steps are taken, and when the loop pauses."""
+    """The changes of a batch before the next steps, and the conditions under which the loop pauses."""
 
     begins: np.ndarray  # bool [B], the examples to begin
     ends: np.ndarray  # bool [B], the examples to stop
@@ -51,7 +51,7 @@ class Changes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchFunctions:
-    """The functions of the programs of a running batch, which are traced; all fields are static."""
+    """The traced functions from which the programs of a running batch are compiled; all fields are static."""
 
     model: Module
     backend: Backend
@@ -81,7 +81,7 @@ class BatchFunctions:
         return hasattr(self.strategy.drafter, "read")
 
     def _bind(self, weights: Tree, encoded: Encoded, options: DecodingOptions = GREEDILY) -> tuple[Refillable, Tree]:
-        """Returns the strategy, bound to the sources if it reads them, and the decoder of all places."""
+        """Returns the strategy, bound to the sources if the strategy reads them, and the decoder of all places."""
         strategy, _ = bind_drafter(self.model, self.strategy, weights[1], encoded.source, options)
         decoder = self.backend.decoder(self.model, lora.choose(weights[0], encoded.memory.adapter), encoded.memory)
         return cast(Refillable, strategy), decoder
@@ -132,7 +132,7 @@ class BatchFunctions:
         """Begins and stops examples, then takes steps until the loop pauses.
 
         Args:
-          weights: the decoder's weights and the drafter's parameters; None: it has none.
+          weights: the decoder's weights and the drafter's parameters, which are None if the drafter has none.
           encoded: the sources of all places.
           carry: the state of all places.
           options: the options of all places.
@@ -143,7 +143,7 @@ class BatchFunctions:
           watched: bool [B], the examples that pause the loop when they are done.
 
         Returns:
-          The rows so far, bool [B] of done examples, the number of steps left of `most`, and the new carry.
+          The rows so far; bool [B], the done examples; the number of steps left of `most`; and the new carry.
         """
         (strategy, decoder), sizes = self._bind(weights, encoded, options), self.sizes
         carry = decoding.refill(
@@ -204,7 +204,7 @@ class BatchPrograms:
         self._by_name = self.functions.by_name()
 
     def program(self, name: str, *given: Tree, **static: int) -> Tree:
-        """Returns the compiled program for arguments of these shapes, which may be `ShapeDtypeStruct`s."""
+        """Returns the compiled program for the shapes of `given`, whose arrays may be `ShapeDtypeStruct`s."""
         whose = () if name == self.encoder else (self.strategy, self.places)
         key = name, *whose, *static.values(), *shapes_of(given)
 
@@ -230,7 +230,7 @@ class BatchPrograms:
         return memory
 
     def read(self, call: Call, memory: Memory, source: Tree, length: Tree) -> Encoded:
-        """Returns the encoded source, with the parts that the drafter reads, if the strategy has one."""
+        """Returns the encoded source, with the parts that the drafter reads if the strategy reads sources."""
         if not self.strategy.reads_source:
             return Encoded(memory, None)
         encoded, memory, own = memory.encoded, dataclasses.replace(memory, encoded=None), None
@@ -242,7 +242,7 @@ class BatchPrograms:
     def join(
         self, call: Call, encoded: Encoded | None, carry: Carry | None, one: Encoded
     ) -> tuple[Encoded, Carry, Encoded]:
-        """Brings the sources of the batch and a new one to the same memory length, by doubling the shorter ones."""
+        """Brings the memories of the batch and of a new source to the same length, by doubling the shorter length."""
         if encoded is None or carry is None:
             encoded, carry = call("empty", self._weights, one, slots=self.sizes.slots[0])
         length = encoded.length
@@ -309,7 +309,7 @@ class BatchPrograms:
     def compile_steps(self, length: int, slots: int, options: DecodingOptions, adapter: int | None) -> None:
         """Compiles the steps with a cache of `slots` slots, and the programs that grow the cache to this size."""
         encoded, carry, _ = self.join(self.find, None, None, self.shape_of_source(length, adapter))
-        carry = self.with_states(carry, options.rules)  # the batch may have other rules by the time this runs
+        carry = self.with_states(carry, options.rules)  # the batch may have other rules when this method runs
         for size in self.sizes.slots[1:]:
             if size <= slots:
                 carry = self.grow(self.find, encoded, carry, size)

@@ -52,10 +52,10 @@ from pipejax.system.compiled import CompiledPrograms
 logger = logging.getLogger(__name__)
 
 SLOTS = (160, *(448 << i for i in range(16)))  # cache sizes, in slots
-# On a GPU the host controls the loop: after each iteration it waits for all kernels to read the condition, which at
-# batch 1 takes half as long as a step of T5-Base. More steps per iteration save more of this time, but waste more steps
-# at the end of a decode; for answers of 10 to 30 steps, about four are fastest. On CPUs and TPUs reading the condition
-# costs nothing.
+# On a GPU the host controls the loop: to read the condition, the host waits after each iteration until all kernels have
+# ended, which at batch 1 takes half as long as a step of T5-Base. More steps per iteration save more of this time, but
+# waste more steps at the end of a decode; for answers of 10 to 30 steps, about four steps are fastest. On CPUs and TPUs
+# reading the condition costs nothing.
 ITERATION_STEPS = {"gpu": 4, "cuda": 4}
 # Larger batches are slower on a CPU: eight examples suffice to share the reading of the weights, attention is padded to
 # the example with the most live rows, and steps continue until the longest answer ends.
@@ -67,7 +67,7 @@ REUSED = 2**28
 
 
 def devices() -> list[jax.Device]:
-    """Returns the devices of this process, each of which decodes a batch; only one CPU, because CPUs share cores."""
+    """Returns the devices of this process, each of which decodes a batch. CPUs share cores, so only one is returned."""
     here = jax.local_devices()
     return here[:1] if here[0].platform == "cpu" else here
 
@@ -75,7 +75,7 @@ def devices() -> list[jax.Device]:
 def schedule(strategy: Stepper, batch: int, platform: str = "", configuration: Configuration = DEFAULT) -> Sizes:
     """Returns the static sizes of a decode: one program per number of slots, with one loop per number of queries.
 
-    On a CPU the time of a step grows with its queries. On other devices it hardly does, so one loop is enough.
+    On a CPU the time of a step grows with its queries. On other devices the time hardly grows, so one loop is enough.
 
     Args:
       strategy: the strategy.
@@ -150,8 +150,8 @@ def bind_drafter(
     Args:
       model: the module of the model that the drafter drafts for.
       strategy: the strategy.
-      parameters: the drafter's parameters; None: it has none.
-      source: the sources; None: the strategy has no drafts.
+      parameters: the drafter's parameters; None: the drafter has none.
+      source: the sources; None: the strategy does not read sources.
       options: how tokens are chosen.
 
     Returns:
@@ -191,7 +191,7 @@ def decode_batch(
     Args:
       model: the module.
       strategy: the strategy.
-      weights: the decoder's weights and the drafter's parameters; None: the drafter has none.
+      weights: the decoder's weights and the drafter's parameters, which are None if the drafter has none.
       memory: the encoded sources.
       carry: the carry of the previous part; None: decoding begins.
       source: the sources, if the strategy reads them.
@@ -294,12 +294,13 @@ class Programs:
         self.backend = backend
         self.configurations = ConfigurationTable()
         self._compiled = CompiledPrograms()
-        # The last results of the encoder and of the first decoding program, with the keys of their programs.
+        # By kind of program, the last results of the encoder, the drafter and the first decoding program, with the keys
+        # of these programs.
         self._results: dict[str, tuple[Hashable, Tree]] = {}
         self._reuses = self.devices[0].platform in ITERATION_STEPS
         self._alone: contextlib.AbstractContextManager[object]
         self._alone = threading.Lock() if self._reuses else contextlib.nullcontext()
-        self._drafter: Tree = None  # the drafter's parameters; None: it has none
+        self._drafter: Tree = None  # the drafter's parameters; None: the drafter has none
         self._tuned: dict[Strategy, set[Strategy]] = {}  # what `tuned_for` returned for each strategy
         self._copies: dict[jax.Device, Ready] = {}
         self._placed: dict[int, Ready] = {}
@@ -309,7 +310,7 @@ class Programs:
 
         Args:
           params: arrays of this process or sharded over several processes.
-          drafter: the drafter's parameters, arrays of this process; None: as before, at first none.
+          drafter: the drafter's parameters, arrays of this process; None: the earlier parameters are kept, if any.
         """
         self._drafter = self._drafter if drafter is None else drafter
         self._ready = dataclasses.replace(prepare(self.backend, self.model, params), drafter=self._drafter)
@@ -331,7 +332,7 @@ class Programs:
 
     @property
     def drafter_parameters(self) -> Tree:
-        """The drafter's parameters; None: it has none."""
+        """The drafter's parameters; None: the drafter has none."""
         return self._drafter
 
     def _forget_copies(self) -> None:
@@ -453,7 +454,7 @@ class Programs:
         return changes(steps=steps, kernels=self.backend.without_kernels != self.backend)
 
     def _drop_other_configurations(self, chosen: Call) -> None:
-        """Frees programs that were compared with a chosen one; `chosen` has any number of slots."""
+        """Frees the programs that a trial compared with `chosen`, a call with any number of slots."""
         part, _, *same, configuration = chosen.key
         for key in [*self._compiled]:
             if key[0] == part and [*key[2:-1]] == same and key[-1] != configuration:
@@ -473,7 +474,7 @@ class Programs:
         `execute` is `_run`, which runs a program, or `_find`, which only compiles it.
 
         Returns:
-          The decoder's weights and the drafter's parameters, the memory, and the source, if the strategy reads it.
+          The decoder's weights and the drafter's parameters; the memory; and the source, if the strategy reads sources.
         """
         ready, drafter = self.on(len(source)), strategy.drafter
         adapters = None if adapter is None else np.full_like(lengths, adapter)
@@ -522,14 +523,14 @@ class Programs:
         return found
 
     def _find(self, call: Call, report: Report) -> Tree:
-        """Compiles a program; returns the shapes of the result of `_run`."""
+        """Compiles a program; returns the shapes of the result that `_run` would return."""
         return self._program(call, report).out_info
 
     def _program(self, call: Call, report: Report) -> jax.stages.Compiled:
         """Returns the compiled program of a call.
 
-        On a GPU, a program with small results that starts a decode has another argument: arrays of the shapes of its
-        results, which replace them in memory.
+        On a GPU, a program with small results that starts a decode has a further argument: arrays with the shapes of
+        its results. The results are written to the memory of these arrays.
         """
         program: jax.stages.Compiled = self._compiled.find(call.key, lambda: self._compile(call, report))
         return program
@@ -593,8 +594,8 @@ def shapes_of(tree: Tree) -> tuple[Hashable, ...]:
 def peak_bytes(programs: Programs, strategy: Strategy) -> int | None:
     """Returns the bytes of a device that the largest compiled program needs: arguments, results and buffers.
 
-    The decoders of other strategies and the readings of other drafters are left out. None: XLA does not state the sizes
-    on this device, or no program is compiled.
+    The decoders of other strategies and the readings of other drafters are left out. The result is None if XLA does not
+    state the sizes on this device, or if no program is compiled.
     """
     parts: set[Part] = {"encoder", "encoder with outputs", *programs._tuned.get(strategy, ())}
     compiled = [

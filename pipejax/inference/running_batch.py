@@ -1,9 +1,10 @@
 """Continuous batching: a batch with a fixed number of places, whose examples are added and removed during decoding.
 
 `RunningBatch.add` encodes a source and assigns it a free place. `RunningBatch.advance` calls the compiled loop, which
-begins the new examples, stops the dropped ones, and takes steps with all of them until an example is done or a pause is
-due. Examples are added and dropped between two calls. All sources share one memory length L and one cache size C. Both
-grow when a source or an answer needs it, and are reset when a source is added while no place is in use.
+begins the new examples, stops the dropped ones, and takes steps with all running examples until an example is done or a
+pause is due. Examples are added and dropped between two calls. All sources share one memory length L and one cache size
+C. L grows when a source needs more slots, and C grows when an answer needs more slots; L and C are reset when a source
+is added while no place is in use.
 
 `batch_programs` has the programs that a batch runs or compiles ahead of time, and `encodings` its encoded sources.
 
@@ -41,7 +42,7 @@ from pipejax.model.precision import precision
 from pipejax.system.compiled import CompiledPrograms, Needs
 
 Array = jax.Array
-SLICE = 0.1  # target seconds of one `advance`; each pause of the loop costs some milliseconds
+SLICE = 0.1  # the intended duration of one `advance` in seconds; each pause of the loop costs some milliseconds
 MOST_STEPS = 256  # the most steps of one `advance`
 NO_END = 1 << 30  # a number of steps that no decode reaches
 
@@ -287,7 +288,7 @@ class RunningBatch:
         return {key: make for key, make in found.items() if key not in programs.compiled}
 
     def drop(self, place: int) -> None:
-        """Frees a place; its example need not be done."""
+        """Frees a place, whether its example is done or not."""
         self._in_use[place] = self._begins[place] = False
         for field in dataclasses.fields(MOST_LIKELY):
             getattr(self._sampling, field.name)[place] = getattr(MOST_LIKELY, field.name)
@@ -299,11 +300,11 @@ class RunningBatch:
 
         Args:
           most: the most steps to take.
-          often: whether to return after about `SLICE` seconds, too. With a backend that cannot read a switch, `advance`
-            always does.
+          often: whether to return after about `SLICE` seconds as well. With a backend that cannot read a switch,
+            `advance` always returns after about this time.
 
         Returns:
-          The rows so far, arrays [B, ...], and bool [B], the places that are done or not in use.
+          The rows so far, arrays [B, ...]; and bool [B], the places whose example is done or that are not in use.
         """
         begun = time.perf_counter()
         often = often or not self._programs.functions.backend.can_listen
@@ -312,7 +313,7 @@ class RunningBatch:
         return decoded, done
 
     def steps_for(self, tokens: int, taken: int) -> int:
-        """Returns the fewest steps in which an answer can grow by `tokens` tokens, after `taken` steps."""
+        """Returns the smallest number of steps in which an answer can grow by `tokens` tokens, after `taken` steps."""
         step = taken
         while tokens > 0 and step < self.starts.max():  # until all rows have begun
             tokens -= int((self.starts <= step).sum())
@@ -342,7 +343,7 @@ class RunningBatch:
         assert self._encoded is not None and self._carry is not None, "no source was added"
         self.lacks, options = {}, self._options(max(self._kinds(), default=StepKind.TOKENS))
         programs = self._programs
-        # The rule against repetition, the last one, has no state.
+        # `_options` may append the rule against repetition, which has no state, to the batch's rules.
         states = *self._carry.states[: len(self._rules)], *[None] * (len(options.rules) - len(self._rules))
         self._carry = dataclasses.replace(self._carry, states=states)
         with precision(programs.functions.model.dtype):

@@ -33,8 +33,8 @@ class Request:
     method: str  # the name of the method
     sampling: Sampling = MOST_LIKELY
     max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid
-    log_probs: bool = True  # whether events and the record have log-probabilities; else events have 0
-    at_once: bool = True  # whether events are needed as tokens are generated; else they may all come at the end
+    log_probs: bool = True  # whether events and the record have log-probabilities; if not, events have 0
+    at_once: bool = True  # whether events are needed as tokens are generated; if not, all may come at the end
     # The most tokens of a row, if there is an answer format; None: the limits of the grid.
     row_tokens: int | None = None
     adapter: str = ""  # the name of an adapter of the generator, whose settings apply; "": the base
@@ -80,7 +80,7 @@ Found = Sequence[Event | Record | BaseException]  # results of an answer; the ve
 
 
 class Answer:
-    """The results of a request as they arrive. One thread may read them or listen; any thread may cancel."""
+    """The results of a request as they arrive. One thread may read the results or listen; any thread may cancel."""
 
     def __init__(self, request: Request, generator: Generator, kind: Kind, wake: Callable[[], None]) -> None:
         """Creates an answer without results.
@@ -94,7 +94,7 @@ class Answer:
         self.request, self.generator, self.kind = request, generator, kind
         self.cancelled = False
         self.awaits: set[Hashable] = set()  # keys of the programs to compile before the request can be admitted
-        self.earlier: Running | None = None  # the tokens sent before the request lost its place, if it did
+        self.earlier: Running | None = None  # the counts of sent tokens, if the request has lost its place
         self._wake = wake
         self._found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self._hear: Callable[[Found], None] = self._found.put
@@ -130,7 +130,7 @@ class Answer:
         self._wake()
 
     def give(self, *found: "Event | Record | BaseException") -> None:
-        """Delivers results and wakes the reader, once for all of them. Called by the engine."""
+        """Delivers results, and wakes the reader once for all of these results. Called by the engine."""
         with self._telling:
             self._hear(found)
 

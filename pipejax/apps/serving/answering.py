@@ -1,4 +1,4 @@
-"""A request's answers: transfers them from the engine's thread to the event loop, as pieces of text."""
+"""The answers of a request: transfers results from the engine's thread to the event loop, as pieces of text."""
 
 import asyncio
 import contextlib
@@ -133,7 +133,7 @@ class Completion:
             return pieces
         choice.record = item
         pieces = list(choice.writing.end())
-        choice.tokens = sum(map(len, item["row_ids"]))  # without the tokens of rows that were left out
+        choice.tokens = sum(map(len, item["row_ids"]))  # without the tokens of rows that the record leaves out
         is_cut = item["truncated"] and not choice.writing.stopped
         self._end(choice, "length" if is_cut else "stop")
         return pieces

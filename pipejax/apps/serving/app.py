@@ -50,9 +50,9 @@ with extra("serve", "pipejax serve"):
 
 logger = logging.getLogger(__name__)
 
-# Seconds without an event after which a stream sends a comment, because proxies close silent connections.
 Result = TypeVar("Result")
 
+# Seconds without an event after which a stream sends a comment, because proxies close silent connections.
 SILENCE = 15.0
 CHUNKS = 2**14  # bytes of chunk framing that a body may have, plus an eighth of its content: about 3,300 chunks
 KEPT_BODY = 99_999  # the most unread bytes of a body with which the connection is kept open after the response
@@ -97,11 +97,11 @@ class Service:
         hosts: Sequence[str] | None = None,
         access_log: bool = False,
     ) -> None:
-        """Registers the counters; accepts requests as soon as it is part of an application (`make_app`).
+        """Registers the counters. The service accepts requests as soon as `make_app` has made an application of it.
 
         Args:
           generator: the model.
-          engine: decodes its requests.
+          engine: decodes the requests.
           name: the model's name in the API.
           limits: the limits of each request.
           keys: API keys; empty: no key is required.
@@ -122,12 +122,12 @@ class Service:
         self.started = int(time.time())
         self._examples = cache(lambda name: example_of(self.models[name]))
         watch = self.counters.watch
-        watch("active_requests", "Requests for answers that are under way", lambda: self.active)
-        watch("places", "Answers of a method that can be written at once", lambda: engine.places)
-        watch("places_in_use", "Answers that are being written", lambda: engine.running)
+        watch("active_requests", "Requests for answers in progress", lambda: self.active)
+        watch("places", "Answers of a method that can be generated at the same time", lambda: engine.places)
+        watch("places_in_use", "Answers that are being generated", lambda: engine.running)
         watch("queue_length", "Answers that wait for a place", lambda: engine.waiting)
         # Cached encodings are not counted here, because clients could see whether a text was requested before.
-        watch("warming_up", "1 until all is compiled that was planned", lambda: not self.is_warm)
+        watch("warming_up", "1 until all planned programs are compiled", lambda: not self.is_warm)
         watch("draining", "1 once the server has been asked to stop", lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,7 +173,7 @@ class Service:
         return self.engine.compiler.prepared >= self.engine.compiler.planned
 
     async def _read(self, body: bytes, form: RequestFields, client: Hashable) -> ClientRequest:
-        """Parses a request. A new schema is compiled in one thread, or in another one if it takes long."""
+        """Parses a request. One thread compiles new schemas; another thread compiles the schemas that take long."""
         run, limits = asyncio.get_running_loop().run_in_executor, self.limits
         given = await run(self._readers, requests.parse_body, body)
 
@@ -219,7 +219,7 @@ class Service:
             "owned_by": "pipejax",
             "methods": [*served],
             "default_method": generator.default_method,
-            "strategies": [*served],  # the former names of both, until the next release
+            "strategies": [*served],  # the former names of these two fields, until the next release
             "default_strategy": generator.default_method,
             "delays": {name: int(method.strategy(ids).start(1)) for name, method in served.items()},
             "max_prompt_tokens": config.data.max_source,
@@ -304,10 +304,10 @@ _request_id = ContextVar("request_id", default="")  # the id of the current requ
 
 
 class _RequestIds:
-    """Assigns an id to each request, the client's or a new one, which the response and the log contain.
+    """Assigns an id to each request: the client's id or a new one. The response and the log contain the id.
 
-    The connection is closed after the response in three cases: the server drains; the request has both a length and
-    chunks, because a proxy may have used the other one (RFC 9112, 6.1); or most of its body was not read.
+    The connection is closed after the response in three cases: the server drains; the request has a length as well as
+    chunks, so that a proxy may have found another end of the body (RFC 9112, 6.1); or most of the body was not read.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -364,7 +364,7 @@ class _HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
         app = self._app
-        if given and not self._is_known(host_of(given[0])):  # browsers always send one; HTTP/1.0 clients may not
+        if given and not self._is_known(host_of(given[0])):  # browsers always send a Host; HTTP/1.0 clients may not
             expected = "localhost, a loopback address or a name given with --allow-host"
             message = f"Host: found {shown_value(given[0])}; expected {expected}"
             app = refusal(Refused(421, message, code="unknown_host"))
@@ -380,12 +380,12 @@ class _HostCheck:
 
 
 def header_of(scope: Scope, name: bytes) -> bytes:
-    """Returns the first header of a name, which is in lower case; b"" if there is none."""
+    """Returns the first header with a name in lower case; b"" if there is no such header."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def host_of(text: str) -> str:
-    """Returns the name or address in a Host header, without the port; "" if there is none."""
+    """Returns the name or address in a Host header, without the port; "" if the header has no valid host."""
     try:
         parts = urlsplit(f"//{text}")
         _ = parts.port
@@ -395,7 +395,7 @@ def host_of(text: str) -> str:
 
 
 class _KeyCheck:
-    """Requires an API key for paths that begin with /v1/, if there are keys. OPTIONS needs none."""
+    """Requires an API key for paths that begin with /v1/, if there are keys. OPTIONS needs no key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
         self._app, self._keys = app, keys
@@ -419,7 +419,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
     """Reads the body of a request.
 
     Raises:
-      Refused: its type, size, chunks or duration are not allowed.
+      Refused: the type, size, chunks or duration of the body are not allowed.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # pages of other sites can send other types without a preflight request
@@ -511,7 +511,7 @@ async def _until_disconnect(work: Awaitable[Result], receive: Receive, ends: flo
 
 
 def _refuse_and_log(error: Exception) -> Refused:
-    """Returns the response for an exception; logs the traceback if it is an error of the server."""
+    """Returns the response for an exception; logs the traceback if the exception is an error of the server."""
     refused = refusal_for(error)
     if refused.status == 500:
         own = _request_id.get()

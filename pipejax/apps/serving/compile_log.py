@@ -17,7 +17,7 @@ KINDS = {
 
 
 class CompileLog:
-    """Logs a line for each request that waits for programs; programs that were logged before add no line."""
+    """Logs a line for each request that waits for programs, unless all these programs were logged before."""
 
     def __init__(self) -> None:
         """Creates a log without lines."""
@@ -60,7 +60,7 @@ def causes_of(answer: Answer, needs: Needs, known: Iterable[Hashable]) -> list[s
             shown = [name for name in ("kind", "answer_format") if getattr(key, name)]
         else:
             shown = [name for name in features if getattr(key, name) not in {getattr(x, name) for x in before}]
-            # Each part is known, but not this combination.
+            # Each part of the key is known, but this combination of parts is new.
             shown = shown or ["length", *(name for name in ("kind", "answer_format") if getattr(key, name))]
         causes |= dict.fromkeys(features[name] for name in shown)
     return [*causes] or [prompt]

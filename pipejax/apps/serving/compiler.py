@@ -1,4 +1,4 @@
-"""A background thread that compiles programs: first the ones that a request waits for, then the planned ones."""
+"""A background thread that compiles programs: first programs that a request waits for, then the planned programs."""
 
 import itertools
 import logging
@@ -12,7 +12,7 @@ from pipejax.system.compiled import CompiledPrograms, Needs
 logger = logging.getLogger(__name__)
 
 Told = Callable[[Hashable, Exception | None], None]
-END, WANTED, PLANNED, LATER, LAST = range(5)  # priorities, in this order; a request waits for WANTED ones
+END, WANTED, PLANNED, LATER, LAST = range(5)  # priorities, in this order; a request waits for WANTED programs
 
 
 class Compiler:
@@ -23,9 +23,9 @@ class Compiler:
 
         `tell` is called by that thread with the key of each need, and with the exception if its compilation failed.
         """
-        # Compiled programs, and keys of needs that are met; any thread may read it.
+        # The table of compiled programs and of the keys of needs that are met. Any thread may read the table.
         self.compiled = CompiledPrograms()
-        self.planned = self.prepared = 0  # number of needs requested as PLANNED, and how many of them are met
+        self.planned = self.prepared = 0  # number of needs requested as PLANNED, and number of these that are met
         self._tell, self._numbers = tell, itertools.count()
         self._asked = queue.PriorityQueue[tuple[int, int, Hashable, Callable[[], object]]]()
         self.thread = threading.Thread(target=self._run, name="compiler", daemon=True)
@@ -53,7 +53,7 @@ class Compiler:
         try:
             with cli.unneeded():
                 self.compiled.find(key, make)
-        except Exception as failed:  # such as device errors and lack of memory: passed on to the waiting requests
+        except Exception as failed:  # such as device errors and lack of memory: the waiting requests get the error
             logger.error(f"compiling failed: {failed}")
             error = failed
             # The frames of the traceback would keep intermediate results alive.

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 READ = 2**12  # bytes of one connection that are parsed before other connections are served
 DISCARDED = 2**26  # bytes that are read and discarded after a response
-SILENCE, LONGEST = 1.0, 30.0  # seconds without a byte, and in total, after which a discarding connection is closed
+# Seconds without a byte, and seconds in total, after which a connection that discards input is closed.
+SILENCE, LONGEST = 1.0, 30.0
 FRAMING = "pipejax.framing"  # key of a request's state: bytes of chunk framing in its body
 BACKLOG = 2048  # the system's backlog of connections to accept
 BATCH = 32  # connections that are accepted before other tasks run
@@ -73,7 +74,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._listener.idle.pop(self, None)
 
     def on_response_complete(self) -> None:
-        """Marks the connection as idle; one that is closing goes first."""
+        """Marks the connection as idle. A closing connection becomes the first one to be closed at the limit."""
         super().on_response_complete()
         self._listener.idle[self] = None
         self._listener.idle.move_to_end(self, last=not self.transport.is_closing())
@@ -86,7 +87,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             # Otherwise the refusal would be written into the response in progress.
             self.transport.write(self._listener.refusal(reason))
-        if self.cycle is not None:  # its task is not needed any more
+        if self.cycle is not None:  # the task of the request is not needed any more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
@@ -216,7 +217,7 @@ class Listener:
         """Accepts the connections in the backlog, and no more. Called after `accept` was cancelled.
 
         Closing the socket resets connections that were not accepted. With a backlog of 0 the system holds at most one
-        of them in the meantime. Other clients repeat their connection requests, which are refused then.
+        such connection in the meantime. Other clients repeat their connection requests, which are refused by then.
         """
         self._socket.listen(0)
         try:

@@ -24,15 +24,15 @@ class Counters:
         def histogram(name: str, said: str) -> Histogram:
             return Histogram(f"pipejax_{name}", said, buckets=SECONDS, registry=registry)
 
-        self.requests = counter("requests", "Requests for answers that are over, by status of HTTP", "status")
-        self.answers = counter("answers", "Answers, by what ended them: stop, length, cancelled, error", "reason")
+        self.requests = counter("requests", "Finished requests for answers, by HTTP status", "status")
+        self.answers = counter("answers", "Answers, by reason of their end: stop, length, cancelled, error", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read")
-        self.tokens = counter("generated_tokens", "Tokens that were written, without end tokens of rows")
+        self.tokens = counter("generated_tokens", "Tokens that were generated, without end tokens of rows")
         self.seconds = histogram("request_seconds", "From the request to the end of its answer")
         self.first = histogram("first_token_seconds", "From the request to the first token of its answer")
 
     def watch(self, name: str, said: str, measure: Callable[[], float]) -> None:
-        """Adds a gauge whose value is measured when it is read."""
+        """Adds a gauge whose value is measured when the gauge is read."""
         Gauge(f"pipejax_{name}", said, registry=self._registry).set_function(measure)
 
     def text(self) -> bytes:

@@ -47,12 +47,12 @@ def record_after(
       decoded: the result of the batch's `advance`.
       place: the place of the request in the batch.
       done: whether decoding is over; if not, the answer has `max_tokens` tokens.
-      tokenizer: makes the texts; None: the record has none.
+      tokenizer: makes the texts; None: the record has no texts.
     """
     request, strategy, method = one.answer.request, one.answer.kind.strategy, one.answer.kind.method
     only = jax.tree.map(lambda x: x[place : place + 1], decoded)
     kept = np.minimum(only.lengths, one.lengths)
-    steps = int(np.where(one.lengths > 0, batch.starts + one.lengths, 0).max())  # up to its last token
+    steps = int(np.where(one.lengths > 0, batch.starts + one.lengths, 0).max())  # up to the answer's last token
     # With drafts the call that generates this token may generate the ends of rows at later time-steps as well.
     done &= not batch.has_drafts or steps >= int(only.steps[0])
     cut = bool((kept < only.lengths).any()) or (one.is_full and not done)

@@ -1,4 +1,4 @@
-"""The thread in which a server decodes: it runs a scheduler while there are requests, and sleeps otherwise."""
+"""The thread in which a server decodes. The thread runs a scheduler while there are requests, and sleeps otherwise."""
 
 import threading
 from collections.abc import Hashable
@@ -14,7 +14,7 @@ class Engine:
 
     Attributes:
       generator: the model and its settings.
-      scheduler: decides which request is decoded when, and counts.
+      scheduler: decides when each request is decoded, and counts requests and tokens.
       compiler: compiles programs in another thread.
     """
 
@@ -78,10 +78,10 @@ class Engine:
         self.scheduler.warm_up(length, schemas=schemas)
 
     def close(self, *, drain: bool, seconds: float) -> None:
-        """Closes the engine: it accepts no more requests, and its thread ends.
+        """Closes the engine: the engine accepts no more requests, and its thread ends.
 
         Args:
-          drain: whether present requests are answered first; if not, they fail at once.
+          drain: whether present requests are answered first; if not, these requests fail at once.
           seconds: the most seconds to wait for their answers.
         """
         with self._change:

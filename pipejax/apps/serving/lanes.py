@@ -17,13 +17,13 @@ class Lane(NamedTuple):
 
     kind: Kind
     places: int
-    answer_format: AnswerFormat | None  # the format of all its answers
+    answer_format: AnswerFormat | None  # the format of all answers of the lane
 
 
 class Lanes:
     """Creates, reuses and frees the running batches of all lanes.
 
-    Only one thread may change them; all threads may call `running_with`, `new_batch` and read `running`.
+    Only one thread may change the lanes; all threads may call `running_with` and `new_batch`, and read `running`.
     """
 
     def __init__(self, generator: Generator, switch: Switch, encodings: Encodings, compiled: CompiledPrograms) -> None:
@@ -62,7 +62,7 @@ class Lanes:
         """
         if lane not in self.batches:
             kin = [one for one in self.batches if one[:2] == lane[:2]]
-            if idle := next((one for one in kin if not self.requests[one]), None):  # reuse its memory
+            if idle := next((one for one in kin if not self.requests[one]), None):  # the batch's memory is reused
                 batch = self.batches.pop(idle)
                 del self.requests[idle]
             elif kin:
@@ -73,7 +73,7 @@ class Lanes:
         return self.batches[lane]
 
     def new_batch(self, kind: Kind, places: int, source: Source) -> RunningBatch:
-        """Returns a batch that belongs to no lane, to determine which programs it needs.
+        """Returns a batch that belongs to no lane, to determine which programs the batches of a lane need.
 
         `source` is as for `batch`.
         """

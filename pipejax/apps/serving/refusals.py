@@ -1,4 +1,4 @@
-"""Error responses: OpenAI's error object, with an HTTP status that tells errors of the client from the server's."""
+"""Error responses: OpenAI's error object, with an HTTP status that tells the client's errors from the server's."""
 
 from collections.abc import Mapping
 
@@ -25,8 +25,8 @@ class Refused(Exception):
 
         Args:
           status: the HTTP status.
-          error: the message for the client, or a UserError, whose parts the response also contains. It must not reveal
-            anything about this machine.
+          error: the message for the client, or a UserError, whose parts the response also contains. The message must
+            not reveal anything about this machine.
           field: the field of the body that causes the error.
           code: OpenAI's code of the error.
           headers: additional headers.

@@ -25,13 +25,13 @@ from pipejax.system.fields import WHOLE, Facts
 
 Apply = Callable[
     [Mapping[str, object], Generator, str], Generator
-]  # applies a schema to a model and the method of a name
+]  # applies a schema to a model, for the method with the given name
 Neutral = Mapping[str, tuple[object, ...]]  # by field, the values that have no effect
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestFields:
-    """The fields in the bodies of a route, and which of OpenAI's fields are ignored or refused."""
+    """The fields in the bodies of a route, and the fields of OpenAI that the route ignores or refuses."""
 
     prompts: Callable[
         [Object, str, Config], tuple[list[object], bool]
@@ -48,7 +48,7 @@ class RequestFields:
         return self.source, "model", *self.most_tokens, *SHARED, *self.more
 
 
-# The settings of sampling that a request may send, by name; a request has its own range if `Facts.request` is one.
+# The settings of sampling that a request may send, by name. If `Facts.request` is a range, it applies to requests.
 SAMPLING = {field.name: field for field in dataclasses.fields(DecodeConfig) if field.metadata.get("request")}
 SHARED = (*SAMPLING, "method", "stop", "stream", "stream_options", "truncate")
 FORMER = {"strategy": "method"}  # present names of fields, by former names that work until the next release
@@ -192,7 +192,7 @@ def read_request(
 
 
 def _stream_options(given: Object, method: Method, *, stream: bool, rows: bool, stop: bool) -> Object:
-    """Returns the "stream_options" of a request, after checks of the fields that need a stream of tokens.
+    """Checks the fields of a request that need a stream of tokens; returns the "stream_options".
 
     Raises:
       Refused: the method does not stream, or fields exclude each other.
@@ -218,7 +218,7 @@ def _supported(body: Object, form: RequestFields) -> Object:
     """Returns the fields of a body, by present names, without the fields whose values have no effect.
 
     Raises:
-      Refused: a field is unknown, or has its former and its present name, or its value is not supported.
+      Refused: a field is unknown, is given by its former and its present name, or has a value that is not supported.
     """
     given = {name: value for name, value in body.items() if value is not None}
     try:

@@ -1,8 +1,8 @@
 """OpenAI's objects for a request's answers: completions, chats and responses.
 
-`whole` is the object of completed answers. For a stream, `begin` returns the events before the first piece, `add` the
-events for new pieces of choices, `end` the events after completion, and `fail` the event that ends the stream after an
-error. An event is the text that is sent, without the blank line after it.
+`whole` returns the object of completed answers. For a stream, `begin` returns the events before the first piece, `add`
+returns the events for new pieces of choices, `end` returns the events after completion, and `fail` returns the event
+that ends the stream after an error. An event is the text that is sent, without the blank line that ends an event.
 """
 
 import json
@@ -179,7 +179,7 @@ class Responses:
         ]
 
     def add(self, added: Sequence[tuple[Choice, list[Piece]]]) -> list[str]:
-        """Returns the events for new pieces; pieces without text have none."""
+        """Returns the events for new pieces; pieces without text have no event."""
         texts = [piece.text for _, pieces in added for piece in pieces if piece.text]
         return [self._part("response.output_text.delta", delta=text, logprobs=[]) for text in texts]
 
@@ -196,7 +196,7 @@ class Responses:
     def fail(self, error: Refused) -> list[str]:
         """Returns the error event.
 
-        It has the error twice, because some clients read the event's fields, and others `error`.
+        The event has the error twice, because some clients read the event's fields, and others read `error`.
         """
         found = error.body()["error"]
         return [self._event("error", code=error.code, message=error.message, param=error.field, error=found)]

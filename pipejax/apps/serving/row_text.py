@@ -11,7 +11,7 @@ from pipejax.inference.streaming import Repeats
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The text that a token adds. Token None: remaining text of a row that belongs to no single token."""
+    """The text that a token adds. If `token` is None: remaining text of a row that belongs to no single token."""
 
     row: int
     token: int | None
@@ -23,8 +23,9 @@ class Writing:
     """The text of one answer during decoding, as pieces to be sent.
 
     Rows are decoded in parallel, but clients concatenate the pieces. So the pieces of the first unfinished row are sent
-    at once, and the pieces of later rows wait for it; with `as_written` all pieces are sent at once. With `unique`, a
-    row that repeats an earlier row has no pieces, so the pieces of a row wait as long as it may still repeat one.
+    at once, and the pieces of later rows wait until this row has ended; with `as_written` all pieces are sent at once.
+    With `unique`, a row that repeats an earlier row has no pieces, so the pieces of a row wait as long as the row may
+    still turn out to repeat an earlier row.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Writing:
         """Begins an empty answer.
 
         Args:
-          tokenizer: None: pieces have no text.
+          tokenizer: makes the texts; None: pieces have no text.
           start: the time-step at which each row starts.
           separator: the text between rows.
           stop: texts that end the answer.
@@ -138,7 +139,7 @@ class FormatWriting:
         self._waiting = deque(enumerate(answer_format.order))  # the parts that have no piece yet, and their rows
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:
-        """Adds a token; returns the pieces of the parts that became complete. Tokens come step by step."""
+        """Adds a token; returns the pieces of the parts that became complete. Tokens arrive in the order of steps."""
         time = self._due.pop(row)
         for other in [other for other, due in self._due.items() if (due, other) < (time, row)]:
             del self._due[other]
@@ -149,7 +150,7 @@ class FormatWriting:
     def end(self) -> list[Piece]:
         """Ends the answer; returns the remaining pieces."""
         self._due.clear()
-        # There are no tokens if the client waits for the complete answer.
+        # If the client waits for the complete answer, no tokens were added.
         return self._release() if any(self._tokens) else []
 
     def _release(self) -> list[Piece]:
@@ -185,7 +186,7 @@ class _StopTexts:
         return [] if self.reached else held
 
     def _give(self, length: int) -> list[Piece]:
-        """Releases the held pieces within the first `length` characters; at a stop text, the last one in part."""
+        """Releases the held pieces within the first `length` characters; a stop text may cut the last piece."""
         given = []
         while self._held and len(self._held[0].text) <= length:
             piece = self._held.pop(0)

@@ -1,11 +1,11 @@
 """Continuous batching for a server, without threads.
 
-The scheduler decodes many requests at a time; the answer of each is the same as if it were decoded alone. It repeats
-two phases: it admits waiting requests to free places (`admit`), and advances the batch of each lane by some steps
-(`advance`). A lane is a running batch for requests that can be decoded together: they have the same method, strategy,
-number of places and schema. Another thread compiles programs: a request whose programs are not compiled keeps waiting,
-while the others continue. A running request whose answer outgrows the compiled cache sizes gives up its place and
-begins again later (`_requeue`).
+The scheduler decodes many requests at a time; the answer to a request is the same as if the request were decoded alone.
+The scheduler repeats two phases: it admits waiting requests to free places (`admit`), and advances the batch of each
+lane by some steps (`advance`). A lane is a running batch for requests that can be decoded together, because they have
+the same method, strategy, number of places and schema. Another thread compiles programs: a request whose programs are
+not compiled keeps waiting, while the other requests continue. A running request whose answer outgrows the compiled
+cache sizes gives up its place and begins again later (`_requeue`).
 """
 
 import logging
@@ -30,11 +30,11 @@ from pipejax.system.errors import UserError, out_of_memory
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "weights"  # the key of the first need, laying out the weights
+WEIGHTS = "weights"  # the key of the first need, which lays out the weights
 
 
 class ProgramCompiler(Protocol):
-    """Compiles programs on demand and reports each to `Scheduler.met`; see `Compiler`."""
+    """Compiles programs on demand and reports each program to `Scheduler.met`; see `Compiler`."""
 
     compiled: CompiledPrograms
 
@@ -43,13 +43,13 @@ class ProgramCompiler(Protocol):
 
 
 class Scheduler:
-    """Decides which request is decoded when, with one model on one device.
+    """Decides when each request is decoded, with one model on one device.
 
     One thread calls `step`, which does all work. Any thread may call `answer`, `add`, `met`, `warm_up` and `has_room`,
     set the switch, and read the counters.
 
     Attributes:
-      switch: pauses the decoding of `step` after the present time-step while it is set.
+      switch: while it is set, the decoding of `step` pauses after the present time-step.
       answered: the number of answered requests.
       tokens: the number of tokens sent.
       failed: the number of requests that failed.
@@ -153,7 +153,7 @@ class Scheduler:
         return self.lanes.running > 0 or self._next() is not None
 
     def step(self) -> None:
-        """Admits requests, and takes some steps with all running ones; an error is passed to their readers."""
+        """Admits requests, and takes some steps with all running requests; an error is passed to their readers."""
         try:
             if self._lacks_memory:  # a compilation ran out of memory: free unused batches and encodings
                 self._lacks_memory = False
@@ -162,7 +162,7 @@ class Scheduler:
             self.admit()
             for lane in self.lanes.in_use():
                 self.advance(lane)
-        except Exception as error:  # such as device errors and lack of memory: pass it to the waiting readers
+        except Exception as error:  # such as device errors and lack of memory: the waiting readers get the error
             logger.exception("decoding failed")
             self._fail([one.answer for one in self.lanes.clear()], error)
 
@@ -175,7 +175,7 @@ class Scheduler:
         for answer in answers:
             answer.give(error)
         self.failed += len(answers)
-        self.encodings.clear()  # memory may have run out because of them
+        self.encodings.clear()  # memory may have run out because of the encodings
 
     def admit(self) -> None:
         """Removes cancelled requests, and gives free places to the requests that have waited longest."""
@@ -183,7 +183,7 @@ class Scheduler:
             for place, one in [*places.items()]:
                 if one.answer.cancelled:
                     self._leave(lane, place)
-        while (answer := self._next()) is not None:  # more may arrive while one is encoded
+        while (answer := self._next()) is not None:  # more requests may arrive while a source is encoded
             if answer.cancelled:
                 self.waiting.remove(answer)
                 answer.give(Closed("the request was cancelled"))
@@ -197,7 +197,7 @@ class Scheduler:
                     self._begin(answer, lane)
             except Exception as error:
                 self.waiting.remove(answer)
-                answer.give(error)  # `step` passes it to the others
+                answer.give(error)  # `step` passes the error to the running requests
                 raise
 
     def _next(self) -> Answer | None:
@@ -233,7 +233,7 @@ class Scheduler:
             if not needs[lane]:
                 self._had_company = beside
                 return lane, {}
-        # The lane with fewer missing programs; at equal numbers the first.
+        # Chooses the lane with fewer missing programs; at equal numbers the first lane.
         nearest = min(lanes, key=lambda lane: len(needs[lane]))
         return nearest, needs[nearest]
 

@@ -2,10 +2,10 @@
 
     pipejax serve --checkpoint runs/demo [--port 8000] [--api-key-file FILE] [--set ...]
 
-http://HOST:PORT/ is a page to try it. The first SIGTERM or Ctrl-C ends the server gracefully: requests in progress are
-completed within --drain seconds, and new ones are refused. A second signal ends it at once. API keys are in the file or
-in $PIPEJAX_API_KEY, one per line; without keys, anyone who can reach the port can use the server. There is no TLS: put
-a proxy in front of it.
+http://HOST:PORT/ is a page on which you can try the server. The first SIGTERM or Ctrl-C ends the server gracefully:
+requests in progress are completed within --drain seconds, and new requests are refused. A second signal ends the server
+at once. API keys are in the file or in $PIPEJAX_API_KEY, one per line; without keys, anyone who can reach the port can
+use the server. The server has no TLS: put a proxy in front of it.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def start(flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM ends the process with one line; the running server has its own handler."""
+    """A context in which SIGTERM ends the process with one line. The running server replaces this handler."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         logger.info("stopped by SIGTERM before the server had started")
@@ -200,7 +200,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def origin(text: str) -> str:
-    """The argparse type of a page's origin, in the spelling that browsers send; others would never match."""
+    """The argparse type of a page's origin, in the spelling that browsers send; other spellings would never match."""
     try:
         parts = urlsplit(text.strip().lower())
         port = "" if parts.port in (None, PORTS.get(parts.scheme)) else f":{parts.port}"
@@ -234,7 +234,7 @@ def is_local(address: str) -> bool:
 
 
 def most_connections(given: int | None) -> int:
-    """The limit of open connections. Each of them needs a file descriptor."""
+    """The limit of open connections. Each connection needs a file descriptor."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (given or 0) + FILES
     if allowed != resource.RLIM_INFINITY and allowed < needed and (most == resource.RLIM_INFINITY or most >= needed):

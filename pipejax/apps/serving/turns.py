@@ -30,7 +30,7 @@ class Turns:
         """Queues a piece of work.
 
         Raises:
-          Full: too many pieces of the client wait.
+          Full: too many pieces of the client's work wait.
         """
         future = Future[Result]()
         with self._change:
@@ -50,7 +50,7 @@ class Turns:
                 waiting = self._waiting.pop(client)
                 complete = waiting.popleft()
                 if waiting:
-                    self._waiting[client] = waiting  # goes behind the other clients
+                    self._waiting[client] = waiting  # the client goes behind the other clients
             with cli.unneeded():
                 complete()
             del complete
@@ -69,7 +69,7 @@ def _complete(future: Future[Result], work: Callable[[], Result]) -> None:
 
 
 class Share:
-    """Limits a thread to a share of the interpreter's time: the thread calls it often, and it sleeps when due."""
+    """Limits a thread to a share of the interpreter's time: the thread often calls this object, which may sleep."""
 
     def __init__(self, share: float) -> None:
         self._rest = TURN * (1 / share - 1)

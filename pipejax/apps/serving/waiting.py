@@ -8,10 +8,10 @@ from pipejax.apps.serving.answer import Answer, Kind
 
 
 class Waiting:
-    """Answers without a place, in the order in which they are admitted. Thread-safe.
+    """Answers that wait for a place, in the order in which the places are given. Thread-safe.
 
     Attributes:
-      lock: a reentrant lock that all methods take; the holder may call several of them in one turn.
+      lock: a reentrant lock that all methods take; the holder may call several methods in one turn.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Waiting:
             return next((answer for answer in self._answers if is_due(answer)), None)
 
     def has_others(self, answer: Answer, kind: Kind) -> bool:
-        """Whether other answers of a kind wait that are not cancelled."""
+        """Whether other answers of a kind wait and are not cancelled."""
         with self.lock:
             return any(one.kind == kind and not one.cancelled for one in self._answers if one is not answer)
 
@@ -54,10 +54,10 @@ class Waiting:
 
         Args:
           key: the key of the program.
-          failed: whether its compilation failed; the answers that awaited it are then removed.
+          failed: whether the compilation failed; the answers that awaited the program are then removed.
 
         Returns:
-          The answers that awaited it.
+          The answers that awaited the program.
         """
         with self.lock:
             found = [answer for answer in self._answers if key in answer.awaits]

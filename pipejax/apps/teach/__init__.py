@@ -1,1 +1,1 @@
-"""Teaches a sequential T5 to write rows, from texts without labels: `pipejax teach`."""
+"""Trains a T5 for rows, a small T5 for drafts, or a tagger, on the answers of a checkpoint: `pipejax teach`."""

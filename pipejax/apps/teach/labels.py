@@ -65,9 +65,9 @@ def refuse_untaught(base: Config, config: Config) -> None:
 
 
 def of_checkpoint(overrides: Sequence[str]) -> list[str]:
-    """Returns the settings KEY=VALUE that apply to the checkpoint that answers, which `load` accepts.
+    """Returns the settings KEY=VALUE that apply to the checkpoint that answers, and that `load` accepts.
 
-    A setting of a method is not one of them: the config of the training refuses it.
+    The settings of a method are left out: the config of the training refuses such a setting.
     """
     return [override for override in overrides if _is_of_checkpoint(override.partition("=")[0].strip())]
 
@@ -83,7 +83,7 @@ def require_tokenizer(generator: Generator, directory: str) -> Tokenizer:
     """Returns the tokenizer of a checkpoint.
 
     Raises:
-      UserError: the checkpoint in `directory` has none.
+      UserError: the checkpoint in `directory` has no tokenizer.
     """
     if generator.tokenizer is None:
         expected = "a checkpoint with a tokenizer, to read and write text"
@@ -102,7 +102,7 @@ def label(
       path: the file of sources.
       method: the name of the method with which the model answers.
       held_out: the number of sources that are not trained on; None: see `choose_held_out`.
-      seed: the seed by which they are chosen.
+      seed: the seed by which the held-out sources are chosen.
 
     Raises:
       UserError: a source cannot be used, or a setting of the answers has changed.
@@ -128,7 +128,7 @@ def read_unlabelled(generator: Generator, path: str) -> list[Source]:
 def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> frozenset[int]:
     """Returns the indices of the held-out sources.
 
-    They are `count` distinct texts (None: a tenth, at most 512), with all sources that have the same text.
+    `count` distinct texts are chosen (None: a tenth, at most 512); all sources with one of these texts are held out.
     """
     texts = [normalized(str(source.content)) for source in sources]
     lot = {text: hashlib.sha256(f"{seed}:{text}".encode()).digest() for text in texts}
@@ -142,13 +142,13 @@ def choose_held_out(sources: Sequence[Source], count: int | None, seed: int) -> 
 def note_settings(
     directory: Path, generator: Generator, sources: Sequence[Source], *, method: str, held_out: int
 ) -> None:
-    """Writes the settings that the answers depend on, or compares them with the note of an earlier run.
+    """Writes the settings that the answers depend on, or compares the settings with the file of an earlier run.
 
     Args:
       directory: the directory of the answers.
       generator: the model that answers.
       sources: the sources.
-      method: the name of the method with which it answers.
+      method: the name of the method with which the model answers.
       held_out: the number of held-out sources.
 
     Raises:
@@ -182,7 +182,10 @@ def note_settings(
 
 
 def _changes_label(key: str, method: str) -> bool:
-    """Whether an answer depends on a noted setting; the tokens of an answer are split into rows at every start."""
+    """Whether a label depends on a setting.
+
+    Settings of texts, such as `data.separator`, do not count: every start of the command splits the answers anew.
+    """
     facts = config_lib.SETTINGS.get(key, {})
     return facts.get("records") != "text" and facts.get("read_by", method) == method
 
@@ -190,7 +193,7 @@ def _changes_label(key: str, method: str) -> bool:
 def answer(directory: Path, generator: Generator, path: str, sources: Sequence[Source], method: str) -> list[Record]:
     """Returns the checkpoint's greedy answers to all sources of the file at `path`; existing answers are kept.
 
-    `method` is the name of the method with which it answers.
+    `method` is the name of the method with which the checkpoint answers.
     """
     target = directory / ANSWERS
     if not target.is_file() or Unfinished(str(target), {}).path.exists():

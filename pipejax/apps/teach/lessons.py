@@ -1,4 +1,4 @@
-"""Teaches rows from unlabelled sources: a sequential checkpoint answers them, and its weights learn its rows."""
+"""Teaches rows from unlabelled sources: a sequential checkpoint answers them, and its weights learn the rows."""
 
 import dataclasses
 import json
@@ -119,8 +119,8 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     """Returns the config of the run: the checkpoint's, with the pipelined method and a quarter of the updates.
 
     Each update has four times as many examples, computed in four times as many parts of the same size and packing. The
-    rate of AdamW is doubled, because it grows with the square root of the batch size (Malladi et al. 2022, arXiv
-    2205.10287).
+    learning rate of AdamW is doubled, because the rate should grow with the square root of the batch size (Malladi
+    et al. 2022, arXiv 2205.10287).
 
     Raises:
       UserError: an override is not allowed, or the config cannot be trained.
@@ -148,7 +148,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     chosen = config.train
     if all(getattr(chosen, key) == getattr(train, key) for key in ("batch_size", "accumulate", "pack")):
         chosen = dataclasses.replace(chosen, pack=pack_size(full))
-    # Beams are not supported for rows.
+    # Pipelined decoding does not support beams.
     config = dataclasses.replace(config, train=chosen, decode=dataclasses.replace(config.decode, beams=1))
     # Errors that would end the work later are raised here.
     check_batch(config, sharding.make_mesh(**vars(config.mesh)))
@@ -164,7 +164,7 @@ def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
 
     Returns:
       The content of agreement.json: exact scores, with the checkpoint's rows as gold; "equal_answers", the percentage
-      of answers with the same rows in any order, which the scores ignore as well; the means "steps" and
+      of answers with the same rows in any order (the scores ignore the order as well); the means "steps" and
       "checkpoint_steps"; "steps_saved" in percent; and "labels", the counts.
     """
     generator, examples = load(run), made.held_out

@@ -27,7 +27,7 @@ from pipejax.system import Tree
 from pipejax.system.errors import UserError
 
 Array = jax.Array
-MARKS = (0.4, 0.8)  # thresholds of a candidate's probability for the degrees of trust
+MARKS = (0.4, 0.8)  # the thresholds of a candidate's probability that separate the degrees of trust
 
 
 @flax.struct.dataclass
@@ -49,10 +49,10 @@ class Candidates:
 
 
 class _Values:
-    """Values of rows: spans and entries."""
+    """The values that rows can have: spans of the source, and entries of the table."""
 
     def __init__(self, tags: SpanTags, ids: Array, length: Array, logits: Logits) -> None:
-        """Tags as logits of a batch of sources, `ids` i32 [B, L] with `length` i32 [B]."""
+        """Finds the ends of spans, from the logits of a batch of sources `ids`, i32 [B, L] with `length` i32 [B]."""
         self.tags, self.ids, self.logits = tags, ids, logits
         # The first token from each place on that does not continue a span, and sums of log-probabilities up to it.
         places = jnp.arange(ids.shape[1])
@@ -63,7 +63,7 @@ class _Values:
         self.sums = jnp.cumsum(jax.nn.log_sigmoid(jnp.abs(logits.goes_on)), axis=2)
 
     def spans(self, place: Array) -> tuple[Array, Array, Array]:
-        """The tokens i32 [B, N, K, W] of spans that begin at places i32 [B, N, K]; their lengths; log-probabilities."""
+        """The tokens i32 [B, N, K, W], lengths and log-probabilities of spans that begin at places i32 [B, N, K]."""
         last = self.ids.shape[1] - 1
         stop = jnp.take_along_axis(self.stop, place, axis=2)
         length = jnp.minimum(stop - place, self.tags.longest - 1)
@@ -78,7 +78,7 @@ class _Values:
 class Spans:
     """Drafts rows that a tagger finds in the source."""
 
-    odds: tuple[float, ...] = (0.3, 0.7, 0.97)  # by the probability of the candidate, see `MARKS`
+    odds: tuple[float, ...] = (0.3, 0.7, 0.97)  # by degree of trust, which `MARKS` gives for a candidate's probability
     wants: ClassVar[frozenset[str]] = frozenset({"parameters", "encoded"})
 
     def load(self, directory: str, target: TargetModel) -> Tagger:
@@ -151,7 +151,7 @@ def align(found: Candidates, written: Written, *, moves: bool) -> Array:
     far = jnp.abs(number - row[:, None])
     nearest = jnp.where(fits, far * count + number, rows * count + count * count).min(axis=2) % count
     is_found = fits.any(axis=2)
-    # Of a row that has not begun, the number follows from the last row above it whose candidate is known.
+    # The number of a row that has not begun follows from the last row above it whose candidate is known.
     takes = jnp.cumsum(~begun | is_found, axis=1)
     last = jax.lax.cummax(jnp.where(is_found, row, -1), axis=1)
     known = jnp.maximum(last, 0)
@@ -222,7 +222,7 @@ def unnamed(tagger: Tagger, values: _Values) -> Candidates:
     place = jnp.arange(tags.rows + 1)
     is_in = place < count[:, None]
     length = jnp.where(is_in, jnp.pad(length, pad), 0)
-    # The row of this number is this candidate if the candidates before it are in the answer, and no other ones.
+    # Row i is candidate i if all candidates before candidate i are in the answer, and no other rows come before it.
     before = jnp.cumprod(jnp.where(is_in, jnp.pad(chance, pad), 1), axis=1)
     chance = before * jnp.where(is_in, jnp.pad(whole, pad), no_others[:, None])
     found = _ended(jnp.pad(tokens, (*pad, (0, 1))), length, chance, tagger.end)

@@ -60,9 +60,10 @@ FIGURES = "drafting.json"
 class Student(NamedTuple):
     """A small T5 before its training."""
 
-    model: Backbone | None  # its architecture; None: as in `train.init_from`
+    model: Backbone | None  # the architecture; None: as in `train.init_from`
     train: TrainConfig
-    layers: tuple[int, ...] = ()  # the large T5's decoder layers that it begins with; empty: it has its own encoder
+    # The decoder layers of the large T5 with which the small T5 begins; empty: the small T5 has its own encoder.
+    layers: tuple[int, ...] = ()
 
 
 class Labels(NamedTuple):
@@ -202,7 +203,7 @@ def initial_params(params: Tree, layers: Sequence[int]) -> Tree:
 
     Args:
       params: the parameters of the other T5.
-      layers: the indices of its decoder layers, in their order in the new T5.
+      layers: the indices of the other T5's decoder layers, in their order in the new T5.
     """
     kept = {name: tree for name, tree in params["decoder"].items() if not re.fullmatch(r"layers_\d+", name)}
     chosen = {f"layers_{i}": params["decoder"][f"layers_{layer}"] for i, layer in enumerate(layers)}
@@ -317,10 +318,10 @@ def write_sources(path: Path, saved: Config, train: TrainConfig, held_out: int |
 
 
 def labels_of(answered: Answered) -> Labels:
-    """Returns the answers as examples, without truncated ones, whose last row has no end.
+    """Returns the answers as examples, without truncated answers, whose last row has no end.
 
     Raises:
-      UserError: all answers to learn from, or all held-out ones, are truncated.
+      UserError: all answers to learn from, or all held-out answers, are truncated.
     """
     kept: dict[bool, list[Example]] = {False: [], True: []}
     for i, (source, record) in enumerate(zip(answered.sources, answered.records, strict=True)):

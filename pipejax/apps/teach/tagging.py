@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 STEPS, RATE = 1000, 0.03  # updates, and AdamW's rate, which falls to 0
 MOST_ROWS, LONGEST = 64, 64  # the most rows of an answer, and the most tokens of a row, that a tagger drafts
-ENTRIES, REPEATED = 128, 0.005  # the most entries of the table, and the least share of the answers that have each
+ENTRIES, REPEATED = 128, 0.005  # the most entries of the table, and the least share of answers that have an entry
 PAIRS = 1000  # the most pairs of `SpanTags.initial`
 
 
 @dataclasses.dataclass(frozen=True)
 class Lessons:
-    """The examples of a training, the held-out ones, and the description of the tagger."""
+    """The examples of a training, the held-out examples, and the description of the tagger."""
 
     train: list[Example]
     held_out: list[Example]
@@ -116,7 +116,7 @@ def teach_tagger(
 
 
 def training_config(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bool = False) -> Config:
-    """Returns the config of the run, whose tagger is not described yet.
+    """Returns the config of the run; the fields of its tagger are not set yet.
 
     Raises:
       UserError: an override is not allowed, or the checkpoint does not write rows.
@@ -152,15 +152,15 @@ def training_config(saved: Config, checkpoint: str, overrides: Sequence[str], *,
 
 
 def collect(answered: Answered, config: Config, tokenizer: Tokenizer) -> Lessons:
-    """Returns the complete answers as examples, and the tagger that describes them.
+    """Returns the complete answers as examples, and the tagger whose fields describe these answers.
 
     Args:
       answered: the sources with the checkpoint's answers.
       config: the config of the run.
-      tokenizer: its tokenizer.
+      tokenizer: the tokenizer of the run.
 
     Raises:
-      UserError: no answer is left to learn from, or none is held out.
+      UserError: no answer is left to learn from, or no answer is held out.
     """
     assert config.model is not None
     sources, answers, chosen = answered
@@ -229,12 +229,12 @@ def collect(answered: Answered, config: Config, tokenizer: Tokenizer) -> Lessons
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Lists of ids as one tuple, with STOP after each."""
+    """Joins lists of ids to one tuple, with STOP after each list."""
     return tuple(token for ids in lists for token in (*ids, STOP))
 
 
 class SpanFinder:
-    """Finds rows in sources. The first token of a row may differ from that of its span, if both have the same text.
+    """Finds rows in sources. The first tokens of a row and of its span may differ, if these tokens have the same text.
 
     For example, the word "red" is another token after a bracket than at the beginning of a row.
     """

@@ -1,10 +1,11 @@
 """The tagger of the drafter `spans`: finds the rows of an answer in the output of the encoder, by one linear map.
 
-A row of an answer is a *span*, which is copied from the source, or an *entry* of a table of rows that many answers
-have and that are not in their sources. The tagger gives each token of the source four kinds of logits: that a span
-begins at the token; that the token continues the span of the token before it (the tags B and I of BIO tagging); that
-the token is evidence for an entry; and a number by which rows are sorted. Rows without names are a set: every span and
-every entry is in the answer or not. A row with a name has one value: one span, one entry, or something else.
+A row of an answer is a *span*, which is copied from the source, or an *entry* of a table. The table has rows that many
+answers have and that are not in the sources of these answers. The tagger gives each token of the source four kinds of
+logits: that a span begins at the token; that the token continues the span of the token before it (the tags B and I of
+BIO tagging); that the token is evidence for an entry; and a number by which rows are sorted. Rows without names are a
+set: every span and every entry is in the answer or not. A row with a name has one value: one span, one entry, or
+something else.
 
 Shapes: B sources, L source length, D width of the encoder, R rows, W most tokens of a row, N names (1 without names), E
 entries of the table.
@@ -39,7 +40,10 @@ class Entry(NamedTuple):
 
 @flax.struct.dataclass
 class Logits:
-    """The logits of a batch, f32; padding has the logit NEVER. Log-odds without names; see `SpanTags.values`."""
+    """The logits of a batch, f32; padding has the logit NEVER.
+
+    If rows have no names, the logits are log-odds; if rows have names, see `SpanTags.values`.
+    """
 
     begins: Array  # [B, N, L], of a span at each token, for each name
     goes_on: Array  # [B, N, L], log-odds that each token continues the span of the token before it
@@ -54,7 +58,7 @@ class Rows:
     """The rows of the answers of a training batch."""
 
     tokens: Array  # i32 [B, R, W], values of the rows, without names, with end tokens; STOP beyond
-    length: Array  # i32 [B, R], number of tokens of the value, without the end token; 0: none, or W or more
+    length: Array  # i32 [B, R], number of tokens of the value, without the end token; 0: no value, or W or more tokens
     exists: Array  # bool [B, R], whether there is a row with a value
     counts: Array  # bool [B], whether the example counts: copies that fill a batch do not
 
@@ -91,7 +95,7 @@ class SpanTags(Auxiliary):
 
     @functools.cached_property
     def entry_lengths(self) -> np.ndarray:
-        """i32 [E]."""
+        """i32 [E], the number of tokens of each entry."""
         return np.asarray([len(entry.ids) for entry in self.table], np.int32)
 
     @functools.cached_property
@@ -100,7 +104,7 @@ class SpanTags(Auxiliary):
         return np.asarray([entry.name for entry in self.table], np.int32)
 
     def begin_row(self, ids: Array) -> Array:
-        """The tokens with which rows begin whose spans begin with the tokens `ids`, of the same shape."""
+        """The first tokens of rows, given the first tokens `ids` of their spans; the shapes are equal."""
         pairs = dict(zip(self.initial[::2], self.initial[1::2], strict=True))
         table = np.arange(max(pairs, default=0) + 1, dtype=np.int32)
         table[[*pairs]] = [*pairs.values()]
@@ -120,7 +124,7 @@ class SpanTags(Auxiliary):
         }
 
     def apply(self, params: Tree, encoded: Array, real: Array) -> Logits:
-        """The logits.
+        """The logits of the tags.
 
         Args:
           params: the parameters.
@@ -154,9 +158,9 @@ class SpanTags(Auxiliary):
     def loss(self, params: Tree, outputs: Outputs) -> tuple[Array, Array]:
         """The summed loss of a batch and its number of rows.
 
-        A row may be in the source several times. The tagger then learns to find one of these places: the sum of their
-        probabilities (the log-odds of rows without names are added in the same way) counts. Without names, the other
-        places of a row are neither right nor wrong.
+        A row may be in the source several times. The tagger then learns to find one of these places: the loss counts
+        the sum of the probabilities of the places (the log-odds of rows without names are added in the same way).
+        Without names, the other places of a row are neither right nor wrong.
         """
         batch = outputs.batch
         source, length = batch["source"], batch["source_length"]
@@ -192,7 +196,11 @@ class SpanTags(Auxiliary):
         return total, rows.exists.sum().astype(jnp.float32)
 
     def _loss_of_ends(self, goes_on: Array, best: Array, rows: Rows, found: Array) -> Array:
-        """The loss of the log-odds f32 [B, R, L] after the places i32 [B, R] at which the rows `found` begin."""
+        """The loss of the ends of spans.
+
+        The log-odds `goes_on`, f32 [B, R, L], after the place `best`, i32 [B, R], at which a row in `found`, bool
+        [B, R], begins, are compared with the length of the row.
+        """
         offsets = jnp.arange(1, self.longest)
         at = best[:, :, None] + offsets
         inside = at < goes_on.shape[2]
@@ -247,13 +255,13 @@ def encoder_width(backbone: Backbone) -> int:
 
 
 def _loss_of_order(logits: Logits, best: Array, found: Array, is_entry: Array) -> Array:
-    """The loss of the numbers that sort rows: of each pair of rows, divided by the number of rows.
+    """The loss of the numbers that sort rows: the sum over the pairs of rows, divided by the number of rows.
 
     Args:
       logits: the logits.
       best: i32 [B, R], the place of each row.
-      found: bool [B, R], whether it has one.
-      is_entry: bool [B, R, E].
+      found: bool [B, R], whether the row has a place in the source.
+      is_entry: bool [B, R, E], whether the row is the entry.
     """
     order = jnp.take_along_axis(logits.order, best, axis=1)
     if is_entry.shape[2]:

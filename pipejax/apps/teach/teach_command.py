@@ -1,19 +1,20 @@
-"""Trains on the answers of a T5, from texts without labels: the T5 itself for rows, or a part that drafts.
+"""Trains on a T5's answers to texts without labels: the T5 itself, to write rows, or a small T5 or tagger that drafts.
 
     pipejax teach --checkpoint SEQUENTIAL --input SOURCES.jsonl --workdir DIR [--set ...]
     pipejax teach --checkpoint ROWS --tagger --input SOURCES.jsonl --workdir DIR [--set ...]
     pipejax teach --checkpoint LARGE --student STUDENT --workdir DIR [--input SOURCES.jsonl] [--set ...]
 
 The checkpoint answers the sources, its answers are split at data.separator, and the same weights are trained to write
-these rows with the pipelined decoder. DIR/agreement.json reports how well both agree on held-out sources.
+these rows with the pipelined decoder. DIR/agreement.json reports how well the answers of the checkpoint and of the run
+agree on held-out sources.
 
 With --student, a small T5 is trained on the answers of the checkpoint, for decode.draft=model with
-decode.draft_checkpoint=DIR. DIR/drafting.json reports the decoder calls that it saves on held-out sources.
+decode.draft_checkpoint=DIR. DIR/drafting.json reports the decoder calls that the small T5 saves on held-out sources.
 
 With --tagger, a tagger that finds the rows of answers in their sources is trained beside the checkpoint, for
-decode.draft=spans. DIR/tagger.json reports the decoder calls that it saves on held-out sources.
+decode.draft=spans. DIR/tagger.json reports the decoder calls that the tagger saves on held-out sources.
 
-DIR is a run directory as written by pipejax train. The same command again continues where it stopped.
+DIR is a run directory as written by pipejax train. After an interruption, the same command continues the run.
 """
 
 from collections.abc import Sequence
