@@ -69,7 +69,7 @@ def check_place(path: Path) -> None:
 def begin_item(place: Path, tree: Tree) -> Sequence[Writes]:
     """Begins to write this process's part of a tree to `place`, in the background.
 
-    Orbax holds or has copied the buffers when this function returns, so the caller may donate them.
+    Orbax holds or has copied the buffers when this function returns, so the caller may donate the buffers.
     """
     import orbax.checkpoint as ocp
 

@@ -96,11 +96,11 @@ def make_manifest(
 
 
 def check_manifest(manifest: object, step: int, place: Path) -> Manifest:
-    """Checks the seal, the form and the step of a manifest, and returns it.
+    """Checks the seal, the form and the step of a manifest, and returns the manifest.
 
     Args:
       manifest: the decoded JSON.
-      step: the step that it must belong to.
+      step: the step that the manifest must belong to.
       place: the step's directory, for messages.
 
     Raises:

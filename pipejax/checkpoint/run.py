@@ -23,8 +23,8 @@ from pipejax.system.files import absolute, look, new_directory, write_text
 logger = logging.getLogger(__name__)
 
 # The version of the conversion, increased whenever the same files are converted to other numbers. Checkpoints of the
-# first version do not contain it; `Backbone.earlier_doubts` names settings that the first version may have read
-# wrongly.
+# first version do not contain this number; `Backbone.earlier_doubts` names settings that the first version may have
+# read wrongly.
 CONVERSION = 2
 _warn_once = functools.cache(logger.warning)
 
@@ -85,7 +85,7 @@ def open_auxiliary(directory: str | Path, fingerprint: str) -> Tree:
       fingerprint: the `params_fp` of the model beside which the parameters are used; "": nothing is compared.
 
     Raises:
-      UserError: the run cannot be read, has no auxiliary parameters, or trained them beside another model.
+      UserError: the run cannot be read, has no auxiliary parameters, or trained these parameters beside another model.
     """
     restored = open_run(directory, packed=True)
     if ITEM not in restored.items:

@@ -1,4 +1,4 @@
-"""The steps of a directory as files: lists them, commits new ones and removes old ones.
+"""The steps of a directory as files: lists steps, commits new steps and removes old steps.
 
 A save fills STEP.orbax-checkpoint-tmp. A commit syncs these files, renames the directory to STEP, and syncs the rename;
 only then are older steps removed. A step is renamed before it is deleted, so that no half-deleted directory has the
@@ -60,7 +60,8 @@ class Steps:
     def commit(self, step: int) -> None:
         """Turns the staged files into a step that survives a loss of power, then removes older steps.
 
-        If the rename cannot be synced, a loss of power may undo it, so the older steps stay and a warning is logged.
+        If the rename cannot be synced, a loss of power may undo the rename. The older steps then stay, and a warning is
+        logged.
         """
         sync_tree(self.staging(step))
         named = self.directory / str(step)

@@ -55,7 +55,7 @@ class Restored:
     is_former: bool = False  # whether a release without `data.special_tokens` saved the step
 
     def tokenizer_files(self) -> Path | None:
-        """Returns the directory of the run's tokenizer, or None if the run has none.
+        """Returns the directory of the run's tokenizer, or None if the run has no tokenizer.
 
         Raises:
           UserError: the files have changed since the step was saved. Steps of older releases have no digests, so their
@@ -87,7 +87,7 @@ class Store:
         Args:
           directory: checkpoints/ or best/ of a run directory.
           keep: the number of newest steps to keep; None: all.
-          keep_every: multiples of this step are kept as well; 0: none.
+          keep_every: multiples of this number are kept as well; 0: none.
           writable: whether `save` may be called.
 
         Raises:
@@ -178,7 +178,7 @@ class Store:
         return {"tokenizer": found} if found else {}
 
     def settle(self) -> bool:
-        """Waits for the current save. Returns False if it failed; the log then has the reason.
+        """Waits for the current save. Returns False if the save failed; the log then has the reason.
 
         With several processes, the first process commits the step here, after all processes have written their parts.
         """
@@ -200,7 +200,7 @@ class Store:
         return True
 
     def restore(self, step: int, expect: Expect | None = None) -> Restored:
-        """Reads a step and verifies it.
+        """Reads and verifies a step.
 
         Args:
           step: the number of the step.
@@ -256,7 +256,7 @@ class Store:
         return self._newest(lambda step: self.restore(step, expect), set_aside=set_aside)
 
     def newest_metadata(self) -> Metadata | None:
-        """Returns the metadata of the newest intact step, or None; removes the steps that are not kept beside it."""
+        """Returns the metadata of the newest intact step, or None; removes steps that need not be kept."""
 
         def read(step: int) -> Restored:
             try:

@@ -15,7 +15,8 @@ from pipejax.checkpoint.manifest import Damaged
 from pipejax.system.errors import UserError, out_of_memory
 from pipejax.system.files import digest_of
 
-MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # raised if a step lacks files: it is damaged
+# Raised if files of a step are missing, so that the step is damaged.
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 # TensorStore's messages about a file's content. Other messages are about the call, such as the path.
 CONTENT = re.compile("NOT_FOUND|Error (reading|decoding)")
 PASSING = re.compile(  # in messages of TensorStore and XLA about temporary conditions: the file may be good

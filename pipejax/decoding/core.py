@@ -103,7 +103,7 @@ class Carry:
     cache: Tree  # the cache of the model
     log_probs: Array | None = None  # as in `Decoded`
     states: tuple[Tree, ...] = ()  # the state of each of `DecodingOptions.rules`, arrays [B, R, ...]
-    steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: it does not pause
+    steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: the loop does not pause
 
 
 @flax.struct.dataclass
@@ -215,7 +215,8 @@ def decode(
 ) -> Segment:
     """Decodes until every example is done, the loop pauses, or a step does not fit into the cache; traced.
 
-    Each iteration is one time-step of Algorithm 1 (lines 4-13); with drafts it may be several time-steps of a row.
+    Each iteration is one time-step of Algorithm 1 (lines 4-13); with drafts an iteration may be several time-steps of a
+    row.
 
     Args:
       strategy: the strategy.
@@ -224,7 +225,7 @@ def decode(
       sizes: the numbers of queries to compile for.
       slots: C, the size of the cache.
       options: how tokens are chosen.
-      pause_after: i32 scalar, the loop pauses after this number of steps; None: it does not pause.
+      pause_after: i32 scalar, the loop pauses after this number of steps; None: there is no such limit.
       listen: a function that maps the number of steps left to a new number after each step, so that the host can lower
         this number.
       watched: bool [B], the loop pauses as soon as one of these examples is done; None: done examples cause no pause.
@@ -292,10 +293,10 @@ class _Loop:
         return found
 
     def step_if_it_fits(self, size: int, carry: Carry) -> Carry:
-        """Takes a step if it fits. A step that does not fit is also computed, but the carry keeps its values."""
+        """Takes a step if it fits. A step that does not fit is also computed, but the carry keeps the old values."""
         takes, new = self.fits(size, carry), self.step(size, carry)
-        # Selecting one of two caches would copy them. The new cache is used in both cases, as a step that does not fit
-        # writes only to free slots.
+        # Selecting one of two caches would copy a cache. The new cache is used in both cases, because a step that does
+        # not fit writes only to free slots.
         old = dataclasses.replace(carry, cache=new.cache)
         chosen: Carry = jax.tree.map(lambda a, b: a if a is b else jnp.where(takes, a, b), new, old)
         return chosen
@@ -381,7 +382,7 @@ def refill(
     options: DecodingOptions = GREEDILY,
     source: SourceIds | None = None,
 ) -> Carry:
-    """Replaces examples of a running batch: some begin anew, others are stopped.
+    """Replaces examples of a running batch: some examples begin anew, other examples are stopped.
 
     Args:
       strategy: the strategy.
@@ -390,7 +391,7 @@ def refill(
       ends: bool [B], the examples to stop.
       sizes: as for `decode`.
       options: as for `decode`; the options of all examples, including the new examples.
-      source: the sources of all examples, for a strategy that reads them.
+      source: the sources of all examples, for a strategy that reads sources.
     """
 
     def put(new: Array, old: Array) -> Array:
@@ -398,18 +399,18 @@ def refill(
         return jnp.where(begins.reshape(-1, *[1] * (new.ndim - 1)), new, old) if len(new) == len(begins) else old
 
     def put_queried(new: Array, old: Array) -> Array:
-        """As `put`, but arrays without a first axis of B are those of `new`."""
+        """As `put`, but arrays without a first axis of B are taken from `new`."""
         return put(new, old) if len(new) == len(begins) else new
 
     def begin_anew(old: tuple[Tree, Query]) -> tuple[Tree, Query]:
         # The query writes to the cache of a drafter, which has no axis B: the first tokens of the examples that begin,
-        # and, in free slots, drafts of the running ones.
+        # and, in free slots, drafts of the running examples.
         state = jax.tree.map(put, strategy.init(len(begins), source), old[0])
         found: tuple[Tree, Query] = jax.tree.map(put_queried, strategy.query(state), old)
         return found
 
     old = strategy.stop(carry.state, ends), carry.query
-    if strategy.drafter:  # the first query computes the first drafts, so skip it if no example begins
+    if strategy.drafter:  # the first query computes the first drafts; skipped if no example begins
         state, query = jax.lax.cond(begins.any(), begin_anew, lambda old: old, old)
     else:
         state, query = begin_anew(old)

@@ -34,14 +34,14 @@ from pipejax.grid import Numbers
 
 Array = jax.Array
 
-NOWHERE = 2**30  # the row of empty slots and of fillers; it is greater than all real rows, so no query sees the slot
+NOWHERE = 2**30  # the row of empty slots and of fillers: greater than all real rows, so that no query sees such a slot
 
 CERTAIN, DRAFTED, PROBE = 0, 1, 2  # the kinds of queries
 
 
 @flax.struct.dataclass
 class Query:
-    """The queries of one step, before they are packed."""
+    """The queries of one step, before `gather` packs the live queries."""
 
     tokens: Array  # i32 [B, S]
     row: Array  # i32 [B|1, S], coordinates on the grid
@@ -63,7 +63,7 @@ class Filled:
 
 @flax.struct.dataclass
 class Step:
-    """The input of the model: N packed queries. The last of them may be fillers.
+    """The input of the model: N packed queries. The last queries may be fillers.
 
     If N = B * Q, every place of every example has a query, and the two index arrays are None.
     """
@@ -81,7 +81,7 @@ class Step:
 
 
 def count_slots(live: Array, kept: Array) -> Array:
-    """i32 [B], the number of a step's slots up to the last kept one. The next step overwrites the slots after it.
+    """i32 [B], the number of a step's slots up to the last kept slot. The next step overwrites the following slots.
 
     Args:
       live: bool [B, S], the queries that were fed.

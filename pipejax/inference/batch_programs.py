@@ -46,7 +46,7 @@ class Changes(NamedTuple):
     ends: np.ndarray  # bool [B], the examples to stop
     most: np.int32  # the most steps
     switch: np.ndarray  # u32 [2], the address of a `Switch`
-    watched: np.ndarray  # bool [B], the examples that pause the loop when they are done
+    watched: np.ndarray  # bool [B], the examples whose end pauses the loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class BatchFunctions:
           ends: bool [B], the examples to stop.
           most: i32 scalar, the most steps.
           switch: u32 [2], the address of a `Switch`.
-          watched: bool [B], the examples that pause the loop when they are done.
+          watched: bool [B], the examples whose end pauses the loop.
 
         Returns:
           The rows so far; bool [B], the done examples; the number of steps left of `most`; and the new carry.
@@ -171,8 +171,8 @@ class BatchPrograms:
     """The compiled programs of running batches with the same strategy and number of places. Thread-safe.
 
     Methods that call programs have an argument `call`, which is `run` or `find`: `run` runs a program, and `find` only
-    compiles it and returns the shapes of its results. In this way a compilation ahead of time compiles exactly the
-    programs that a batch will run.
+    compiles it and returns the shapes of its results. So a compilation ahead of time compiles exactly the programs that
+    a batch will run.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class BatchPrograms:
         return found
 
     def with_states(self, carry: Carry, rules: tuple[Rule, ...]) -> Carry:
-        """Returns the carry with states for the rules; `refill` initialises them for new examples."""
+        """Returns the carry with states for the rules; `refill` initialises these states for new examples."""
         shapes = [jax.eval_shape(partial(rule.init, self.places, self.strategy.places[0])) for rule in rules]
         return dataclasses.replace(carry, states=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes)))
 

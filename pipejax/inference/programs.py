@@ -194,7 +194,7 @@ def decode_batch(
       weights: the decoder's weights and the drafter's parameters, which are None if the drafter has none.
       memory: the encoded sources.
       carry: the carry of the previous part; None: decoding begins.
-      source: the sources, if the strategy reads them.
+      source: the sources, if the strategy reads sources.
       options: how tokens are chosen.
       sizes: the sizes of the decode.
       slots: C, the cache size of this part.
@@ -231,7 +231,7 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """The key of the program in `Programs`; it contains the shapes of a decoder's options."""
+        """The key of the program in `Programs`, which contains the shapes of a decoder's options."""
         part = cast(Hashable, self.part)
         return part, self.slots, self.shape, *shapes_of(self.arguments[4:]), self.configuration
 
@@ -271,7 +271,7 @@ def pad_source(source: SourceIds, slots: int) -> SourceIds:
 
 
 class Programs:
-    """A backbone's encoder and decoder for batches of token ids, compiled when they are needed.
+    """A backbone's encoder and decoder for batches of token ids, compiled on first use.
 
     Several devices decode a batch each, without communication: all arrays but the weights have a first axis E of
     devices, over which they are sharded.
@@ -471,7 +471,7 @@ class Programs:
     ) -> tuple[Tree, Memory, SourceIds | None]:
         """Encodes a batch.
 
-        `execute` is `_run`, which runs a program, or `_find`, which only compiles it.
+        `execute` is `_run`, which runs a program, or `_find`, which only compiles the program.
 
         Returns:
           The decoder's weights and the drafter's parameters; the memory; and the source, if the strategy reads sources.

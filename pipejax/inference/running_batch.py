@@ -48,7 +48,7 @@ NO_END = 1 << 30  # a number of steps that no decode reaches
 
 
 class StepKind(enum.IntEnum):
-    """The kinds of steps, by the tokens that they return; each kind includes the kinds before it."""
+    """The kinds of steps, by the tokens that a step returns; each kind includes the kinds before it."""
 
     TOKENS = 0  # the most likely tokens
     LOGITS = 1  # sampled tokens, or log-probabilities
@@ -93,9 +93,9 @@ class Switch:
 class RunningBatch:
     """Decodes up to `places` sources in parallel on one device. Not thread-safe.
 
-    The answer of an example does not depend on the other examples. Programs are compiled when they are needed: an
-    encoder for each padded length of sources, and a decoder for each memory length (a power of two), each cache size,
-    and each kind of steps (with and without logits, which sampling and scores need).
+    The answer of an example does not depend on the other examples. Programs are compiled on first use: an encoder for
+    each padded length of sources, and a decoder for each memory length (a power of two), each cache size, and each kind
+    of steps (`StepKind`).
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class RunningBatch:
           programs: the model, its backend and weights.
           strategy: the strategy of all answers.
           places: B, the most examples at a time.
-          switch: the switch that pauses the loop when it is set.
+          switch: the switch that pauses the loop.
           encodings: a cache of encoded sources.
           compiled: a table of programs that another thread fills. If given, `advance` never compiles: it stops and sets
-            `lacks` if a program is missing. None: programs are compiled when they are called.
+            `lacks` if a program is missing. None: a program is compiled at its first call.
         """
         self._programs = BatchPrograms(programs, strategy, places, compiled)
         self._programs_for = partial(BatchPrograms, programs, strategy, places, self._programs.compiled)
@@ -142,7 +142,7 @@ class RunningBatch:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether rows may be generated ahead of others."""
+        """Whether a row may be generated ahead of other rows."""
         return getattr(self.strategy, "drafts", None) is not None
 
     @property
@@ -265,7 +265,7 @@ class RunningBatch:
     def needs_of(
         self, source: int | None, length: int, slots: int, kinds: Iterable[StepKind], adapter: int | None = None
     ) -> Needs:
-        """Returns the programs to compile for adding a source and for steps, without the compiled ones.
+        """Returns the programs to compile for adding a source and for steps, without the compiled programs.
 
         Args:
           source: the padded length of the source; None: no source is added.

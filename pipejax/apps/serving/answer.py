@@ -1,4 +1,4 @@
-"""Requests to the engine, and the answers that it delivers: events, one for each token, and finally a record."""
+"""Requests to the engine, and the answers of the engine: events, one for each token, and finally a record."""
 
 import dataclasses
 import queue
@@ -101,9 +101,9 @@ class Answer:
         self._telling = threading.Lock()
 
     def events(self) -> Iterator[Event | Record]:
-        """Yields each token as it is generated, and finally the record, with `log_prob` and `log_probs`.
+        """Yields each token when it is generated, and finally the record, with `log_prob` and `log_probs`.
 
-        The tokens of a step are in the order of rows. They include the tokens of rows that the record leaves out
+        The tokens of a step are in the order of rows. The events include the tokens of rows that the record leaves out
         (`decode.unique_rows`).
 
         Raises:
@@ -118,7 +118,7 @@ class Answer:
                     return
 
     def listen(self, hear: Callable[[Found], None]) -> None:
-        """Passes all results, earlier ones included, to `hear` instead of `events`. The engine waits for each call."""
+        """Passes all results, also earlier results, to `hear` instead of `events`. The engine waits for each call."""
         with self._telling:
             self._hear = hear
             while not self._found.empty():

@@ -38,7 +38,7 @@ class Completion:
     """All answers of a request."""
 
     def __init__(self, asked: ClientRequest, generator: Generator, engine: Engine, counters: Counters) -> None:
-        """Submits all answers of the request to the engine, or none of them.
+        """Submits all answers of the request to the engine; after an error no answer stays submitted.
 
         Raises:
           UserError: the model does not support the request.

@@ -452,7 +452,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 async def _stream(completion: Completion, objects: Objects, receive: Receive, send: Send, *, ends: float) -> None:
-    """Sends a completion as server-sent events while it is decoded. An error becomes the last event."""
+    """Sends a completion as server-sent events while decoding continues. An error becomes the last event."""
 
     async def say(*events: str, more: bool = True) -> None:
         body = "".join(f"{event}\n\n" for event in events).encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Logs why programs are compiled while a request waits for them."""
+"""Logs the reasons for which programs are compiled while a request waits for these programs."""
 
 import logging
 from collections.abc import Hashable, Iterable

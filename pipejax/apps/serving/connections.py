@@ -1,4 +1,4 @@
-"""Connections of the HTTP server: limits their number and their work, and closes them without losing responses.
+"""Connections of the HTTP server: limits their number and work, and closes connections without losing responses.
 
 `Listener` accepts connections up to a limit; at the limit it closes an idle connection or refuses the new one.
 `Connection` is uvicorn's HTTP/1.1 protocol that parses a bounded number of bytes at a time, so that one client cannot
@@ -60,7 +60,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parses the bytes that were read, and counts the bytes of chunk framing among them."""
+        """Parses the bytes that were read, and counts the bytes of chunk framing among these bytes."""
         if self.transport.discard(nbytes):  # type: ignore[attr-defined]
             return
         cycle = self.cycle
@@ -97,7 +97,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
 
 class _Transport:
-    """A transport that closes gracefully: it sends all responses, then discards further input until the client closes.
+    """A transport that closes gracefully: it sends all responses, then discards input until the client closes.
 
     Closing a socket with unread input resets the connection, and the client may lose the response.
     """
@@ -130,7 +130,7 @@ class _Transport:
         self._watch()
 
     def discard(self, count: int) -> bool:
-        """Counts incoming bytes; returns whether they are to be discarded."""
+        """Counts incoming bytes; returns whether to discard these bytes."""
         if self._discards:
             self._left, self._heard = self._left - count, self._loop.time()
             if self._left < 0:
@@ -192,7 +192,7 @@ class Listener:
         self._open.discard(connection)
 
     async def accept(self) -> None:
-        """Accepts connections until it is cancelled. Called after the server has started."""
+        """Accepts connections until the task is cancelled. Called after the server has started."""
         loop, number = asyncio.get_running_loop(), 0
         while True:
             number += 1

@@ -73,7 +73,7 @@ class Engine:
     def warm_up(self, length: int, *, schemas: bool = False) -> None:
         """Schedules compiling the default method's programs for prompts of up to `length` tokens; does not wait.
 
-        With `schemas`, the programs for usual schemas are compiled as well, after all others.
+        With `schemas`, the programs for usual schemas are compiled as well, after all other programs.
         """
         self.scheduler.warm_up(length, schemas=schemas)
 
@@ -107,7 +107,7 @@ class Engine:
         self._wake()
 
     def _run(self) -> None:
-        """Runs the scheduler while it has work, and waits for requests otherwise; the target of the thread."""
+        """Runs the scheduler while there is work, and waits for requests otherwise; the target of the thread."""
         scheduler = self.scheduler
         while True:
             with self._change:

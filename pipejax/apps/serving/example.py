@@ -17,7 +17,7 @@ Prompt = str | list[int] | dict[str, str]
 
 
 def example_of(generator: Generator) -> Prompt | None:
-    """Returns a prompt in the model's template that is not truncated; None if the tokenizer cannot read it.
+    """Returns a prompt in the model's template that is not truncated; None if the tokenizer cannot read the prompt.
 
     The built-in tasks provide a document. Other models get as many words of a few sentences as fit into a prompt: all
     these words in the last field of the template, and the first sentence in the other fields. Without a tokenizer the

@@ -1,4 +1,4 @@
-"""The running batches of a server, by lane, and the requests that have a place in them."""
+"""The running batches of a server, by lane, and the requests that have a place in a batch."""
 
 from typing import NamedTuple
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pipejax.system.errors import UserError
 from pipejax.system.fields import named, shown_value
 
-LONGEST = 1000  # the most characters of a message; longer ones are shortened in the middle
+LONGEST = 1000  # the most characters of a message; a longer message is shortened in the middle
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -37,7 +37,7 @@ class RequestFields:
         [Object, str, Config], tuple[list[object], bool]
     ]  # returns the sources, and whether parts of the input are ignored
     source: str  # the field with the sources
-    most_tokens: tuple[str, ...]  # fields that may limit the tokens of an answer; a request may have one of them
+    most_tokens: tuple[str, ...]  # fields that may limit the tokens of an answer; a request may have one such field
     more: tuple[str, ...]  # fields that only some routes have
     neutral: Neutral  # unsupported fields, with their values that have no effect
     unused: tuple[str, ...]  # fields that are ignored
@@ -48,7 +48,7 @@ class RequestFields:
         return self.source, "model", *self.most_tokens, *SHARED, *self.more
 
 
-# The settings of sampling that a request may send, by name. If `Facts.request` is a range, it applies to requests.
+# The settings of sampling that a request may send, by name. If `Facts.request` is a range, requests have this range.
 SAMPLING = {field.name: field for field in dataclasses.fields(DecodeConfig) if field.metadata.get("request")}
 SHARED = (*SAMPLING, "method", "stop", "stream", "stream_options", "truncate")
 FORMER = {"strategy": "method"}  # present names of fields, by former names that work until the next release

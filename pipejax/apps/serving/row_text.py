@@ -46,7 +46,7 @@ class Writing:
           separator: the text between rows.
           stop: texts that end the answer.
           as_written: send pieces of all rows at once.
-          unique: leave out rows that repeat earlier ones.
+          unique: leave out rows that repeat earlier rows.
         """
         self._start, self._separator, self._as_written = start, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))

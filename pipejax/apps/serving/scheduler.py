@@ -127,7 +127,7 @@ class Scheduler:
     def warm_up(self, length: int, *, schemas: bool = False) -> None:
         """Schedules compiling the default method's programs for prompts of up to `length` tokens; does not wait.
 
-        With `schemas`, the programs for usual schemas are compiled as well, after all others.
+        With `schemas`, the programs for usual schemas are compiled as well, after all other programs.
         """
         self.compiler.ask(self._weights | {"plan": lambda: self.plan(length, schemas=schemas)}, PLANNED)
 
@@ -137,7 +137,7 @@ class Scheduler:
         warm_up.plan(ask, self.generator, kinds, lanes, places=self.places, length=length, schemas=schemas)
 
     def met(self, key: Hashable, error: Exception | None) -> None:
-        """Marks a need as compiled or, with an error, fails the requests that wait for it."""
+        """Marks a need as compiled or, with an error, fails the requests that wait for this need."""
         answers = self.waiting.settle(key, failed=error is not None)
         if error is not None:
             self._lacks_memory |= out_of_memory(error)
@@ -245,7 +245,7 @@ class Scheduler:
         return batch.needs(length, kind=kind, adapter=answer.generator.adapter)
 
     def _await(self, answer: Answer, needs: Needs) -> None:
-        """Requests compilation of the programs that an answer needs; the answer keeps waiting until it is done."""
+        """Requests compilation of the programs that an answer needs; the answer keeps waiting until then."""
         with self.waiting.lock:
             answer.awaits = {key for key in needs if key not in self.compiler.compiled}
         self.compiler.ask(needs)

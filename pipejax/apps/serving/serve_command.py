@@ -149,7 +149,7 @@ def start(flags: argparse.Namespace) -> int:
     is_guarded = flags.allow_host or (not keys and is_local(listener.getsockname()[0]))
     from pipejax.apps.serving.app import Limits, Service
     from pipejax.apps.serving.engine import Engine
-    from pipejax.inference.loading import load  # imports JAX, so it follows the checks of the flags and the port
+    from pipejax.inference.loading import load  # imports JAX, so this line follows the checks of flags and port
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
     # Schemas are compiled in Python, and the engine needs the interpreter many times per step. The default switch

@@ -24,17 +24,17 @@ class Waiting:
         return len(self._answers)
 
     def append(self, answer: Answer) -> None:
-        """Adds an answer behind all others."""
+        """Adds an answer behind all other answers."""
         with self.lock:
             self._answers.append(answer)
 
     def put_first(self, answer: Answer) -> None:
-        """Adds an answer before all others."""
+        """Adds an answer before all other answers."""
         with self.lock:
             self._answers.appendleft(answer)
 
     def remove(self, answer: Answer) -> None:
-        """Removes an answer, if it waits."""
+        """Removes an answer, if the answer waits."""
         with self.lock:
             if answer in self._answers:
                 self._answers.remove(answer)

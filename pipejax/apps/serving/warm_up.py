@@ -1,4 +1,4 @@
-"""The programs that a server compiles before requests need them."""
+"""The programs that a server compiles before a request needs them."""
 
 import itertools
 from collections.abc import Callable, Mapping

@@ -39,7 +39,7 @@ FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"
 
 
 class Answered(NamedTuple):
-    """Sources with the checkpoint's answers to them."""
+    """Sources, and the checkpoint's answers to these sources."""
 
     sources: list[Source]
     records: list[Record]  # the answers, in the order of the sources

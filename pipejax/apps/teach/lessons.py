@@ -45,7 +45,7 @@ METHOD = "sequential"  # the method with which the checkpoint answers
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The examples for training, and the held-out ones for the comparison with the result."""
+    """The examples for training, and the held-out examples for the comparison with the result."""
 
     train: list[Example]
     held_out: list[Example]
@@ -71,7 +71,7 @@ def teach(
     held_out: int | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Labels the sources, trains on them and measures the agreement; continues an interrupted run in `workdir`.
+    """Labels the sources, trains on these labels and measures the agreement; continues an interrupted run in `workdir`.
 
     Args:
       checkpoint: the directory of the sequential run.
@@ -189,7 +189,7 @@ def measure_agreement(run: Path, made: Labels) -> dict[str, object]:
 
 
 def part(answered: Answered, config: Config) -> Labels:
-    """Splits the answers into rows: at `data.separator`, or into sentences if it is blank.
+    """Splits the answers into rows: at `data.separator`, or into sentences if this separator is blank.
 
     Truncated answers are left out, because their last row is incomplete. Of equal rows only the first is kept, so that
     repetitions are not learned. An answer without rows is kept, because it is a valid answer.

@@ -54,7 +54,7 @@ class _Values:
     def __init__(self, tags: SpanTags, ids: Array, length: Array, logits: Logits) -> None:
         """Finds the ends of spans, from the logits of a batch of sources `ids`, i32 [B, L] with `length` i32 [B]."""
         self.tags, self.ids, self.logits = tags, ids, logits
-        # The first token from each place on that does not continue a span, and sums of log-probabilities up to it.
+        # For each place, the first place after it that does not continue a span; and cumulative log-probabilities.
         places = jnp.arange(ids.shape[1])
         stops = (logits.goes_on <= 0) | (places >= length[:, None, None])
         after = jnp.where(stops, places, ids.shape[1])
@@ -112,7 +112,7 @@ class Spans:
         """None: the drafter has no state."""
 
     def propose(self, state: None, written: Written, most: int) -> tuple[None, Draft]:
-        """Drafts the tokens of each row's candidate that follow the written ones."""
+        """Drafts the tokens of each row's candidate that follow the written tokens."""
         assert written.source is not None
         found: Candidates = written.source.memory
         tagger: Tagger = written.source.parameters
@@ -187,7 +187,7 @@ def named(tagger: Tagger, values: _Values) -> Candidates:
 
 
 def unnamed(tagger: Tagger, values: _Values) -> Candidates:
-    """The likely rows in their order, and the empty row after them."""
+    """The likely rows in their order, and the empty row after these rows."""
     tags, logits = tagger.tags, values.logits
     most = min(tags.rows, values.ids.shape[1])
     begins, place = jax.lax.top_k(logits.begins, most)  # [B, 1, K]

@@ -84,7 +84,7 @@ def teach_student(
     held_out: int | None = None,
     overrides: Sequence[str] = (),
 ) -> int:
-    """Answers the sources with the large T5, trains the small one and measures it; continues an interrupted run.
+    """Answers the sources with the large T5, trains the small T5 and measures its drafts; continues an interrupted run.
 
     Args:
       directory: the checkpoint of the large T5.
@@ -103,7 +103,7 @@ def teach_student(
     """
     with RunDirectory(workdir) as run:
         check_labels_directory(run.path, workdir)
-        # Opened without the parameters, because `load` reads them as well.
+        # The parameters are dropped here, because `load` reads them again.
         large = dataclasses.replace(checkpoint.open_run(directory, best=best, packed=True), items={})
         own = of_checkpoint(overrides)
         generator = load(directory, best=best, overrides=[*GREEDILY, *own])
@@ -223,7 +223,7 @@ def save_initial(directory: Path, config: Config, large: Restored, layers: Seque
 
 
 def write_statement(run: Path, directory: str, large: Restored, student: Student) -> None:
-    """Writes student.json: the checkpoint for which the small T5 drafts, and the encoder that it shares.
+    """Writes student.json: the checkpoint for which the small T5 drafts, and the fingerprint of a shared encoder.
 
     Raises:
       UserError: the run directory has another small T5.
@@ -299,7 +299,7 @@ def write_sources(path: Path, saved: Config, train: TrainConfig, held_out: int |
       The path.
 
     Raises:
-      UserError: the large T5 has no training examples, or a stream of them.
+      UserError: the large T5 has no training examples, or reads them as a stream.
     """
     if path.is_file():
         return str(path)

@@ -65,7 +65,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class SpanTags(Auxiliary):
-    """The tagger. `pipejax teach --tagger` sets its fields, which describe the answers that it was trained on."""
+    """The tagger. `pipejax teach --tagger` sets the fields, which describe the answers that it trained on."""
 
     rows: int = setting(32, least=1, most=2**10)  # R, the most rows of an answer that are drafted
     longest: int = setting(32, least=2, most=2**10)  # W, the most tokens of a row, the end token included
