@@ -380,6 +380,14 @@ def test_field_missing_from_all_lines_is_refused_first(run: Run, monkeypatch: An
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\n"])
+def test_errors_of_skipped_lines_are_read_again_with_any_characters(mark: str, tmp_path: Path) -> None:
+    shards, errors = Shards(tmp_path, ""), [f'x:1: did you mean "text{mark}"?', "x:2: another"]
+    shards.directory.mkdir()
+    written = shards.write("a.jsonl", "{}\n", errors)
+    assert shards.look("a.jsonl") == written and written["skipped"] == errors
+
+
 def test_a_block_that_kills_its_process_is_given_up(tmp_path: Path) -> None:
     found = Shards(tmp_path, "")
     found.directory.mkdir()

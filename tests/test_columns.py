@@ -285,6 +285,14 @@ def test_a_score_of_a_column_is_the_share_of_right_cells() -> None:
     assert found == {"vendor": 100, "date": 0, "amount": 100, "tags": 50}
 
 
+def test_a_column_whose_name_begins_another_name_has_its_own_cells() -> None:
+    columns = {"targets": ("total", "total - net", "price", "price max")}
+    generator, record = answered("total: 1", "total - net: 6", "price: 2", "price max: 3", **columns)
+    gold: Any = [types.SimpleNamespace(targets=("total: 1", "total - net: 5", "price: 2", "price max: 4"))]
+    found = evaluation.by_column(generator, gold, [record])
+    assert found == {"total": 100, "total - net": 0, "price": 100, "price max": 0}
+
+
 def generator(**data: Any) -> Generator:
     tokenizer = schemas.tokenizer()
     config = Config(model=IN_BLOCKS, data=DataConfig(**{**TABLE, **data}), grid=GridConfig(delay=0, time_max=40))

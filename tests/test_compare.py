@@ -13,7 +13,7 @@ from pipejax.apps import demo
 from pipejax.apps.compare import bootstrap, compare_command, measurement, quality_page
 from pipejax.apps.compare.entries import Entry, open_all, parse
 from pipejax.apps.compare.measurement import Results, blocks_of, measure
-from pipejax.config import Config, DecodeConfig
+from pipejax.config import Config, DataConfig, DecodeConfig
 from pipejax.data.examples import Example
 from pipejax.inference.generator import Generator
 from pipejax.inference.programs import peak_bytes
@@ -108,7 +108,7 @@ def measured(first: Scripted, second: Scripted, count: int, **more: Any) -> list
     examples = [Example(str(i), "source", ("a",)) for i in range(count)]
     entries = [Entry(first.name, "run"), Entry(second.name, "run", "sequential")]
     generators: Any = [first, second]
-    return measure(entries, generators, examples, metric="exact", seed=0, **more)
+    return measure(entries, generators, [examples, examples], metric="exact", seed=0, **more)
 
 
 def test_entries_take_turns_on_the_same_examples(scripted: None) -> None:
@@ -230,10 +230,10 @@ def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, 
         drafts = (DecodeConfig(), DecodeConfig(draft="source"))
         return [Generator(Config(model=TOY, decode=decode), params, words) for decode in drafts]
 
-    def measured(entries: Any, generators: list[Any], examples: list[Example], **more: Any) -> list[Results]:
-        for own in generators:
+    def measured(entries: Any, generators: list[Any], examples: list[list[Example]], **more: Any) -> list[Results]:
+        for own, given in zip(generators, examples, strict=True):
             rows = own.method("sequential").read(["bread / maps"], own.config.data.separator)[1]
-            seen.append((len(own.ids_of(Source("", examples[0].source))), rows))
+            seen.append((len(own.ids_of(Source("", given[0].source))), rows))
         return [result(entry.name, (50.0, 40.0, 60.0), 0.1) for entry in entries]
 
     monkeypatch.setattr(compare_command, "open_all", opened)
@@ -242,6 +242,42 @@ def test_settings_of_data_hold_for_all_entries(monkeypatch: pytest.MonkeyPatch, 
     flags = ["--entry", "run=a", "--entry", "run=b,draft=source", "--task", "jsonl"]
     assert compare_command.main([*flags, *(x for setting in settings for x in ("--set", setting))]) == 0
     assert seen == [(5, ["bread", "maps"])] * 2
+
+
+def test_each_entry_reads_sources_of_its_own_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of the first entry are the reference, which a line reports if a run has others."""
+    words, file = demo.DemoTask().tokenizer(), tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"text": "red maps", "title": "bread", "targets": ["a"], "labels": ["b"]}) + "\n")
+    params, given = random_params(TOY, TOY.eos_token_id), list[Example]()
+    settings = [
+        DataConfig(test=str(file), source_template="Title: {title} Text: {text}"),
+        DataConfig(test=str(file), source_template="summarize: {text}", targets="labels"),
+        DataConfig(test=str(file)),  # a converted checkpoint, without a template of its own
+    ]
+
+    def opened(entries: list[Entry]) -> list[Any]:
+        made = [Generator(Config(model=TOY, data=data), params, words) for data in settings]
+        for own in made:
+            own.trained = own.config
+        return made
+
+    def measured(entries: Any, generators: list[Any], examples: list[list[Example]], **more: Any) -> list[Results]:
+        given.extend(one for (one,) in examples)
+        return [result(entry.name, (50.0, 40.0, 60.0), 0.1) for entry in entries]
+
+    monkeypatch.setattr(compare_command, "open_all", opened)
+    monkeypatch.setattr(compare_command, "measure", measured)
+    assert compare_command.main([x for name in "abc" for x in ("--entry", f"run={name},name={name}")]) == 0
+    assert [example.source for example in given] == [
+        "Title: bread Text: red maps",
+        "summarize: red maps",
+        "Title: bread Text: red maps",
+    ]
+    assert [example.targets for example in given] == [("a",)] * 3
+    line = "b: the rows of the first entry are the reference; the run has other data.targets\n"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.slow

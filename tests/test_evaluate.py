@@ -132,6 +132,15 @@ def test_batches_change_no_score(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_evaluation_reports_that_it_decodes_one_sample(run, tmp_path, capsys):
+    for more in ([], ["--set", "decode.samples=3", "--set", "decode.temperature=1"]):
+        flags = ["--checkpoint", str(run), "--limit", "2", "--json", str(tmp_path / "out.json"), *more]
+        assert evaluation.main(flags) == 0
+        line = "decode.samples: found 3; one answer of each example is decoded and scored"
+        assert (line in capsys.readouterr().err) == bool(more)
+        assert json.loads((tmp_path / "out.json").read_text())["examples"] == 2
+
+
 def test_tables_bad_lines_and_parts_of_a_file(run, tmp_path, said):
     """A part of one file is scored, and a table with some bad rows."""
     table, out = tmp_path / "test.csv", tmp_path / "out.json"

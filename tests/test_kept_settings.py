@@ -20,6 +20,7 @@ from pipejax.config import Config, DataConfig, GridConfig, TrainConfig, to_json
 from pipejax.convert import __main__ as convert
 from pipejax.convert import description, huggingface, quantize
 from pipejax.data import OWN_FILES, make_task
+from pipejax.methods import split_rows
 from pipejax.system.errors import UserError
 from support import oracle, tiny
 
@@ -202,6 +203,31 @@ def test_the_card_names_the_data_of_its_scores(task: str, named: str | None) -> 
     assert "| em_f1 | 71.20 |" in text and (f"type: {task}\n" in text) == (named is not None)
 
 
+def test_the_card_has_the_command_of_scores_of_another_decoder() -> None:
+    """They are in its table alone: the hub has no place for the command."""
+    scores = {"task": "kp20k", "split": "test", "limit": 10, "beams": 4, "length_penalty": 1.0, "method": "sequential"}
+    scores |= {"examples": 8, "metric": "spans", "em_f1": 71.2, "steps": 9.0}
+    config = Config(data=DataConfig(task="jsonl"), train=TrainConfig(method="pipelined"))
+    text = model_card.card("k", config, tokenizer=True, origin=description.ModelOrigin(scores=scores))
+    assert "--split test --method sequential --limit 10 --set decode.beams=4`" in text
+    assert "| em_f1 | 71.20 |" in text
+    data: Any = huggingface_hub.ModelCard(text).data
+    assert not data.eval_results
+
+
+@pytest.mark.parametrize("separator", [" # ", "; ", " ; "])
+def test_the_code_of_the_card_splits_an_answer_as_pipejax_does(separator: str) -> None:
+    config = Config(data=DataConfig(separator=separator), train=TrainConfig(method="sequential"))
+    text = model_card.card("k", config, tokenizer=True)
+    code = text.split("```python\n", 1)[1].split("```", 1)[0].splitlines()
+    names: dict[str, Any] = {}
+    exec(next(line for line in code if line.startswith("import re")), names)
+    (rows,) = (line for line in code if line.startswith("rows = "))
+    for answer in ("C# language # Python", "a;b; c", "C; D ; E", "", "a ;", "; a", "a  #  b#", " # "):
+        exec(rows, names | {"text": answer}, names)
+        assert names["rows"] == split_rows(answer, separator)
+
+
 @pytest.mark.parametrize("license", ["apache-2.0", "cc-by-nc-4.0", ""])
 def test_the_card_names_a_license(license: str, in_rows: Path, tmp_path: Path) -> None:
     argv = ["to-hf", in_rows, tmp_path / "hf", *(["--license", license] if license else [])]
@@ -238,7 +264,7 @@ def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, cap
     names = by_the_card(tmp_path / "hf", "deliver small apples and the baker")
     text = record["text"]
     assert text and names["text"].split() == text.split()
-    assert names["rows"] == [row.strip() for row in text.split("the")]
+    assert names["rows"] == split_rows(text, " the ")
     config, _ = followed(tmp_path / "hf", tmp_path / "back", capsys)
     assert config.train.method == "sequential" and config.decode.beams == beams
     assert pipejax.load(tmp_path / "back").decode(["deliver small apples and the baker"]) == [record]

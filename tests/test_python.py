@@ -17,7 +17,7 @@ from pipejax import checkpoint
 from pipejax import config as config_lib
 from pipejax.apps import demo
 from pipejax.config import Config, DecodeConfig, GridConfig
-from pipejax.data.formats import rows_in
+from pipejax.data.formats import read_records, rows_in
 from pipejax.inference import programs, settings
 from pipejax.system.errors import UserError
 from pipejax.training import loop
@@ -288,6 +288,28 @@ TABLES: dict[str, Any] = {
 def test_a_table_is_decoded(t5: pipejax.Generator, kind: str) -> None:
     rows = [{"source": text, "id": f"n{i}"} for i, text in enumerate(TEXTS)]
     assert t5.decode(TABLES[kind](rows)) == t5.decode(rows)
+
+
+PRICES = (19.99, 0.1, 3.0, 1e-7)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "scalars", "arrays"])
+def test_float32_cells_have_their_shortest_decimal_text(kind: str, tmp_path: Path) -> None:
+    column: Any = pyarrow.array(PRICES, pyarrow.float32())
+    lists: Any = pyarrow.array([[x, None] for x in PRICES], pyarrow.list_(pyarrow.float32()))
+    table: Any = pyarrow.table({"price": column, "all": lists, "whole": pyarrow.array(PRICES)})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+        rows = [row for _, row in read_records(tmp_path / "x.parquet")]
+    elif kind == "arrow":
+        rows = list(rows_in(table, "sources"))
+    elif kind == "scalars":
+        given = [{"price": np.float32(x), "all": [np.float32(x), None], "whole": x} for x in PRICES]
+        rows = list(rows_in(given, "sources"))
+    else:
+        given = [{"price": np.float32(x), "all": np.asarray([x, np.nan], np.float32), "whole": x} for x in PRICES]
+        rows = list(rows_in(given, "sources"))
+    assert rows == [{"price": x, "all": [x, None], "whole": x} for x in PRICES]
 
 
 def test_cells_are_as_json_has_them() -> None:

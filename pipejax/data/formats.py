@@ -58,7 +58,8 @@ def read_parquet(path: str | Path, first: int = 1, count: int | None = None) -> 
         for batch in file.iter_batches(batch_size=BATCH, row_groups=groups):
             skipped, stop = max(first - 1 - before, 0), min(last - before, len(batch))
             if skipped < stop:
-                for number, value in enumerate(batch.slice(skipped, stop - skipped).to_pylist(), before + skipped + 1):
+                part = batch.slice(skipped, stop - skipped)
+                for number, value in enumerate(_rows_of(part), before + skipped + 1):
                     yield f"{path}:{number}", value
             before += len(batch)
 
@@ -104,16 +105,21 @@ def _read_dataset(path: Path) -> Iterator[Placed]:
         raise UserError(path, f"not a data set, or damaged ({first_line(error)})") from error
 
 
-def rows_in(given: object, name: str) -> Iterator[Any]:
+def rows_in(given: Any, name: str) -> Iterator[Any]:
     """Yields the rows of a table in memory as objects; the items of any other iterable are yielded unchanged."""
     rows: Iterable[Any]
     if hasattr(given, "to_pylist"):  # Arrow
         _check_columns(getattr(given, "column_names", []), name)
-        rows = given.to_pylist()
+        rows = _rows_of(given)
     elif hasattr(given, "iter_rows"):  # Polars
-        rows = given.iter_rows(named=True)
+        is_narrow = any(str(dtype) == "Float32" for dtype in getattr(given, "dtypes", ()))
+        rows = _rows_of(given.to_arrow()) if is_narrow else given.iter_rows(named=True)
     elif hasattr(given, "columns") and hasattr(given, "to_dict"):  # pandas
         _check_columns(list(given.columns), name)
+        dtypes: Any = getattr(given, "dtypes", {})
+        narrow = [column for column, dtype in dtypes.items() if str(dtype) in ("float16", "float32", "Float32")]
+        if narrow:  # as in `_rows_of`
+            given = given.astype(dict.fromkeys(narrow, "str")).astype(dict.fromkeys(narrow, "float64"))
         rows = given.to_dict("records")
     elif hasattr(given, "columns") or not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise UserError(name, found=shown_value(given), expected="a list, a data frame or another table of records")
@@ -122,8 +128,39 @@ def rows_in(given: object, name: str) -> Iterator[Any]:
     return ({str(key): _plain_cell(x) for key, x in row.items()} if isinstance(row, Mapping) else row for row in rows)
 
 
+def _rows_of(table: Any) -> list[Any]:
+    """Returns the rows of an Arrow table or batch as objects.
+
+    A float32 number becomes the number with its shortest decimal text: 19.99, and not 19.989999771118164.
+    """
+    pyarrow = module("pyarrow", "parquet", "a table of Arrow")
+
+    def replaced(kind: Any, other: Any) -> Any:
+        """The type with `other` in place of each float32."""
+        if pyarrow.types.is_float32(kind):
+            return other
+        if pyarrow.types.is_list(kind):
+            return pyarrow.list_(replaced(kind.value_type, other))
+        if pyarrow.types.is_struct(kind):
+            return pyarrow.struct([(field.name, replaced(field.type, other)) for field in kind])
+        return kind
+
+    for number, field in enumerate(table.schema):
+        as_text = replaced(field.type, pyarrow.string())
+        if as_text != field.type:
+            column = table.column(number).cast(as_text).cast(replaced(field.type, pyarrow.float64()))
+            table = table.set_column(number, field.name, column)
+    rows: list[Any] = table.to_pylist()
+    return rows
+
+
 def _plain_cell(value: object) -> object:
-    """Converts a cell to its JSON form: None for a missing value, which pandas stores as NaN, and lists for arrays."""
+    """Converts a cell to its JSON form: None for a missing value, which pandas stores as NaN, and lists for arrays.
+
+    NumPy's float16 and float32 become the numbers with their shortest decimal text, as in `_rows_of`.
+    """
+    if str(getattr(value, "dtype", "")) in ("float16", "float32"):
+        value = [*value] if getattr(value, "shape", ()) else float(str(value))  # type: ignore[misc]
     value = value.tolist() if hasattr(value, "tolist") else value
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value)):
         return None

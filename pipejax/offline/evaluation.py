@@ -181,11 +181,14 @@ def by_rows(
 def by_column(generator: Generator, examples: Sequence[Example], records: Sequence[Record]) -> dict[str, float]:
     """Returns, for each column in `data.targets`, the percentage of cells that are correct by the metric "exact"."""
     config, found = generator.config, dict[str, float]()
-    for column, name in columns_of(config.data.columns, config.grid.row_names).items():
+    names = columns_of(config.data.columns, config.grid.row_names)
+    readers = dict.fromkeys(names.values(), exact.number_or_text)
+    for column, name in names.items():
 
         def cells(rows: Sequence[str], name: str = name) -> list[str]:
-            read = exact.named_rows(rows, {name: exact.number_or_text})
-            return exact.spell_rows([row for row in read if not isinstance(row, str)], fold_case=False)
+            read = exact.named_rows(rows, readers)
+            own = [row for row in read if not isinstance(row, str) and row[0] == name]
+            return exact.spell_rows(own, fold_case=False)
 
         right = sum(cells(e.targets) == cells(texts(r)) for e, r in zip(examples, records, strict=True))
         found[column] = 100 * right / len(examples)
@@ -228,6 +231,7 @@ def main(argv: Sequence[str]) -> int:
     others = [a for a in flags.overrides if a not in ours]
 
     generator = load(flags.checkpoint, best=flags.best, overrides=others)
+    note_samples(generator)
     ours += ["data.skip_bad=true"] if flags.skip_bad else []
     examples, _ = examples_of(
         generator, flags.checkpoint, task=flags.task, split=flags.split, limit=flags.limit, overrides=ours
@@ -265,6 +269,12 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(text, end="")
     return 0
+
+
+def note_samples(generator: Generator) -> None:
+    """Reports that a generator with several samples for each source decodes one of them for each example."""
+    if (samples := generator.config.decode.samples) > 1:
+        cli.note(f"decode.samples: found {samples}; one answer of each example is decoded and scored")
 
 
 def examples_of(

@@ -114,8 +114,8 @@ class Shards:
         path, beside = self.directory / name, self.skipped / name
         if not path.exists():
             return None
-        skipped = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else []
-        return _describe_shard(name, path.read_bytes(), [strict_json.loads(error) for error in skipped])
+        skipped = beside.read_text(encoding="utf-8").split("\n") if beside.exists() else []
+        return _describe_shard(name, path.read_bytes(), [strict_json.loads(error) for error in skipped if error])
 
 
 def _describe_shard(name: str, content: bytes, skipped: Sequence[str]) -> Shard:

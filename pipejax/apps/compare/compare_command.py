@@ -9,6 +9,7 @@ compare with it, and their 95 % intervals are from a paired bootstrap.
 """
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -16,15 +17,20 @@ import jax
 
 from pipejax import metrics
 from pipejax.apps.compare import bootstrap, quality_page
-from pipejax.apps.compare.entries import FORM, open_all, parse
+from pipejax.apps.compare.entries import FORM, Entry, open_all, parse
 from pipejax.apps.compare.measurement import FEW, Interval, Results, blocks_of, measure
 from pipejax.apps.log_summary import COLUMNS, log_of, summary
+from pipejax.data import make_task
+from pipejax.data.examples import Example
+from pipejax.inference.generator import Generator
 from pipejax.inference.lazy_programs import dtype_of
-from pipejax.offline.evaluation import examples_of, use_data
+from pipejax.offline.evaluation import examples_of, note_samples, use_data
 from pipejax.system import cli
 from pipejax.system.errors import UserError
 from pipejax.system.progress import Progress
 from pipejax.system.strict_json import JsonObject
+
+READ = ("task", "targets", "rows", "delimiter")  # settings of data that determine the rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,11 +90,17 @@ def compare_entries(flags: argparse.Namespace) -> int:
     )
     for own in generators[1:]:  # settings such as data.max_source change answers
         use_data(own, flags.task, flags.overrides)
+    for own in generators:
+        note_samples(own)
+    sources = [
+        own_sources(entry, own, generators[0], examples, split=split)
+        for entry, own in zip(entries, generators, strict=True)
+    ]
     size = generators[0].batch_size_for(min(flags.batch_size or 1, len(examples)))
     blocks = blocks_of(len(examples), size)
     progress = Progress("comparing", (len(examples) + len(blocks[0])) * len(entries), unit="answer")
     seed = flags.seed or 0
-    results = measure(entries, generators, examples, metric=metric, batch_size=size, seed=seed, tick=progress.add)
+    results = measure(entries, generators, sources, metric=metric, batch_size=size, seed=seed, tick=progress.add)
     progress.close()
     if len(blocks) < FEW:
         cli.note(f"warning: {len(blocks)} blocks of examples; intervals of times need at least {FEW}")
@@ -122,6 +134,37 @@ def compare_entries(flags: argparse.Namespace) -> int:
         if flags.output:
             cli.write_output("--output", flags.output, quality_page.page(results, about, HEADER, cells))
     return 0
+
+
+def own_sources(
+    entry: Entry, own: Generator, first: Generator, examples: Sequence[Example], *, split: str
+) -> Sequence[Example]:
+    """Returns the examples with the sources that an entry's run reads.
+
+    They are made by the template of the entry, if it has another one than the first entry. The rows to compare with are
+    those of the first entry.
+
+    Args:
+      entry: the entry.
+      own: its generator.
+      first: the generator of the first entry.
+      examples: the examples of the first entry.
+      split: their split.
+
+    Raises:
+      UserError: the examples lack a field of the template.
+    """
+    data, base = own.config.data, first.config.data
+    differing = [f"data.{key}" for key in READ if getattr(data, key) != getattr(base, key)]
+    if differing and own.trained is not None and own.trained.train.method != "none":
+        cli.note(
+            f"{entry.name}: the rows of the first entry are the reference; the run has other {', '.join(differing)}"
+        )
+    if not data.source_template or data.source_template == base.source_template:
+        return examples
+    made = make_task(dataclasses.replace(base, source_template=data.source_template), first.config.grid.row_names)
+    found = made.examples(split)[: len(examples)]
+    return [dataclasses.replace(example, source=x.source) for example, x in zip(examples, found, strict=True)]
 
 
 HEADER = (

@@ -55,7 +55,7 @@ def blocks_of(count: int, batch_size: int) -> list[range]:
 def measure(
     entries: Sequence[Entry],
     generators: Sequence[Generator],
-    examples: Sequence[Example],
+    examples: Sequence[Sequence[Example]],
     *,
     metric: str,
     batch_size: int,
@@ -70,40 +70,41 @@ def measure(
     Args:
       entries: the entries.
       generators: the opened run of each entry.
-      examples: the examples, not empty.
+      examples: for each entry the examples with the sources that it reads, in the same order; not empty.
       metric: one of `metrics.HEADLINES`.
       batch_size: examples per batch.
       seed: of the order of the entries.
       tick: called with the number of answers after each batch.
     """
-    order, blocks = random.Random(seed), blocks_of(len(examples), batch_size)
+    count = len(examples[0])
+    order, blocks = random.Random(seed), blocks_of(count, batch_size)
     measured = [_Measured() for _ in entries]
     methods = [entry.method or own.default_method for entry, own in zip(entries, generators, strict=True)]
     decode = partial(decode_examples, metric=metric, batch_size=batch_size, tick=tick, times_encoder=True)
-    for own, method in zip(generators, methods, strict=True):
-        decode(own, [examples[i] for i in blocks[0]], method=method)
+    for own, method, given in zip(generators, methods, examples, strict=True):
+        decode(own, [given[i] for i in blocks[0]], method=method)
     for block in blocks:
-        part = [examples[i] for i in block]
         for i in order.sample(range(len(entries)), len(entries)):
+            part = [examples[i][number] for number in block]
             records, report = decode(generators[i], part, method=methods[i])
             found = measured[i]
             found.documents += score_documents(generators[i], part, records, metric)
             found.counts += [{"steps": record["steps"], "calls": record["calls"]} for record in records]
             found.times.append({"seconds": report.seconds, "encoder_seconds": report.encoder_seconds})
-            for name, count in report.truncated.items():
-                found.truncated[name] = found.truncated.get(name, 0) + count
+            for name, answers in report.truncated.items():
+                found.truncated[name] = found.truncated.get(name, 0) + answers
     combine = partial(metrics.combine, metric)
     results = []
     for entry, own, method, found in zip(entries, generators, methods, measured, strict=True):
         first = measured[0]
-        means = bootstrap.intervals([found.counts], lambda sums, count: _means(sums[0], count))
+        means = bootstrap.intervals([found.counts], lambda sums, number: _means(sums[0], number))
         ratios = bootstrap.intervals([first.times, found.times], _speed_ratios)
         total = metrics.total(found.times)
         results.append(
             Results(
                 entry=entry,
                 method=method,
-                scores=bootstrap.intervals([found.documents], lambda sums, count: combine(sums[0], count)),
+                scores=bootstrap.intervals([found.documents], lambda sums, number: combine(sums[0], number)),
                 gains={
                     **bootstrap.bootstrap(first.documents, found.documents, combine),
                     **bootstrap.bootstrap(first.counts, found.counts, _means),
@@ -111,8 +112,8 @@ def measure(
                 steps=means["steps"],
                 calls=means["calls"],
                 truncated=found.truncated,
-                seconds=total["seconds"] / len(examples),
-                encoder_seconds=total["encoder_seconds"] / len(examples),
+                seconds=total["seconds"] / count,
+                encoder_seconds=total["encoder_seconds"] / count,
                 speed_ratio=ratios["whole"],
                 decoder_speed_ratio=ratios["decoder"],
                 peak_bytes=peak_bytes(own.programs, own.make_strategy(method)),

@@ -13,6 +13,7 @@ from pipejax.data import OWN_FILES, PAPERS, make_task
 from pipejax.data.text import Template
 from pipejax.data.tokenizer import Affixes
 from pipejax.methods import tells_rows_apart
+from pipejax.methods.sequential import separator_pattern
 
 CARD_TEXT = """\
 ---
@@ -118,7 +119,7 @@ def card(
     from huggingface_hub import EvalResult, ModelCardData
 
     data = config.data
-    template, between, core = data.source_template, data.separator, data.separator.strip(" ")
+    template, between = data.source_template, data.separator
     if data.task in PAPERS:  # the task has its own template
         template = make_task(data).template
     fields = (
@@ -138,10 +139,14 @@ def card(
         settings = "".join(f", {key}={x!r}" for key, x in said.items())
     in_torch = settings_in_torch(config, tokenizer=tokenizer) is not None
     if "generate" in method.can and tells_rows_apart(between) and not never:
-        rows = f"[row.strip() for row in text.split({core!r})]"
+        parts = f"re.split({separator_pattern(between)!r}, text)"
+        rows = f"[row for row in map(str.strip, {parts}) if row]"
     found = _scores_in(origin.scores)
     scored = str((origin.scores or {}).get("task"))
-    results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
+    if _scored_otherwise(origin.scores, config):
+        results = []
+    else:
+        results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
     metadata = ModelCardData(
         base_model=origin.base_model or None,
         library_name="peft" if is_adapter else "transformers",
@@ -160,7 +165,8 @@ def card(
         limit=BY_CUSTOM_GENERATE if in_torch else method.generated,
         named=named,
         source=f"{template!r}.format_map({fields!r})" if template else repr("..."),
-        imports="import torch\n" if affixes else "",
+        imports=("import re\n\n" if "re.split" in rows and not in_torch else "")
+        + ("import torch\n" if affixes else ""),
         ids=AS_IT_ADDS.format(most=data.max_source)
         if affixes is None
         else AS_IT_LEARNED.format(
@@ -169,7 +175,7 @@ def card(
             suffix=[*affixes.suffix],
         ),
         rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows, settings=settings),
-        scores=_scores_section(origin.scores, found),
+        scores=_scores_section(origin.scores, found, config),
     )
 
 
@@ -186,10 +192,25 @@ def _missing_keys(given: Mapping[str, object]) -> list[str]:
     return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
 
 
-def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, float]) -> str:
+def _scored_otherwise(given: Mapping[str, object] | None, config: Config) -> list[str]:
+    """Returns the flags by which scores of `pipejax evaluate --json` differ from those of the run's own decoding."""
+    given = given or {}
+    flags, decode = list[str](), config.decode
+    if given.get("method", default := methods.default(config)) != default:
+        flags.append(f"--method {given['method']}")
+    if given.get("limit") is not None:
+        flags.append(f"--limit {given['limit']}")
+    for key in ("beams", "length_penalty"):
+        if given.get(key, value := getattr(decode, key)) != value:
+            flags.append(f"--set decode.{key}={given[key]}")
+    return flags
+
+
+def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, float], config: Config) -> str:
     """Returns the section of README.md with the scores and their command, or "" without scores."""
     if not given or not scores:
         return ""
     told = "\n".join(f"| {key} | {value:.2f} |" for key, value in scores.items())
     command = f"pipejax evaluate --checkpoint checkpoint --task {given['task']} --split {given['split']}"
+    command = " ".join([command, *_scored_otherwise(given, config)])
     return SCORES_TEXT.format(examples=given["examples"], steps=given["steps"], command=command, table=told)

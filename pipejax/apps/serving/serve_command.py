@@ -152,6 +152,8 @@ def start(flags: argparse.Namespace) -> int:
     from pipejax.inference.loading import load  # imports JAX, so this line follows the checks of flags and port
 
     generator = load(flags.checkpoint, best=flags.best, overrides=flags.overrides, adapters=adapters)
+    if (samples := generator.config.decode.samples) > 1:
+        logger.warning(f"decode.samples: found {samples}; requests are answered once, or as often as their n")
     # Schemas are compiled in Python, and the engine needs the interpreter many times per step. The default switch
     # interval would cost 5 ms each time.
     sys.setswitchinterval(0.0005)
