@@ -1,7 +1,9 @@
 """Custom methods have all abilities of ours, or are refused in one line."""
 
+import collections
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -672,6 +674,13 @@ def test_the_method_of_the_page_writes_rows_turned_round(page: Config) -> None:
     found = Generator(config, params, None).decode(sources(8))
     for record, turned_round in zip(found, on_grid.decode(sources(8)), strict=True):
         assert record["row_ids"] == turned_round["row_ids"][::-1] and record["steps"] == turned_round["steps"]
+    for record in Generator(config, params, None).decode(sources(8), draft="source", trace=True):
+        gains = collections.Counter[int]()
+        for asked in itertools.chain(*record["trace"]):
+            gains[asked.row] += asked.written
+        rows = len(record["row_ids"])
+        ends = [gains[row] - len(ids) for row, ids in enumerate(record["row_ids"])]  # rows end with one more token
+        assert all(0 <= end <= 1 for end in ends) and all(gains[row] <= 1 for row in gains if row >= rows)
     assert max(len(record["row_ids"]) for record in found) > 1
 
 

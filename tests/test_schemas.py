@@ -1022,6 +1022,14 @@ def test_new_schemas_of_a_usual_shape_compile_nothing(settings: Any, more: Any) 
         check(records, one)
 
 
+def test_a_generator_under_a_schema_is_warmed_up_for_its_answers() -> None:
+    own = generator(delay=1).under(schema("yes", "range"))
+    own.warm_up([len(own.ids_of(own.source(SOURCES[0], "x", 0)))], batch_sizes=(1,))
+    before = len(own.programs._compiled)
+    own.decode(SOURCES[:1])
+    assert len(own.programs._compiled) == before > 1
+
+
 def test_a_second_schema_of_a_shape_compiles_nothing_without_a_warm_up() -> None:
     own = generator(delay=1)
     engine = Engine(own, places=1, queue=8)

@@ -2,6 +2,9 @@
 
 import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -99,7 +102,23 @@ def test_streams_of_one_generator_may_run_side_by_side(caplog):
     assert list(made.stream_rows(given[1]))[-1] == expected[1]
 
 
-def test_batch_of_a_failed_stream_is_not_reused(monkeypatch):
+def test_streams_in_threads_equal_streams_alone():
+    """With different settings, which the batches of one strategy take in turn."""
+    made, given = generator(), texts(4)
+    settings = [{}, {"scores": True}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.4}]
+    expected = [list(made.stream_rows(ids, **own)) for ids, own in zip(given, settings, strict=True)]
+    barrier = threading.Barrier(len(given))
+
+    def stream(i: int) -> list[Any]:
+        barrier.wait()
+        return list(made.stream_rows(given[i], **settings[i]))
+
+    for _ in range(3):
+        with ThreadPoolExecutor(len(given)) as threads:
+            assert list(threads.map(stream, range(len(given)))) == expected
+
+
+def test_batch_of_a_failed_stream_is_cleared(monkeypatch):
     made, (ids,) = generator(), texts(1)
     *_, expected = made.stream_rows(ids)
 
@@ -107,11 +126,12 @@ def test_batch_of_a_failed_stream_is_not_reused(monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        ((batch,),) = made._streams.values()
+        (batches,) = made._streams.values()
+        (batch,) = batches.free
         patch.setattr(batch, "_run_steps", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             list(made.stream_rows(ids))
-    assert list(made._streams.values()) == [[]]
+    assert batch._carry is None and batch._encoded is None and not batch._in_use.any()
     assert list(made.stream_rows(ids))[-1] == expected
 
 

@@ -177,7 +177,7 @@ def _trace_of(
       repeated: the numbers of the rows that were left out as repetitions.
       exist: the number of rows that the answer can have.
     """
-    later = [row for row in range(kept[-1] + 1 if kept else 0, exist) if row not in repeated]
+    later = [row for row in range(max(kept, default=-1) + 1, exist) if row not in repeated]
     numbers = {row: k for k, row in enumerate([*kept, *later])}
     return [[one._replace(row=numbers[one.row]) for one in call if one.row in numbers] for call in trace]
 

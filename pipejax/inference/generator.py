@@ -3,11 +3,12 @@
 import copy
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -39,6 +40,13 @@ logger = logging.getLogger(__name__)
 
 OF_RULES = ("rules", "repetition_penalty", "no_repeat_ngram_size")  # the settings of `decode` that change logits
 WINDOW = 16  # number of batches that are read ahead and sorted by length
+
+
+class StreamBatches(NamedTuple):
+    """Running batches of one place with the same strategy and method."""
+
+    first: RunningBatch  # the others are copies of it, with the same compiled programs
+    free: list[RunningBatch]  # the batches that no stream uses
 
 
 @moved.attributes(default_strategy="default_method")
@@ -76,7 +84,8 @@ class Generator:
         self._devices = list(devices or programs.devices())
         self._opened = LazyPrograms(config, params, self._devices, backend, drafter)
         # Batches of one place for `stream_rows`, by decoding strategy and method (which may have row names).
-        self._streams: dict[tuple[Strategy, Method], list[RunningBatch]] = {}
+        self._streams: dict[tuple[Strategy, Method], StreamBatches] = {}
+        self._streams_lock = threading.Lock()  # several threads may stream answers
         self.checkpoint = ""  # the directory of the weights
         self.origin: JsonObject = {}  # the step of the weights and their params_fp
         self.learned = ""  # the fingerprint of the training examples; "": unknown
@@ -213,17 +222,20 @@ class Generator:
 
     def _stream(self, source: Source, method: Method, made: Refillable) -> Iterator[RowEvent | Record]:
         """Decodes a source in a running batch with one place; reuses a free batch of the same strategy."""
-        config, batches = self.config.decode, self._streams.setdefault((made, method), [])
-        batch = next((batch for batch in batches if batch.free), None)
-        if batch is None:
-            batch = batches[0].empty_copy() if batches else RunningBatch(self.programs, made, 1)
-            batches.append(batch)
+        config = self.config.decode
+        with self._streams_lock:
+            if (made, method) not in self._streams:
+                first = RunningBatch(self.programs, made, 1)
+                self._streams[made, method] = StreamBatches(first, [first])
+            batches = self._streams[made, method]
+            batch = batches.free.pop() if batches.free else batches.first.empty_copy()
         settings = decoding_options.rule_settings(self.config, method, self.tokenizer)
         batch.give(decoding_options.constraints_of(source, method, made, settings=settings, tokenizer=self.tokenizer))
         ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
         wanted = {"log_probs": config.scores, "unique": config.unique_rows}
+        found_events = streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted)
         try:
-            for event in streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted):
+            for event in found_events:
                 if isinstance(event, RowEvent):
                     yield event
                 else:
@@ -233,10 +245,12 @@ class Generator:
                         source, method, found, 0, start=made.start, config=self.config, tokenizer=self.tokenizer
                     )
         except Exception:  # after such errors (of a device, or lack of memory) the arrays of the batch may be invalid
-            batches.remove(batch)
             # The traceback of the error refers to the batch, so the batch's arrays are freed here.
             batch.clear()
             raise
+        finally:
+            found_events.close()  # a stream that is abandoned frees its place
+            batches.free.append(batch)
 
     @moved.keywords(strategy="method")
     def warm_up(
@@ -267,7 +281,9 @@ class Generator:
         for size in map(own.batch_size_for, batch_sizes):
             for length in (min(length, own.config.data.max_source) for length in lengths):
                 ids = [own.architecture.eos_token_id] * length
-                wished = decoding_options.of_batch([Source("", ids)] * size, [ids] * size, used, chosen, **known)
+                wished = decoding_options.of_batch(
+                    [Source("", ids, answer_format=own.answer_format)] * size, [ids] * size, used, chosen, **known
+                )
                 own.programs.warm_up(
                     chosen, batch_size=size, length=length, report=report, options=wished, adapter=own.adapter
                 )

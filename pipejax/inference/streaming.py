@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple, TextIO
 
 import jax
@@ -32,7 +32,7 @@ def events(
     log_probs: bool = True,
     unique: bool = False,
     adapter: int | None = None,
-) -> Iterator[RowEvent | Decoded]:
+) -> Generator[RowEvent | Decoded, None, None]:
     """Decodes a source in a running batch. Yields events as tokens are generated, and finally the result (B = 1).
 
     Args:
@@ -50,7 +50,7 @@ def events(
 
 def _all_events(
     batch: RunningBatch, tokenizer: Tokenizer | None, add: Callable[[], int]
-) -> Iterator[RowEvent | Decoded]:
+) -> Generator[RowEvent | Decoded, None, None]:
     """Yields the events of all rows, and finally the result; frees the place of the batch at the end."""
     rows, place = len(batch.starts), add()
     known, ended, over = np.zeros(rows, np.int64), np.zeros(rows, bool), False
@@ -119,7 +119,7 @@ class Repeats:
         return any(other[: None if over else len(written)] == written for other in above)
 
 
-def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Iterator[RowEvent | Decoded]:
+def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Generator[RowEvent | Decoded, None, None]:
     """Drops the events of rows that repeat an earlier row; delays those of a row while it may still do so."""
     repeats, waiting = Repeats(), defaultdict[int, list[RowEvent]](list)
     for event in found:
