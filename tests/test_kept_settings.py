@@ -250,6 +250,35 @@ def test_the_card_of_a_published_task_has_its_template() -> None:
     assert '{"title": "...", "abstract": "..."}' in card and make_task(config.data).template in card
 
 
+@pytest.mark.parametrize(
+    ("method", "decode", "line"),
+    [
+        ("pipelined", {"limit": "source"}, "decode.limit: only pipejax limits answers to source"),
+        ("sequential", {"limit": "source"}, "decode.limit: only pipejax limits answers to source"),
+        ("pipelined", {"temperature": 0.7}, "decode.temperature: only pipejax samples the rows"),
+        ("sequential", {"temperature": 0.7}, ""),
+        (
+            "sequential",
+            {"repetition_penalty": 1.3},
+            "decode.repetition_penalty: in transformers the tokens of separators",
+        ),
+        (
+            "sequential",
+            {"no_repeat_ngram_size": 2, "repetition_scope": "row"},
+            "decode.no_repeat_ngram_size: in transformers the tokens of separators, and of the rows before",
+        ),
+        ("none", {"repetition_penalty": 1.3}, ""),
+    ],
+)
+def test_settings_that_transformers_reads_otherwise_are_reported(
+    method: str, decode: Any, line: str, tokenizer_files: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run = run_of(tmp_path / "run", tokenizer_files, train={"method": method}, decode=decode)
+    huggingface.to_hf(run, tmp_path / "hf")
+    lines = [text for text in capsys.readouterr().err.splitlines() if "decode." in text]
+    assert (line in lines[0] and len(lines) == 1) if line else not lines
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_sequential_run(beams: int, tokenizer_files: Path, tmp_path: Path, capsys: Any) -> None:

@@ -52,16 +52,20 @@ class Answers(BaseHTTPRequestHandler):
             self.say({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
+                if line["key"] == "deletedFile":
+                    del self.server.files[line["value"]["path"]]
+                elif line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self.say({"commitUrl": f"https://huggingface.co/owner/name/commit/{40 * '0'}", "commitOid": 40 * "0"})
         else:
             self.say({"errors": [], "warnings": []})
 
     def do_GET(self) -> None:
-        """A model that has no files yet."""
+        """The files of the model."""
         if self.server.refuses:
             self.say({"error": "you may not"}, 403)
+        elif "/tree/" in self.path:
+            self.say([{"type": "file", "path": name, "size": 3, "oid": 40 * "0"} for name in self.server.files])
         else:
             self.say({"id": "owner/name", "sha": 40 * "0", "siblings": []})
 
@@ -124,6 +128,17 @@ def test_uploaded_files_equal_output_of_to_hf(
         str(path.relative_to(tmp_path / "name")): path for path in (tmp_path / "name").rglob("*") if path.is_file()
     }
     assert hub.files == {name: path.read_bytes() for name, path in files.items()}
+
+
+def test_files_of_an_earlier_model_are_deleted(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of a model that are not written again; README.md, notes and other folders are kept."""
+    hub.files = dict.fromkeys(("README.md", "notes.txt", "other/model.safetensors", "model.safetensors"), b"old")
+    old = ("adapter_config.json", "model-00001-of-00002.safetensors", "custom_generate/more.py", "vocab.txt")
+    hub.files |= dict.fromkeys(old, b"old")
+    assert push_command.main([str(run), "owner/name", "--yes"]) == 0
+    assert f"owner/name: files of an earlier model are deleted: {', '.join(old)}" in capsys.readouterr().err
+    assert not {*old} & {*hub.files} and hub.files["other/model.safetensors"] == hub.files["notes.txt"] == b"old"
+    assert hub.files["model.safetensors"] != b"old"
 
 
 def test_a_refusal_is_one_line(hub: Hub, run: Path) -> None:

@@ -109,9 +109,13 @@ def test_rows_equal_algorithm_1(models: int, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The module that `to-hf` writes, with a model beside it; its rows take 6 steps at the most."""
-    config = Config(model=FEW_WORDS, grid=GridConfig(delay=1, time_max=6, sub_max=3))
-    module = written_module(config, tmp_path_factory.mktemp("written"))
-    facts = config_facts(FEW_WORDS)
+    return generate_of(FEW_WORDS, tmp_path_factory.mktemp("written"))
+
+
+def generate_of(sizes: T5Config, place: Path) -> Any:
+    """`generate` of the module that `to-hf` writes, for a random model."""
+    config = Config(model=sizes, grid=GridConfig(delay=1, time_max=6, sub_max=3))
+    module, facts = written_module(config, place), config_facts(sizes)
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**facts)).eval()
     model.generation_config = transformers.GenerationConfig(
@@ -210,6 +214,19 @@ def test_neutral_values_are_accepted(written: Any) -> None:
     assert written(**same).tolist() == expected
     assert written(generation_config=NO_CONFIG(return_dict_in_generate=True)).sequences.tolist() == expected
     assert written(generation_config=NO_CONFIG(num_beams=4), num_beams=1).tolist() == expected, "the argument counts"
+
+
+def test_a_source_keeps_its_end_token_if_it_is_also_the_filler(tmp_path: Path) -> None:
+    """As transformers' own `generate`, which infers no mask then."""
+    generate = generate_of(dataclasses.replace(FEW_WORDS, pad_token_id=1), tmp_path)
+    sources, whole = torch.randint(2, 9, (20, 4), generator=torch.Generator().manual_seed(0)), torch.ones((1, 4))
+    sources[:, -1] = 1
+    differ = 0
+    for ids in sources[:, None]:
+        expected = generate(input_ids=ids, attention_mask=whole.long()).tolist()
+        assert generate(input_ids=ids).tolist() == expected
+        differ += generate(input_ids=ids, attention_mask=(ids != 1).long()).tolist() != expected
+    assert differ, "the end token of the source matters"
 
 
 def test_labels_of_batch_do_not_change_answers(written: Any) -> None:

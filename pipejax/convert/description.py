@@ -94,6 +94,17 @@ def write_files(
     if of_rules and elsewhere:
         keys = " and ".join(f"decode.{key}" for key in of_rules)
         lines.append(f"{keys}: only pipejax decodes the rows of this directory with it; transformers ignores it")
+    elif of_rules and config.train.method != "none":  # then separators are exempt
+        row = config.decode.repetition_scope == "row"
+        counts = "the tokens of separators" + (", and of the rows before the current one" if row else "")
+        keys = " and ".join(f"decode.{key}" for key in of_rules)
+        lines.append(f"{keys}: in transformers {counts} count as repeated tokens; in pipejax they do not")
+    if config.decode.limit != "none":
+        lines.append(f"decode.limit: only pipejax limits answers to {config.decode.limit}; transformers ignores it")
+    if config.decode.temperature and elsewhere:
+        lines.append(
+            "decode.temperature: only pipejax samples the rows of this directory; transformers writes them greedily"
+        )
     if config.decode.draft == "model":
         lines.append(f"decode.draft: {FILE} has none instead of model, because the draft model is not in the directory")
     return lines + remarks

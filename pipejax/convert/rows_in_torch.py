@@ -313,7 +313,7 @@ def generate(
     if (inputs is None) == (ids is None) and (encoded is None or ids is not None):
         raise ValueError("input_ids: found it twice or not at all; expected inputs, input_ids or encoder_outputs")
     ids = ids if inputs is None else inputs
-    if mask is None and ids is not None and pad is not None:
+    if mask is None and ids is not None and pad is not None and pad not in ends:  # as transformers infers the mask
         mask = ids != pad
     memory = model.get_encoder()(input_ids=ids, attention_mask=mask)[0] if encoded is None else encoded[0]
     mask = torch.ones(memory.shape[:2], device=memory.device) if mask is None else mask

@@ -59,7 +59,8 @@ AS_IT_ADDS = """\
 ids = tokenizer(source, truncation=True, max_length={most}, return_token_type_ids=False, return_tensors="pt")"""
 AS_IT_LEARNED = """\
 text_ids = tokenizer(source, add_special_tokens=False, truncation=True, max_length={most})["input_ids"]
-ids = {{"input_ids": torch.tensor([[*{prefix}, *text_ids, *{suffix}]])}}  # not what the tokenizer adds by itself"""
+ids = {{"input_ids": torch.tensor([[*{prefix}, *text_ids, *{suffix}]])}}  # not what the tokenizer adds by itself
+ids["attention_mask"] = torch.ones_like(ids["input_ids"])"""
 WHOLE = """\
 text = tokenizer.decode(model.generate(**ids{settings})[0], skip_special_tokens=True)
 rows = {rows}"""

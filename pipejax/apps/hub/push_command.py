@@ -1,15 +1,22 @@
 """The command `pipejax push CHECKPOINT OWNER/NAME`: uploads a run to the Hugging Face hub as a model."""
 
+import fnmatch
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipejax import config
+from pipejax.convert import description, generation
 from pipejax.convert.description import add_origin
-from pipejax.convert.huggingface import to_hf
+from pipejax.convert.huggingface import AUXILIARY, TOKENIZER_FILES, to_hf
 from pipejax.data import hub
 from pipejax.system.cli import Parser, note, run
 from pipejax.system.errors import UserError, first_line
+
+OF_MODEL = (  # patterns of the files of a model, beside those in custom_generate/
+    *("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_*", generation.FILE),
+    *(description.FILE, AUXILIARY, *TOKENIZER_FILES),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,6 +66,8 @@ def check_name(name: str) -> None:
 def upload(directory: Path, name: str, *, private: bool) -> str:
     """Uploads a directory as a model of this name; returns its address.
 
+    Files of an earlier model that would be read with the new one are deleted, which a line reports.
+
     Raises:
       UserError: the hub refuses it.
     """
@@ -67,10 +76,19 @@ def upload(directory: Path, name: str, *, private: bool) -> str:
     api = huggingface_hub.HfApi(library_name="pipejax")
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload by pipejax")
+        old = [file for file in api.list_repo_files(name) if is_of_model(file) and not (directory / file).exists()]
+        if old:
+            note(f"{name}: files of an earlier model are deleted: {', '.join(old)}")
+        message = "Upload by pipejax"
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, delete_patterns=old or None)
     except Exception as error:  # the hub client and its HTTP libraries raise many kinds of exceptions
         raise UserError(name, f"cannot be uploaded ({hub.reason(error)})") from error
     return str(address)
+
+
+def is_of_model(file: str) -> bool:
+    """Whether transformers or pipejax reads a file of a repository with this path as a part of a model."""
+    return file.startswith("custom_generate/") or any(fnmatch.fnmatchcase(file, pattern) for pattern in OF_MODEL)
 
 
 if __name__ == "__main__":
