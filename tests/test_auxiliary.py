@@ -64,6 +64,18 @@ def arrays(run: Path, item: str) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"grid": {"delay": 3}}, "grid.delay: found 3, but these weights were trained with 2"),
+        ({"train": {"method": "sequential"}}, "these weights were trained with the pipelined method"),
+    ],
+)
+def test_a_frozen_model_keeps_its_method_and_grid(base: Path, tmp_path: Path, settings: Any, line: str) -> None:
+    with refuses("train.freeze", line):
+        fit(change(config_of(base), **settings), tmp_path / "run")
+
+
 def test_the_vector_is_trained_and_the_backbone_is_not(base: Path, run: Path) -> None:
     before, after = arrays(base, "params"), arrays(run, "params")
     assert before.keys() == after.keys()

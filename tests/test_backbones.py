@@ -39,6 +39,7 @@ from pipejax.training.run_directory import resolve_model
 from pipejax.training.step import Trainer
 from support import oracle
 from support.in_transformers import varied
+from support.refusals import refuses
 from support.tiny import FEW_WORDS, RUN, change
 
 GRID = GridConfig(delay=2, time_max=14, sub_max=4)
@@ -312,8 +313,12 @@ def test_classes_of_the_main_script_are_refused(monkeypatch):
 
 
 def test_another_class_than_the_checkpoints_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"found .pipejax\.backbones\.umt5:UMT5Config.; expected "):
-        resolve_model(Config(model=TINY), Config(model=T5Config(**vars(TINY))))
+    t5, umt5 = Config(model=T5Config(**vars(TINY))), Config(model=TINY)
+    name = "'pipejax.backbones.umt5:UMT5Config'"
+    with refuses("model.class", found=name, expected="T5Config as in the checkpoint"):
+        resolve_model(umt5, t5)
+    with refuses("model.class", found="T5Config", expected=f"{name} as in the checkpoint"):
+        resolve_model(t5, umt5)
 
 
 def test_configs_with_a_former_module_name_are_read():

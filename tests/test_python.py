@@ -366,6 +366,11 @@ def test_a_table_trains_as_its_file_does(tmp_path: Path, trained: tuple[dict[str
     assert fingerprints(done) == expected
 
 
+def test_a_dict_may_have_the_architecture() -> None:
+    config = config_lib.override(Config(), {"model": MODEL, "train.steps": 3})
+    assert config.model == MODEL and config.train.steps == 3
+
+
 def test_run_with_config_from_a_dict_resumes(
     tmp_path: Path, trained: tuple[dict[str, Any], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,7 @@ from pipejax.offline import resume
 from pipejax.system.errors import UserError
 from pipejax.training import loop
 from support import oracle
+from support.foreign_auxiliary import Even
 from support.refusals import refuses
 from support.tiny import MODEL, change, metrics
 
@@ -222,6 +223,22 @@ def test_a_quarter_of_the_updates_and_else_the_checkpoint_as_it_is():
     assert converted.train.schedule == "constant"
     adafactor = change(saved, train={"optimizer": "adafactor"})
     assert lessons.lesson(adafactor, "/runs/teacher", []).train.learning_rate == 2e-3
+
+
+def test_a_run_with_auxiliary_parameters_teaches_its_model() -> None:
+    """The lesson trains the whole model, without these parameters."""
+    saved = change(Config(model=MODEL), train={"method": "sequential", "freeze": "backbone", "init_from": "other"})
+    config = lessons.lesson(dataclasses.replace(saved, auxiliary=Even()), "/runs/head", [])
+    assert config.auxiliary is None and config.train.freeze == "none"
+
+
+@pytest.mark.parametrize("more", [{"row_prefixes": ["red"]}, {"max_rows": 1}])
+def test_sources_with_settings_of_rows_are_refused(given, tmp_path, more):
+    lines = (given / "sources.jsonl").read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **more})
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    with refuses(f"{tmp_path / 'in.jsonl'}:3", found="row_prefixes or max_rows"):
+        labels.read_unlabelled(pipejax.load(given / "teacher"), str(tmp_path / "in.jsonl"))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

@@ -484,6 +484,8 @@ def _assign(node: _Section, keys: list[str], value: object, full: str, *, writte
     names = [field.name for field in dataclasses.fields(node)]
     if keys[0] not in names:
         raise UserError(full, "unknown key", hint=_suggestion(full))
+    if full == "model" and isinstance(value, Backbone):
+        return dataclasses.replace(node, model=value)
     old = getattr(node, keys[0])
     kind = types_of(type(node))[keys[0]]
     if len(keys) > 1:

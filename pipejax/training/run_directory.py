@@ -316,11 +316,12 @@ def resolve_model(config: Config, other: Config) -> Config:
     begun = choose_end(dataclasses.replace(config, model=other.model))
     if config.model is not None and config.model != begun.model:
         a, b = (config_lib.flat(Config(model=model)) for model in (config.model, begun.model))
-        key = next(key for key in a if key.startswith("model") and a[key] != b.get(key))
+        key = next(key for key in {**a, **b} if key.startswith("model") and a.get(key) != b.get(key))
+        found, expected = (repr(x[key]) if key in x else "T5Config" for x in (a, b))  # the only class without a name
         raise UserError(
             key,
-            found=f"{a[key]!r}",
-            expected=f"{b.get(key)!r} as in the checkpoint that the run starts from",
+            found=found,
+            expected=f"{expected} as in the checkpoint that the run starts from",
             hint="leave `model` out to take its architecture",
         )
     config_lib.check(begun, where=config.train.init_from)

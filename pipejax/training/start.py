@@ -152,6 +152,10 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
     if config.train.init_from:
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
         config = _with_special_tokens(resolve_model(config, origin.config), origin.config.data.special_tokens)
+        if config.train.freeze == "backbone" and origin.config.train.method != "none":
+            for line in methods.training_mismatches(methods.default(config), config, origin.config):
+                expected = "the method and the grid with which the frozen model was trained"
+                raise UserError("train.freeze", found="backbone, with other settings", expected=expected, hint=line)
     elif config.auxiliary is not None:
         raise UserError(
             "auxiliary",

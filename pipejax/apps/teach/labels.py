@@ -119,7 +119,11 @@ def read_unlabelled(generator: Generator, path: str) -> list[Source]:
     for place, value in read_records(path, dialect=Dialect.of(generator.config.data)):
         if "source_ids" in value:
             raise UserError(place, found='"source_ids"', expected="a text source, since training reads text")
-        sources.append(generator.source(value, place, place.rpartition(":")[2]))
+        source = generator.source(value, place, place.rpartition(":")[2])
+        if source.prefixes or source.max_rows is not None:
+            expected = "neither of them, since training reads no given beginnings of rows"
+            raise UserError(place, found="row_prefixes or max_rows", expected=expected)
+        sources.append(source)
     if not sources:
         raise UserError(path, found="no lines", expected="at least two sources")
     return sources

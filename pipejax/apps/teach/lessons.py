@@ -126,6 +126,8 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
       UserError: an override is not allowed, or the config cannot be trained.
     """
     full = saved.train if saved.train.method != "none" else dataclasses.replace(saved.train, steps=FULL)
+    if saved.auxiliary is not None:  # the run trained these parameters alone; the lesson is for the model
+        full = dataclasses.replace(full, freeze="none")
     if not methods.trained(saved).parts_text:
         raise UserError(checkpoint, found="a checkpoint that already writes rows", expected="a sequential one")
     counted = [field.name for field in dataclasses.fields(full) if field.metadata.get("per_update")]
@@ -142,7 +144,7 @@ def lesson(saved: Config, checkpoint: str, overrides: Sequence[str], *, best: bo
     )
     task = saved.data.task if saved.data.task in TASKS else "jsonl"
     data = dataclasses.replace(saved.data, task=task, train="", dev="", tokenizer="")
-    base = dataclasses.replace(saved, data=data, train=train)
+    base = dataclasses.replace(saved, data=data, train=train, auxiliary=None)
     config = config_lib.override(base, overrides)
     refuse_untaught(base, config)
     chosen = config.train
