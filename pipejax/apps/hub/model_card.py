@@ -197,7 +197,7 @@ def _scored_otherwise(given: Mapping[str, object] | None, config: Config) -> lis
     """Returns the flags by which scores of `pipejax evaluate --json` differ from those of the run's own decoding."""
     given = given or {}
     flags, decode = list[str](), config.decode
-    if given.get("method", default := methods.default(config)) != default:
+    if "method" in given and config.method is None and given["method"] != methods.default(config):
         flags.append(f"--method {given['method']}")
     if given.get("limit") is not None:
         flags.append(f"--limit {given['limit']}")
