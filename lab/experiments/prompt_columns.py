@@ -106,7 +106,8 @@ def as_target(example: Example, record: Record, config: Config, tokenizer: Token
     rows = [row for row in texts(record) if row.strip()]
     encoded = encode_example(dataclasses.replace(example, targets=tuple(rows)), tokenizer, config, config.model)
     target = encoded.target
-    written = [target.targets[target.row == row].tolist() for row in range(int(target.row.max()) + 1)]
+    learned = target.weights > 0  # the other slots feed the end tokens of rows
+    written = [target.targets[learned & (target.row == row)].tolist() for row in range(int(target.row.max()) + 1)]
     expected = [[*row, config.model.eos_token_id] for row in record["row_ids"]]
     return encoded if written[: len(expected)] == expected else None
 
