@@ -293,7 +293,7 @@ def test_a_table_is_decoded(t5: pipejax.Generator, kind: str) -> None:
 PRICES = (19.99, 0.1, 3.0, 1e-7)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "scalars", "arrays"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "structs", "scalars", "arrays"])
 def test_float32_cells_have_their_shortest_decimal_text(kind: str, tmp_path: Path) -> None:
     column: Any = pyarrow.array(PRICES, pyarrow.float32())
     lists: Any = pyarrow.array([[x, None] for x in PRICES], pyarrow.list_(pyarrow.float32()))
@@ -303,6 +303,8 @@ def test_float32_cells_have_their_shortest_decimal_text(kind: str, tmp_path: Pat
         rows = [row for _, row in read_records(tmp_path / "x.parquet")]
     elif kind == "arrow":
         rows = list(rows_in(table, "sources"))
+    elif kind == "structs":
+        rows = list(rows_in(table.to_struct_array(), "sources"))
     elif kind == "scalars":
         given = [{"price": np.float32(x), "all": [np.float32(x), None], "whole": x} for x in PRICES]
         rows = list(rows_in(given, "sources"))

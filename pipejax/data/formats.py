@@ -129,7 +129,7 @@ def rows_in(given: Any, name: str) -> Iterator[Any]:
 
 
 def _rows_of(table: Any) -> list[Any]:
-    """Returns the rows of an Arrow table or batch as objects.
+    """Returns the rows of an Arrow table, batch or array of structs as objects.
 
     A float32 number becomes the number with its shortest decimal text: 19.99, and not 19.989999771118164.
     """
@@ -145,11 +145,19 @@ def _rows_of(table: Any) -> list[Any]:
             return pyarrow.struct([(field.name, replaced(field.type, other)) for field in kind])
         return kind
 
-    for number, field in enumerate(table.schema):
-        as_text = replaced(field.type, pyarrow.string())
-        if as_text != field.type:
-            column = table.column(number).cast(as_text).cast(replaced(field.type, pyarrow.float64()))
-            table = table.set_column(number, field.name, column)
+    def widened(column: Any) -> Any:
+        as_text = replaced(column.type, pyarrow.string())
+        if as_text == column.type:
+            return column
+        return column.cast(as_text).cast(replaced(column.type, pyarrow.float64()))
+
+    if hasattr(table, "schema"):
+        for number, field in enumerate(table.schema):
+            column = table.column(number)
+            if (new := widened(column)) is not column:
+                table = table.set_column(number, field.name, new)
+    else:  # an array of structs
+        table = widened(table)
     rows: list[Any] = table.to_pylist()
     return rows
 
