@@ -99,6 +99,9 @@ def test_streams_of_one_generator_may_run_side_by_side(caplog):
         assert rows == wanted["row_ids"]
     first = made.stream_rows(given[0])  # a stream that is not read to its end
     next(first)
+    first.close()
+    (batches,) = made._streams.values()
+    assert len(batches.free) == 2  # its batch is free again
     assert list(made.stream_rows(given[1]))[-1] == expected[1]
 
 

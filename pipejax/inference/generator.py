@@ -1,5 +1,6 @@
 """The Python API for decoding: from texts and records to records."""
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -223,33 +224,34 @@ class Generator:
     def _stream(self, source: Source, method: Method, made: Refillable) -> Iterator[RowEvent | Record]:
         """Decodes a source in a running batch with one place; reuses a free batch of the same strategy."""
         config = self.config.decode
+        settings = decoding_options.rule_settings(self.config, method, self.tokenizer)
+        constraints = decoding_options.constraints_of(source, method, made, settings=settings, tokenizer=self.tokenizer)
+        ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
+        wanted = {"log_probs": config.scores, "unique": config.unique_rows}
         with self._streams_lock:
             if (made, method) not in self._streams:
                 first = RunningBatch(self.programs, made, 1)
                 self._streams[made, method] = StreamBatches(first, [first])
             batches = self._streams[made, method]
             batch = batches.free.pop() if batches.free else batches.first.empty_copy()
-        settings = decoding_options.rule_settings(self.config, method, self.tokenizer)
-        batch.give(decoding_options.constraints_of(source, method, made, settings=settings, tokenizer=self.tokenizer))
-        ids, sampling = self.ids_of(source), decoding_options.sampling_of(source, config)
-        wanted = {"log_probs": config.scores, "unique": config.unique_rows}
-        found_events = streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted)
         try:
-            for event in found_events:
-                if isinstance(event, RowEvent):
-                    yield event
-                else:
+            batch.give(constraints)
+            found = streaming.events(batch, ids, sampling, self.tokenizer, adapter=self.adapter, **wanted)
+            with contextlib.closing(found) as events:  # an abandoned stream frees its place
+                for event in events:
+                    if isinstance(event, RowEvent):
+                        yield event
+                        continue
                     scores = event.log_probs if config.scores else None
-                    found = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
+                    whole = dataclasses.replace(event, calls=made.calls(event), log_probs=scores)
                     yield record_of(
-                        source, method, found, 0, start=made.start, config=self.config, tokenizer=self.tokenizer
+                        source, method, whole, 0, start=made.start, config=self.config, tokenizer=self.tokenizer
                     )
         except Exception:  # after such errors (of a device, or lack of memory) the arrays of the batch may be invalid
             # The traceback of the error refers to the batch, so the batch's arrays are freed here.
             batch.clear()
             raise
         finally:
-            found_events.close()  # a stream that is abandoned frees its place
             batches.free.append(batch)
 
     @moved.keywords(strategy="method")

@@ -120,7 +120,7 @@ class Repeats:
 
 
 def _of_unique_rows(found: Iterable[RowEvent | Decoded]) -> Generator[RowEvent | Decoded, None, None]:
-    """Drops the events of rows that repeat an earlier row; delays those of a row while it may still do so."""
+    """Drops the events of rows that repeat an earlier row; delays the events of a row that may still repeat one."""
     repeats, waiting = Repeats(), defaultdict[int, list[RowEvent]](list)
     for event in found:
         if isinstance(event, RowEvent):
