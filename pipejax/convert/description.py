@@ -91,13 +91,12 @@ def write_files(
         lines.append(f"decode.rules: {FILE} has none, because the classes are not in the directory")
     elsewhere = program is not None or "generate" not in methods.trained(config).can
     of_rules = [key for key in generation.OF_RULES if getattr(config.decode, key) != getattr(DecodeConfig, key)]
-    if of_rules and elsewhere:
-        keys = " and ".join(f"decode.{key}" for key in of_rules)
+    keys = " and ".join(f"decode.{key}" for key in of_rules)
+    if keys and elsewhere:
         lines.append(f"{keys}: only pipejax decodes the rows of this directory with it; transformers ignores it")
-    elif of_rules and config.train.method != "none":  # then separators are exempt
-        row = config.decode.repetition_scope == "row"
-        counts = "the tokens of separators" + (", and of the rows before the current one" if row else "")
-        keys = " and ".join(f"decode.{key}" for key in of_rules)
+    elif keys and config.train.method != "none":  # then separators are exempt
+        by_row = config.decode.repetition_scope == "row"
+        counts = "the tokens of separators" + (", and of the rows before the current one" if by_row else "")
         lines.append(f"{keys}: in transformers {counts} count as repeated tokens; in pipejax they do not")
     if config.decode.limit != "none":
         lines.append(f"decode.limit: only pipejax limits answers to {config.decode.limit}; transformers ignores it")

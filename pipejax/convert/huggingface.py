@@ -330,7 +330,7 @@ def _check_base(params: Mapping[str, np.ndarray], base_model: str, backbone: typ
         if not np.array_equal(array, params.get(path, ())):
             raise UserError(
                 f"{base_model}: {path}",
-                found="weights that differ from those of the run",
+                found="weights that differ from the weights of the run",
                 expected="the model that the run adapted",
             )
 

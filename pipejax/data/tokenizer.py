@@ -396,8 +396,8 @@ def check_special_ids(tokenizer: Tokenizer, model: Backbone, place: str, name: s
 def source_affixes(tokenizer: Tokenizer | None, model: Backbone, special_tokens: str) -> Affixes:
     """Returns the special ids that are added to a source.
 
-    The ids are those of transformers, unless `data.special_tokens` is "eos". This setting adds a single eos, as older
-    releases did for all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
+    The ids equal the ids of transformers, unless `data.special_tokens` is "eos". This setting adds a single eos, as
+    older releases did for all tokenizers but Gemma's. Without a tokenizer, sources are ids that end with an eos.
     """
     own_eos = None if tokenizer is None else tokenizer.eos
     eos = Affixes(suffix=(own_eos if own_eos in model.end_token_ids else model.eos_token_id,))

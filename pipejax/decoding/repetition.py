@@ -1,6 +1,6 @@
 """The rule against repetition: a penalty for tokens that an answer already has, and a ban on repeated n-grams.
 
-The penalty and the ban are those of transformers' `generate` (`RepetitionPenaltyLogitsProcessor`,
+The penalty and the ban are defined as in transformers' `generate` (`RepetitionPenaltyLogitsProcessor`,
 `NoRepeatNGramLogitsProcessor`), where the tokens of an answer include its bos. On a grid a row sees its own tokens and,
 unless only the row counts, the tokens of the rows above that `grid.visible` shows to it. An n-gram lies within one row;
 the bos of a row counts only in this row.

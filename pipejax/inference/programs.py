@@ -253,15 +253,15 @@ def prepare(backend: Backend, model: Module, params: Tree) -> Ready:
 def pad_source(source: SourceIds, slots: int) -> SourceIds:
     """Pads the ids and the outputs of the encoder to `slots` tokens; the last axis of the ids is L.
 
-    If an array is a `ShapeDtypeStruct`, all arrays of the result are.
+    If arrays are `ShapeDtypeStruct`s and are padded, all arrays of the result are `ShapeDtypeStruct`s.
     """
+    more = slots - source.ids.shape[-1]
+    if not more:
+        return source
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(source)):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), source)
         padded: SourceIds = jax.eval_shape(partial(pad_source, slots=slots), shapes)
         return padded
-    more = slots - source.ids.shape[-1]
-    if not more:
-        return source
     numpy = np if isinstance(source.ids, np.ndarray) else jnp
     ids = numpy.pad(source.ids, [(0, 0)] * (source.ids.ndim - 1) + [(0, more)])
     encoded = source.encoded

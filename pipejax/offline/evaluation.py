@@ -25,6 +25,7 @@ from pipejax.data.encoding import JOINED, TARGETS, describe_changes
 from pipejax.data.examples import Example, Task, fingerprint
 from pipejax.data.own_files import FilesTask
 from pipejax.data.text import sentences
+from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import Record, texts
 from pipejax.inference.generator import Generator
 from pipejax.inference.lazy_programs import dtype_of
@@ -183,14 +184,16 @@ def by_column(generator: Generator, examples: Sequence[Example], records: Sequen
     config, found = generator.config, dict[str, float]()
     names = columns_of(config.data.columns, config.grid.row_names)
     readers = dict.fromkeys(names.values(), exact.number_or_text)
+
+    def cells(rows: Sequence[exact.Row], name: str) -> list[str]:
+        return exact.spell_rows([row for row in rows if not isinstance(row, str) and row[0] == name], fold_case=False)
+
+    pairs = [
+        (exact.named_rows(example.targets, readers), exact.named_rows(texts(record), readers))
+        for example, record in zip(examples, records, strict=True)
+    ]
     for column, name in names.items():
-
-        def cells(rows: Sequence[str], name: str = name) -> list[str]:
-            read = exact.named_rows(rows, readers)
-            own = [row for row in read if not isinstance(row, str) and row[0] == name]
-            return exact.spell_rows(own, fold_case=False)
-
-        right = sum(cells(e.targets) == cells(texts(r)) for e, r in zip(examples, records, strict=True))
+        right = sum(cells(gold, name) == cells(written, name) for gold, written in pairs)
         found[column] = 100 * right / len(examples)
     return found
 
@@ -271,6 +274,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def require_tokenizer(generator: Generator, directory: str) -> Tokenizer:
+    """Returns the tokenizer of a checkpoint.
+
+    Raises:
+      UserError: the checkpoint in `directory` has no tokenizer.
+    """
+    if generator.tokenizer is None:
+        expected = "a checkpoint with a tokenizer, to read and write text"
+        raise UserError(directory, found="no tokenizer", expected=expected)
+    return generator.tokenizer
+
+
 def note_samples(generator: Generator) -> None:
     """Reports that a generator with several samples for each source decodes one of them for each example."""
     if (samples := generator.config.decode.samples) > 1:
@@ -302,10 +317,7 @@ def examples_of(
     Raises:
       UserError: the generator has no tokenizer, or the split has no examples.
     """
-    if generator.tokenizer is None:
-        raise UserError(
-            checkpoint, found="no tokenizer", expected="a checkpoint with a tokenizer, to read and write text"
-        )
+    require_tokenizer(generator, checkpoint)
     overrides = use_data(generator, task, overrides)
     data = generator.config.data
     read = _task_of(generator, checkpoint, split, overrides)

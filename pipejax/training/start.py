@@ -146,6 +146,13 @@ def _check_dropout(own: Restored, train: TrainConfig, where: Path) -> None:
     logger.warning(f"train.new_dropout: from step {own.step + 1} on the run uses the dropout masks of this release")
 
 
+def _check_frozen(config: Config, learned: Config) -> None:
+    """Raises a UserError unless a frozen model has the method and the settings with which it was trained."""
+    if lines := methods.training_mismatches(methods.default(config), config, learned):
+        expected = "the method and the grid with which the frozen model was trained"
+        raise UserError("train.freeze", found="backbone, with other settings", expected=expected, hint=lines[0])
+
+
 def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer, Tokenizer, Restored | None]:
     """Returns the trainer and the tokenizer of a new run, and the checkpoint of `train.init_from`, if set."""
     origin: Restored | None = None
@@ -153,9 +160,7 @@ def _prepare_trainer(config: Config, memory: int | None = None) -> tuple[Trainer
         origin = checkpoint.open_run(config.train.init_from, best=config.train.init_best)
         config = _with_special_tokens(resolve_model(config, origin.config), origin.config.data.special_tokens)
         if config.train.freeze == "backbone" and origin.config.train.method != "none":
-            for line in methods.training_mismatches(methods.default(config), config, origin.config):
-                expected = "the method and the grid with which the frozen model was trained"
-                raise UserError("train.freeze", found="backbone, with other settings", expected=expected, hint=line)
+            _check_frozen(config, origin.config)
     elif config.auxiliary is not None:
         raise UserError(
             "auxiliary",

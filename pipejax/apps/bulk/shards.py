@@ -138,7 +138,7 @@ class Output:
             raise UserError(
                 f"--output {path}",
                 found="a directory with other files",
-                expected="a new or empty directory, or that of an unfinished pipejax bulk run",
+                expected="a new or empty directory, or the output directory of an unfinished pipejax bulk run",
             )
 
     def __enter__(self) -> Self:

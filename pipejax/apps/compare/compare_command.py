@@ -141,8 +141,8 @@ def own_sources(
 ) -> Sequence[Example]:
     """Returns the examples with the sources that an entry's run reads.
 
-    They are made by the template of the entry, if it has another one than the first entry. The rows to compare with are
-    those of the first entry.
+    The template of the run makes the sources, if it differs from the template of the first entry. The reference rows
+    are the rows of the first entry.
 
     Args:
       entry: the entry.

@@ -1,7 +1,7 @@
 """The README.md of a model in the Hugging Face format: its metadata, how to decode with it, and its scores."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipejax import config as config_lib
@@ -144,16 +144,15 @@ def card(
         rows = f"[row for row in map(str.strip, {parts}) if row]"
     found = _scores_in(origin.scores)
     scored = str((origin.scores or {}).get("task"))
-    if _scored_otherwise(origin.scores, config):
-        results = []
-    else:
-        results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
+    flags = _evaluation_flags(origin.scores or {}, config)
+    results = [EvalResult("text2text-generation", scored, scored, key, value) for key, value in found.items()]
     metadata = ModelCardData(
         base_model=origin.base_model or None,
         library_name="peft" if is_adapter else "transformers",
         tags=["text2text-generation", "pipejax", *(["custom_generate", "pipelined-decoding"] if in_torch else [])],
         model_name=name,
-        eval_results=None if scored in OWN_FILES else results or None,  # the hub requires the name of the data set
+        # The hub requires the name of the data set, and has no place for flags.
+        eval_results=None if scored in OWN_FILES or flags else results or None,
         license=origin.license or None,
     )
     return CARD_TEXT.format(
@@ -176,7 +175,7 @@ def card(
             suffix=[*affixes.suffix],
         ),
         rows=SIDE_BY_SIDE if in_torch else WHOLE.format(rows=rows, settings=settings),
-        scores=_scores_section(origin.scores, found, config),
+        scores=_scores_section(origin.scores, found, flags),
     )
 
 
@@ -193,9 +192,13 @@ def _missing_keys(given: Mapping[str, object]) -> list[str]:
     return [key for key in ("metric", "steps", "examples", "task", "split") if key not in given]
 
 
-def _scored_otherwise(given: Mapping[str, object] | None, config: Config) -> list[str]:
-    """Returns the flags by which scores of `pipejax evaluate --json` differ from those of the run's own decoding."""
-    given = given or {}
+def _evaluation_flags(given: Mapping[str, object], config: Config) -> list[str]:
+    """Returns the flags of `pipejax evaluate` that reproduce scores, in addition to those of the default command.
+
+    Args:
+      given: the output of `pipejax evaluate --json`.
+      config: the config of the run.
+    """
     flags, decode = list[str](), config.decode
     if "method" in given and config.method is None and given["method"] != methods.default(config):
         flags.append(f"--method {given['method']}")
@@ -207,11 +210,11 @@ def _scored_otherwise(given: Mapping[str, object] | None, config: Config) -> lis
     return flags
 
 
-def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, float], config: Config) -> str:
+def _scores_section(given: Mapping[str, object] | None, scores: Mapping[str, float], flags: Sequence[str]) -> str:
     """Returns the section of README.md with the scores and their command, or "" without scores."""
     if not given or not scores:
         return ""
     told = "\n".join(f"| {key} | {value:.2f} |" for key, value in scores.items())
     command = f"pipejax evaluate --checkpoint checkpoint --task {given['task']} --split {given['split']}"
-    command = " ".join([command, *_scored_otherwise(given, config)])
+    command = " ".join([command, *flags])
     return SCORES_TEXT.format(examples=given["examples"], steps=given["steps"], command=command, table=told)

@@ -13,7 +13,6 @@ from pipejax.data.formats import read_records
 from pipejax.data.lines import read_file
 from pipejax.data.tables import Dialect
 from pipejax.data.text import normalized
-from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import Record
 from pipejax.inference.generator import Generator
 from pipejax.inference.sources import Source
@@ -77,18 +76,6 @@ def _is_of_checkpoint(key: str) -> bool:
     return section == "model" or (
         section in config_lib.SECTIONS and section != "method" and config_lib.takes("decode", key)
     )
-
-
-def require_tokenizer(generator: Generator, directory: str) -> Tokenizer:
-    """Returns the tokenizer of a checkpoint.
-
-    Raises:
-      UserError: the checkpoint in `directory` has no tokenizer.
-    """
-    if generator.tokenizer is None:
-        expected = "a checkpoint with a tokenizer, to read and write text"
-        raise UserError(directory, found="no tokenizer", expected=expected)
-    return generator.tokenizer
 
 
 def label(

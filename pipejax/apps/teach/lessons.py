@@ -17,7 +17,6 @@ from pipejax.apps.teach.labels import (
     label,
     of_checkpoint,
     refuse_untaught,
-    require_tokenizer,
 )
 from pipejax.config import Config
 from pipejax.data import TASKS, make_task
@@ -28,7 +27,7 @@ from pipejax.inference.answers import texts
 from pipejax.inference.loading import load
 from pipejax.methods import split_rows, tells_rows_apart
 from pipejax.model import sharding
-from pipejax.offline.evaluation import evaluate
+from pipejax.offline.evaluation import evaluate, require_tokenizer
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, write_text
 from pipejax.system.progress import Progress

@@ -26,7 +26,6 @@ from pipejax.apps.teach.labels import (
     label,
     of_checkpoint,
     refuse_untaught,
-    require_tokenizer,
 )
 from pipejax.apps.teach.lessons import FULL
 from pipejax.checkpoint import Restored
@@ -41,7 +40,7 @@ from pipejax.inference.loading import load
 from pipejax.model import sharding
 from pipejax.model.backbone import Backbone
 from pipejax.model.t5_config import T5Config
-from pipejax.offline.evaluation import decode_examples
+from pipejax.offline.evaluation import decode_examples, require_tokenizer
 from pipejax.system import Tree, strict_json
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, look, make_directories, write_text

@@ -19,7 +19,6 @@ from pipejax.apps.teach.labels import (
     label,
     of_checkpoint,
     refuse_untaught,
-    require_tokenizer,
 )
 from pipejax.apps.teach.tags import STOP, SpanTags
 from pipejax.config import Config
@@ -30,7 +29,7 @@ from pipejax.data.tokenizer import Tokenizer
 from pipejax.inference.answers import Record
 from pipejax.inference.loading import load
 from pipejax.methods import PipelinedMethod, prefix_ids, spell
-from pipejax.offline.evaluation import decode_examples
+from pipejax.offline.evaluation import decode_examples, require_tokenizer
 from pipejax.system.errors import UserError
 from pipejax.system.files import absolute, write_text
 from pipejax.system.progress import Progress
