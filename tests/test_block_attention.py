@@ -74,11 +74,13 @@ def across(rng: np.random.Generator, batch: int, queries: int, keys: int) -> tup
 
 
 def visible(of_queries: Slots, of_keys: Slots) -> np.ndarray:
-    seen: Any = (of_queries.group[:, :, None] == of_keys.group[:, None]) & (of_keys.group >= 0)[:, None]
+    seen: Any = (of_queries.example[:, :, None] == of_keys.example[:, None]) & (of_keys.example >= 0)[:, None]
     if of_queries.row is not None:
         places = of_queries.row, of_queries.time, of_keys.row, of_keys.time
         q_row, q_time, k_row, k_time = (x[:, :, None] if n < 2 else x[:, None] for n, x in enumerate(places))
         seen = seen & grid.visible(q_row, q_time, k_row, k_time)
+    if of_queries.group is not None:
+        seen = seen & ((of_keys.group[:, None] == of_queries.group[:, :, None]) | (of_keys.group == 0)[:, None])
     return np.asarray(seen)
 
 
@@ -100,7 +102,7 @@ def apart(
     """
     of_queries, of_keys, bucket = slots
     arrays = arrays or (2 if bucket is None else 1)
-    (batch, queries), keys = of_queries.group.shape, of_keys.group.shape[1]
+    (batch, queries), keys = of_queries.example.shape, of_keys.example.shape[1]
     q, k, v = (
         jnp.asarray(rng.standard_normal((batch, heads, n, width)) * size, dtype)
         for n, size in ((queries, scale * width**-0.25), (keys, width**-0.25), (keys, 1.0))
@@ -161,6 +163,20 @@ def test_packed_grid_with_dropout_equals_attend() -> None:
     none = np.zeros((1, 70), np.int64)
     far = Slots(none, none, none, 200 * np.arange(70)[None])
     assert max(apart(rng, (far, far, bidirectional()), rate=0.1, heads=1)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_groups_of_rows_equal_attend(first: int, has_rows: bool) -> None:
+    """Rows of 10 tokens in groups of 8 rows, so that whole blocks see each other, or do not; group 0 is seen by all."""
+    place, real = np.arange(230)[None], np.where(np.arange(230) < np.array([[230], [171]]), 0, -1)
+    row, time, group = (np.broadcast_to(x, real.shape) for x in (place // 10, place % 10, first + place // 80))
+    far = np.broadcast_to(200 * place, real.shape)  # all distances of two slots have one of the two outermost buckets
+    rng = np.random.default_rng(9)
+    slots = Slots(real, row, time, row + time, group) if has_rows else Slots(real, position=far, group=group)
+    assert visible(slots, slots)[0].any(axis=1).all() and not visible(slots, slots)[0, 229, 80:160].any()
+    assert max(apart(rng, (slots, slots, backwards()), rate=0.1)) < 1e-5
 
 
 @pytest.mark.slow
@@ -247,7 +263,7 @@ def test_training_step_equals_step_with_arrays(remat: str) -> None:
 
 
 def packed(rng: np.random.Generator, *, examples: int, groups: int, length: int, slots: int) -> dict[str, Array]:
-    """A batch of random examples, several in each row of slots."""
+    """A batch of random examples, several in each sequence."""
     whole = {name: np.zeros((groups, slots), np.int32) for name in ("inputs", "targets", "row", "time", "example")}
     weights, used = np.zeros((groups, slots), np.float32), np.zeros(groups, np.int32)
     for group in range(groups):
@@ -318,8 +334,8 @@ def test_several_devices_attend_for_their_own_examples() -> None:
 def test_each_device_has_the_slots_and_lines_of_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(projections: tuple[Array, ...], seen: Seen, lines: Any, rate: float) -> Array:
         queries, *_ = projections
-        assert queries.shape == (2, 5, 3, 16) and seen.queries.group.shape == (2, 5)
-        number = (lines.hashes[:, 0, :1] % 1000 + 1000 * seen.queries.group[:, :1]).astype(jnp.float32)
+        assert queries.shape == (2, 5, 3, 16) and seen.queries.example.shape == (2, 5)
+        number = (lines.hashes[:, 0, :1] % 1000 + 1000 * seen.queries.example[:, :1]).astype(jnp.float32)
         return jnp.broadcast_to(number[..., None, None], queries.shape)
 
     monkeypatch.setattr(block_attention, "_attend_alone", alone)
@@ -359,11 +375,6 @@ def test_reason_for_attention_by_arrays_is_logged_once(
     for _ in range(2):
         assert choose_blocks(config, GPU, batch_sharding(make_mesh(*mesh))) is None
     assert caplog.text.count(f"attention keeps arrays of queries by keys, which is slow: {line}") == 1
-
-
-def test_groups_of_rows_are_not_attended_in_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_blocks(ARCHITECTURES["base"], GPU, batch_sharding(make_mesh(1, 1, 1)), has_groups=True) is None
-    assert "which is slow: the rows of the method have groups" in caplog.text
 
 
 def test_processes_of_a_run_compile_the_same_step(
@@ -427,8 +438,7 @@ def test_decoding_and_training_use_block_attention(monkeypatch: pytest.MonkeyPat
     """For the device and the mesh on which they run."""
     asked: list[Any] = []
 
-    def choose(*given: Any, has_groups: bool = False) -> Blocks:
-        assert not has_groups
+    def choose(*given: Any) -> Blocks:
         asked.append(given)
         return Blocks()
 

@@ -16,6 +16,7 @@ from pipejax.config import Config, DecodeConfig
 from pipejax.decoding import Pipelined, with_forced
 from pipejax.inference.generator import Generator
 from pipejax.methods import Ids, Method, Target
+from pipejax.model.slots import Blocks
 from pipejax.testing import check_method
 from pipejax.testing.recomputation import GivenQueries
 from pipejax.training.step import batch_loss
@@ -140,7 +141,9 @@ def test_rows_of_other_groups_do_not_limit_forced_tokens() -> None:
         assert (found.steps[0], found.calls[0]) == (6, calls)
 
 
-def test_the_loss_equals_plain_python() -> None:
+@pytest.mark.parametrize("blocks", [None, Blocks(interpret=True)], ids=["arrays", "blocks"])
+def test_the_loss_equals_plain_python(blocks: Blocks | None) -> None:
+    """With attention by arrays of queries by keys, and with attention in blocks."""
     rng, params = np.random.default_rng(0), oracle.random_params(MORE_WORDS, np.random.default_rng(4))
     method, source = InGroups(delay=1, common=1, size=2), [5, 9, 7, 3, EOS]
     rows = [rng.integers(2, 12, n).tolist() for n in (2, 4, 3, 1)]
@@ -163,7 +166,8 @@ def test_the_loss_equals_plain_python() -> None:
         "example": jnp.zeros((1, len(cells)), jnp.int32),
         "slots": jnp.asarray([len(cells)]),
     }
-    loss = jax.jit(lambda group: batch_loss(MORE_WORDS.module(), params, batch, None, group=group), static_argnums=0)
+    model = MORE_WORDS.module(blocks=blocks)
+    loss = jax.jit(lambda group: batch_loss(model, params, batch, None, group=group), static_argnums=0)
     strategy = method.strategy(Ids(0, EOS))
     total, count = loss(strategy.group)
     np.testing.assert_allclose(float(total), expected, rtol=1e-5)

@@ -21,7 +21,7 @@ ARRAYS = ("output", "gradient of queries", "gradient of keys", "gradient of valu
 
 
 def cases(rehearse: bool) -> list[Case]:
-    """Errors of attention in blocks and of XLA's attention in bfloat16 beside float32, and times of both."""
+    """Errors of attention in blocks and of XLA's attention in bfloat16, compared with float32, and times of both."""
     interpret = jax.default_backend() != "gpu"
     kinds, few, many = ("encoder", "decoder", "cross"), *((1, 1) if rehearse else (2, 6))
 
@@ -40,7 +40,7 @@ def cases(rehearse: bool) -> list[Case]:
 
 
 def difference(width: int, interpret: bool) -> Callable[[], Result]:
-    """Compares as pipejax does before it uses the kernels."""
+    """Makes the comparison that pipejax makes before it uses the kernels."""
     apart = float(block_attention.difference(width, interpret=interpret))
     return lambda: {"apart": apart, "agrees": apart < block_attention.TOLERANCE}
 
@@ -58,48 +58,49 @@ class Attention:
         encoder = Slots(jnp.where(tokens < real, 0, -1), position=place, consecutive=True)
         decoder = Slots(jnp.zeros_like(row), row, time_, row + time_)
         sides = {"encoder": (encoder, encoder), "decoder": (decoder, decoder)}
-        self.queries, self.keys = sides.get(kind) or (Slots(decoder.group), Slots(encoder.group))
+        self.queries, self.keys = sides.get(kind) or (Slots(decoder.example), Slots(encoder.group))
         rng = np.random.default_rng(0)
 
         def draw(slots: Slots, scale: float = width**-0.25) -> Array:
-            shape = batch, heads, slots.group.shape[1], width
+            shape = batch, heads, slots.example.shape[1], width
             return jnp.asarray(scale * rng.standard_normal(shape), jnp.bfloat16)
 
         self.given: tuple[Array, ...] = draw(self.queries), draw(self.keys), draw(self.keys)
         self.gradient, self.seed = draw(self.queries, 1.0), jnp.asarray([1, 2], jnp.uint32)
-        if kind != "cross":  # this has no bias
+        if kind != "cross":  # cross-attention has no bias
             self.given = *self.given, jnp.asarray(rng.standard_normal((32, heads)), jnp.float32)
         near = buckets(np.arange(129), count=16, longest=128)
         self.bucket = jnp.asarray(np.concatenate([near[:0:-1], near[:1], near[1:] + 16])[::-1])
-        self.scores = batch * heads * self.queries.group.shape[1] * self.keys.group.shape[1]
+        self.scores = batch * heads * self.queries.example.shape[1] * self.keys.example.shape[1]
 
     def by_blocks(self, queries: Array, keys: Array, values: Array, *table: Array) -> Array:
-        """pipejax's kernels."""
+        """Attention by pipejax's kernels."""
         distances = Distances(table[0], self.bucket) if table else None
         seen = Seen(self.queries, self.keys, distances, Blocks(interpret=jax.default_backend() != "gpu"))
         return block_attention.attend_in_blocks(queries, keys, values, seen, self.seed, 0.1)
 
     def by_xla(self, queries: Array, keys: Array, values: Array, *table: Array) -> Array:
-        """XLA, with an array of queries by keys."""
+        """Attention by XLA, with an array of queries by keys."""
         of_queries = jax.tree.map(lambda x: x[:, :, None], self.queries)
         of_keys = jax.tree.map(lambda x: x[:, None], self.keys)
-        seen = (of_queries.group == of_keys.group) & (of_keys.group >= 0)
+        seen = (of_queries.example == of_keys.example) & (of_keys.example >= 0)
         if of_queries.row is not None:
             seen &= (of_keys.row <= of_queries.row) & (of_keys.time <= of_queries.time)
         bias = jnp.where(seen, 0.0, -1e9)[:, None]
         if table:
-            apart = jnp.clip(of_queries.position - of_keys.position + 128, 0, 256)[:1]  # all examples have the same
+            # All examples have the same distances.
+            apart = jnp.clip(of_queries.position - of_keys.position + 128, 0, 256)[:1]
             bias = bias + jnp.moveaxis(table[0][self.bucket[apart]], -1, 1)
         return attend(queries, keys, values, bias, self.seed, 0.1)
 
     def differentiate(self, function: Callable[..., Array], gradient: Array, *given: Array) -> tuple[Array, ...]:
         """The output and the gradients of all arguments."""
-        real = (self.queries.group >= 0)[:, None, :, None]
+        real = (self.queries.example >= 0)[:, None, :, None]
         found, back = jax.vjp(lambda *x: jnp.where(real, function(*x), 0), *given)
         return (found, *back(gradient))
 
     def errors(self) -> Callable[[], list[Result]]:
-        """Computes norms of differences from float32, divided by norms of float32."""
+        """Compiles attention; the function returned computes norms of differences from float32, divided by norms."""
         given = self.gradient, *self.given
         with jax.default_matmul_precision("highest"):
             exact = jax.jit(partial(self.differentiate, self.by_xla))(*(x.astype(jnp.float32) for x in given))
@@ -112,7 +113,7 @@ class Attention:
         return lambda: found
 
     def times(self, by: str) -> Callable[[], Result]:
-        """Compiles attention, and attention with its gradients; measures both."""
+        """Compiles attention, and attention with its gradients; the function returned measures both."""
         function, given = self.by_blocks if by == "blocks" else self.by_xla, (self.gradient, *self.given)
         alone = jax.jit(function).lower(*self.given).compile()
         both = jax.jit(partial(self.differentiate, function)).lower(*given).compile()

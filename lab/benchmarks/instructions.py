@@ -1,4 +1,4 @@
-"""Counts the instructions of block attention's kernels, compiled for GPUs that need not be here.
+"""Counts the instructions of the kernels of block attention, compiled without a GPU for several GPUs.
 
     make venv-programs
     python -m lab.benchmarks.instructions --targets h100,rtx4090 [--json OUT]
@@ -38,12 +38,12 @@ ROWS, DELAY = 40, 1  # rows of a target; each has SLOTS / ROWS tokens
 RATE = 0.1
 THREADS = 128
 HEADER = "target", "attention", "kernel", "plain", "general", "plain_share", "mean", "registers", "spilled_bytes"
-PTX = {"xla_dump_emitter_re": "ptx"}  # XLA's option without which newer releases dump no PTX
+PTX = {"xla_dump_emitter_re": "ptx"}  # without this option of XLA, newer releases dump no PTX
 PRODUCTS = re.compile(r"\b(HGMMA|HMMA)\b")
 
 
 class Count(NamedTuple):
-    """A compiled kernel."""
+    """The counts of a compiled kernel."""
 
     kernel: str  # such as "_attend"
     parameters: int
@@ -53,11 +53,11 @@ class Count(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles, counts, and prints a table; writes JSON."""
+    """Compiles the kernels, counts instructions, prints a table, and writes JSON."""
     parser = cli.Parser(prog="python -m lab.benchmarks.instructions", description=__doc__)
     parser.add_argument("--targets", default="h100,rtx4090", metavar="NAME,...", help="GPUs (h100,rtx4090)")
     parser.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--json", metavar="OUT", help="write the results there")
+    parser.add_argument("--json", metavar="OUT", help="file for the results")
     flags = parser.parse_args(argv)
     cli.check_output_file("--json", flags.json)
     jax.config.update("jax_platforms", "cpu")
@@ -77,15 +77,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tool(name: str) -> Path:
-    """A program of NVIDIA's packages in this environment."""
+    """The path of a program of NVIDIA's packages in this environment."""
     for place in (Path(sys.prefix, "programs"), Path(sysconfig.get_path("purelib"))):
         if found := sorted((place / "nvidia").rglob(f"bin/{name}")):
             return found[0]
-    raise UserError(name, found="no such program here", expected="the packages of `make venv-programs`")
+    raise UserError(name, found="no such program", expected="the packages of `make venv-programs`")
 
 
 def tools() -> tuple[Path, Path]:
-    """The assembler and the disassembler."""
+    """The paths of the assembler and of the disassembler."""
     return tool("ptxas"), tool("nvdisasm")
 
 
@@ -96,11 +96,11 @@ def sides(kind: str) -> tuple[Slots, Slots]:
     row, time = (np.broadcast_to(x[:SLOTS], (BATCH, SLOTS)).astype(np.int32) for x in (flat.row, flat.time))
     target = Slots(np.zeros((BATCH, SLOTS), np.int32), row, time, row + time)
     if kind == "cross":
-        return Slots(target.group), source
+        return Slots(target.example), source
     if kind == "decoder":
         return target, target
     position = np.broadcast_to(np.arange(SOURCE, dtype=np.int32), (BATCH, SOURCE))
-    encoder = Slots(source.group, position=position, consecutive=True)
+    encoder = Slots(source.example, position=position, consecutive=True)
     return encoder, encoder
 
 
@@ -113,7 +113,7 @@ def modules(kind: str, device: jax.Device) -> list[str]:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def rows(slots: Slots, arrays: int) -> jax.ShapeDtypeStruct:
-        shape = BATCH, arrays * HEADS, slots.group.shape[1], WIDTH
+        shape = BATCH, arrays * HEADS, slots.example.shape[1], WIDTH
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
     def attend(
@@ -139,7 +139,7 @@ def modules(kind: str, device: jax.Device) -> list[str]:
 
 
 def counts(ptx: str, ptxas: Path, nvdisasm: Path) -> Iterator[Count]:
-    """The kernels of attention in a module."""
+    """Yields the counts of each attention kernel in a module."""
     if not re.search(r"\.entry (_attend|_backward)", ptx):
         return
     architecture = re.search(r"\.target (\w+)", ptx)
@@ -170,7 +170,7 @@ def of_program(text: str, modules: Iterable[str]) -> list[dict[str, Any]]:
     program, own = Program(text), tools()
     known = {(count.kernel, count.parameters): count for ptx in modules for count in counts(ptx, *own)}
     if not known and re.search(r'name = "_(attend|backward)', text):
-        raise UserError("XLA", found="no PTX of attention's kernels", expected="it in the dumped files")
+        raise UserError("XLA", found="no PTX of the attention kernels", expected="PTX in the dumped files")
     starts: dict[tuple[str, str, int], int] = {}
     for start in program.starts():
         name = re.search(r'name = "(_attend|_backward\w*)"', start.kernel.text)

@@ -33,6 +33,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pipejax.grid import shares_group
 from pipejax.kernels import child_trials
 from pipejax.model import dropout
 from pipejax.model.attention import attend
@@ -53,7 +54,7 @@ TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of 
 BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
 BACKWARD_BLOCK = 32  # of the blocks over which backward kernels loop; larger ones exceed the registers of an Ada GPU
 GROUP = 8  # buckets whose sums fit into the registers of a program
-NOWHERE = 2**30  # greater than every group, row and time
+NOWHERE = 2**30  # greater than every example, row, time and group
 
 
 class Heads(NamedTuple):
@@ -88,7 +89,7 @@ class TileSizes(NamedTuple):
 class Facts(NamedTuple):
     """The vectors that the kernels read, as arrays, or in a kernel as references to them."""
 
-    queries: Slots  # padded to whole blocks with slots of the group -1, which see no key and are seen by no query
+    queries: Slots  # padded to whole blocks with slots of the example -1, which see no key and are seen by no query
     keys: Slots
     lines: Any = None  # f32 [H, 2 W + 1], the bias of each difference of positions from -W to W; None: no bias
     bucket: Any = None  # i32 [2 W + 1], see `Distances`
@@ -145,17 +146,17 @@ def planned(seen: Seen, batch: int, width: int) -> Seen:
         return seen
 
     def filled(slots: Slots) -> Slots:
-        count = slots.group.shape[1]
+        count = slots.example.shape[1]
 
         def fill(x: Array) -> Array:
             return jnp.pad(jnp.broadcast_to(x, (batch, count)), ((0, 0), (0, -count % BLOCK)), mode="edge")
 
         slots = jax.tree.map(fill, slots)
-        number = jnp.arange(slots.group.shape[1])
-        group = jnp.where(number < count, slots.group, -1)
+        number = jnp.arange(slots.example.shape[1])
+        example = jnp.where(number < count, slots.example, -1)
         if slots.consecutive:  # beyond the end as well, so that each pair has a place of its own in the band
-            slots = dataclasses.replace(slots, position=jnp.broadcast_to(number, group.shape))
-        return dataclasses.replace(slots, group=group)
+            slots = dataclasses.replace(slots, position=jnp.broadcast_to(number, example.shape))
+        return dataclasses.replace(slots, example=example)
 
     queries, keys, distances = filled(seen.queries), filled(seen.keys), seen.distances
     longest = 0
@@ -251,7 +252,7 @@ def _difference(
     """`difference` on queries, keys and values `given` [B, H, N, K], with the coordinates of their slots."""
     seed, rate = jnp.asarray([1, 2], jnp.uint32), 0.1
     seen = jax.vmap(_seen)(slots, slots)
-    real = (slots.group >= 0)[:, None, :, None]
+    real = (slots.example >= 0)[:, None, :, None]
 
     def ours(queries: Array, keys: Array, values: Array, table: Array) -> Array:
         there = Seen(slots, slots, Distances(table, bucket), Blocks(interpret=interpret))
@@ -438,7 +439,7 @@ def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, f
     def parts(x: Array, slots: Slots, block: int) -> tuple[Array, Array]:
         """The values [B, blocks, slots of a block], and whether each slot is real."""
         found = x.reshape(x.shape[0], -1, block)
-        return found, slots.group.reshape(found.shape) >= 0
+        return found, slots.example.reshape(found.shape) >= 0
 
     def bounds(x: Array, y: Array) -> tuple[Array, Array, Array, Array]:
         """The smallest and largest values of blocks of x, [B, blocks, 1], and of y, [B, 1, other blocks]."""
@@ -448,15 +449,22 @@ def _order(these: Slots, others: Slots, own: int, other: int, longest: int, *, f
             found += [jnp.where(real, values, NOWHERE).min(-1), jnp.where(real, values, -NOWHERE).max(-1)]
         return found[0][..., None], found[1][..., None], found[2][:, None], found[3][:, None]
 
-    low, high, other_low, other_high = bounds(these.group, others.group)
+    low, high, other_low, other_high = bounds(these.example, others.example)
     meet = (other_low <= high) & (low <= other_high)
-    full, other_full = (parts(slots.group, slots, block)[1].all(-1) for slots, block in ((these, own), (others, other)))
+    full, other_full = (
+        parts(slots.example, slots, block)[1].all(-1) for slots, block in ((these, own), (others, other))
+    )
     plain = full[..., None] & other_full[:, None] & (low == high) & (other_low == other_high) & (low == other_low)
     for x, y in ((these.row, others.row), (these.time, others.time)):
         if x is not None and y is not None:
             low, high, other_low, other_high = bounds(x, y)
             meet &= low <= other_high if flip else other_low <= high
             plain &= high <= other_low if flip else other_high <= low
+    if these.group is not None and others.group is not None:
+        low, high, other_low, other_high = bounds(these.group, others.group)
+        least, most = (low, high) if flip else (other_low, other_high)  # of the keys
+        meet &= (least == 0) | ((low <= other_high) & (other_low <= high))
+        plain &= (most == 0) | ((low == high) & (low == other_low) & (low == other_high))
     if longest:
         low, high, other_low, other_high = bounds(these.position, others.position)
         ahead, behind = low - other_high >= longest, other_low - high >= longest  # with `flip`: the other way round
@@ -567,12 +575,14 @@ def _across(of_queries: Array, of_keys: Array, *, down: bool = False) -> tuple[A
 
 def _seen(of_queries: Slots, of_keys: Slots, *, down: bool = False) -> Array:
     """A bool tile: the keys that each query sees (paper section 3.2, eq. 4); see `Slots`."""
-    query, key = _across(of_queries.group, of_keys.group, down=down)
+    query, key = _across(of_queries.example, of_keys.example, down=down)
     seen = (query == key) & (key >= 0)
     for x, y in ((of_queries.row, of_keys.row), (of_queries.time, of_keys.time)):
         if x is not None and y is not None:
             query, key = _across(x, y, down=down)
             seen &= key <= query
+    if of_queries.group is not None and of_keys.group is not None:
+        seen &= shares_group(*_across(of_queries.group, of_keys.group, down=down))
     return seen
 
 

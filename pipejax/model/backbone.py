@@ -187,9 +187,7 @@ class Backbone:
         return self.module().init(rng, *smallest_batch())["params"]
 
 
-def choose_blocks(
-    backbone: Backbone, device: "Device", split: "NamedSharding | None" = None, *, has_groups: bool = False
-) -> "Blocks | None":
+def choose_blocks(backbone: Backbone, device: "Device", split: "NamedSharding | None" = None) -> "Blocks | None":
     """The `Blocks` with which a model attends in blocks on a device, or None if it cannot.
 
     If the device is a GPU, the reason for None is logged as a warning.
@@ -198,7 +196,6 @@ def choose_blocks(
       backbone: the backbone.
       device: a device of the platform on which the model runs.
       split: the sharding of batches over the mesh on which the model is trained; None: it only decodes.
-      has_groups: whether the method has groups of rows, which blocks do not support.
     """
     if device.platform not in ("gpu", "cuda"):
         return None
@@ -207,8 +204,6 @@ def choose_blocks(
 
     if not (width := backbone.head_width()):
         why = f"{type(backbone).__name__} has no head_width, or a part of it was changed"
-    elif has_groups:
-        why = "the rows of the method have groups"
     elif split and (tensor := split.mesh.shape["tensor"]) > 1:
         why = f"mesh.tensor={tensor} splits heads"
     else:

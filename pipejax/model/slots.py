@@ -33,16 +33,17 @@ class Blocks:
 class Slots:
     """The coordinates of queries or keys; all arrays are i32 [B, N].
 
-    A query sees the keys of its group that have neither a higher row nor a later time (paper section 3.2, eq. 4).
-    A group here is an example of a packed array, and not a group of rows (`grid.shares_group`). Without rows and times
-    a query sees all keys of its group. A key with a negative group is seen by no query, and a query with a negative
-    group sees no key.
+    A query sees the keys of its example that have neither a higher row nor a later time (paper section 3.2, eq. 4), and
+    whose group is its own group or 0 (`grid.shares_group`). Without rows and times a query sees all keys of its
+    example, and without groups the keys of all groups. A key with a negative example is seen by no query, and a query
+    with a negative example sees no key.
     """
 
-    group: Any  # the example to which a slot belongs; negative for padding
+    example: Any  # the number of the example, in a packed array, to which a slot belongs; negative for padding
     row: Any = None
     time: Any = None
     position: Any = None  # the position that determines the bias
+    group: Any = None  # the group of the slot's row; None: all rows are in group 0
     consecutive: bool = flax.struct.field(pytree_node=False, default=False)  # whether positions are 0, 1, 2, ...
 
 

@@ -2,8 +2,8 @@
 
 The module maps tokens, masks and positions to logits. It is independent of grids, tasks, meshes and files.
 
-Shapes: B batch, L source length, G rows of slots in training (each with the slots of B / G examples), N slots of such a
-row, Q queries of a call, C keys, D width, H heads, K head width, V vocabulary. In a mask True means "may attend".
+Shapes: B batch, L source length, G sequences in training (each with the slots of B / G packed targets), N slots of a
+sequence, Q queries of a call, C keys, D width, H heads, K head width, V vocabulary. In a mask True means "may attend".
 Parameters are float32. `dtype` is the dtype of the computation; norms, softmax and logits are always float32.
 """
 
@@ -197,7 +197,7 @@ class Stack(nn.Module):
         assert self.blocks is not None
         seen = Seen(queries, keys, distances, blocks=self.blocks)
         # Imported here because importing Pallas takes time, and a CPU does not need it.
-        planned: Seen = registry.find(registry.BLOCK_ATTENTION).planned(seen, len(queries.group), self.config.d_kv)
+        planned: Seen = registry.find(registry.BLOCK_ATTENTION).planned(seen, len(queries.example), self.config.d_kv)
         return planned
 
     def run(self, x: Array, *seen: object, deterministic: bool) -> Array:
@@ -268,7 +268,7 @@ class Decoder(Stack):
         memory_mask: Any,
         deterministic: bool,
     ) -> Array:
-        """Computes the teacher-forced outputs [G, N, D]. The batch of the layers consists of the G rows of slots.
+        """Computes the teacher-forced outputs [G, N, D]. The batch axis of the layers has the G sequences.
 
         Args:
           x: [G, N, D], the embedded inputs.
@@ -281,7 +281,7 @@ class Decoder(Stack):
         bias: Array | Seen
         memory_bias: Array | Seen
         if isinstance(mask, Slots):
-            bias, memory_bias = self.seen(mask, mask, self.distances()), self.seen(Slots(mask.group), memory_mask)
+            bias, memory_bias = self.seen(mask, mask, self.distances()), self.seen(Slots(mask.example), memory_mask)
         else:
             bias, memory_bias = self.bias(mask, position, position), jnp.where(memory_mask[:, None], 0.0, MASKED)
         return self.run(x, None, bias, encoded, memory_bias, deterministic=deterministic)
@@ -367,13 +367,13 @@ class T5(nn.Module):
         Args:
           source: i32 [B, L].
           source_mask: bool [B, L], True at real tokens.
-          tokens: i32 [G, N], the inputs of G rows of slots. Row g attends to the concatenated encodings of the sources
+          tokens: i32 [G, N], the inputs of G sequences. Sequence g attends to the concatenated encodings of the sources
             g * B / G to (g + 1) * B / G - 1.
           mask: bool [G|1, N, N]; for attention in blocks the slots, whose groups are the numbers of the sources within
-            a row, 0 to B / G - 1.
+            a sequence, 0 to B / G - 1.
           position: i32 [G|1, N]; the distance to a visible slot is this position minus the slot's position.
           memory_mask: bool [G, N, B / G * L], the source tokens that each slot may see, where True at padding has no
-            effect; None: all sources of its row.
+            effect; None: all sources of its sequence.
           deterministic: whether dropout is off.
         """
         embedded, inputs = self.embed(source, tokens)

@@ -1,6 +1,7 @@
 """One training step, compiled and sharded: loss, gradient and update. No files and no loop.
 
-Shapes: B batch, L source length, G rows of slots, N slots per row, A parts of a batch (`train.accumulate`).
+Shapes: B batch, L source length, G sequences (packed targets), N slots of a sequence, A parts of a batch
+(`train.accumulate`).
 """
 
 import dataclasses
@@ -100,7 +101,8 @@ def batch_loss(
     real = jnp.arange(example.shape[1]) < batch["slots"][:, None]
     row, time_ = batch["row"], batch["time"]
     if getattr(model, "blocks", None):
-        mask, of_source = Slots(jnp.where(real, example, -1), row, time_, position(row, time_)), None
+        groups = None if group is None else group(row)
+        mask, of_source = Slots(jnp.where(real, example, -1), row, time_, position(row, time_), groups), None
     else:
         pairs = row[:, :, None], time_[:, :, None], row[:, None, :], time_[:, None, :]  # queries against keys
         together = example[:, :, None] == example[:, None, :]
@@ -108,7 +110,7 @@ def batch_loss(
         if group is not None:
             groups = group(row)
             mask &= grid.shares_group(groups[:, :, None], groups[:, None, :])
-        # The example, within its row of slots, of each source token.
+        # The number of each source token's example within its sequence.
         owner = jnp.repeat(jnp.arange(source.shape[0] // example.shape[0]), source.shape[1])
         of_source = example[:, :, None] == owner
     params, own = auxiliary.split(params)
@@ -137,7 +139,7 @@ def batch_loss(
 def split_into_parts(batch: Arrays, parts: int) -> Arrays:
     """Splits a batch into `parts`: arrays [B, ...] become [A, B / A, ...], and [G, ...] become [A, G / A, ...].
 
-    Part i takes the rows of slots i, i + A, i + 2 A, ... with their sources. A strided split leaves every device with a
+    Part i has the sequences i, i + A, i + 2 A, ... with their sources. With this stride every device already holds its
     share of every part, so no data moves between devices.
     """
     groups = batch["inputs"].shape[0]
@@ -266,8 +268,7 @@ class Trainer:
         self.method = methods.trained(config)
         strategy = methods.strategy_of(self.method, methods.Ids.of(config.model))
         group = getattr(strategy, "group", None)
-        split, has_groups = sharding.batch_sharding(self.mesh), group is not None
-        self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], split, has_groups=has_groups)
+        self.blocks = choose_blocks(config.model, self.mesh.devices.flat[0], sharding.batch_sharding(self.mesh))
         if self.blocks:  # only modules that support blocks have this argument
             make = partial(make, blocks=self.blocks)
         self.model = make(dropout=train.dropout, shards=sharding.batch_shards(self.mesh))
@@ -437,7 +438,7 @@ def _key(batch: ArrayShapes) -> tuple[tuple[int, ...], ...]:
 
 
 def check_batch(config: Config, mesh: Mesh) -> None:
-    """Raises a UserError unless every part of a batch, and every device's share of a part, has whole rows of slots."""
+    """Raises a UserError unless every part of a batch, and every device's share of a part, has whole sequences."""
     train = config.train
     shards, pack = sharding.batch_shards(mesh), pack_size(train)
     if train.batch_size % (shards * train.accumulate):
