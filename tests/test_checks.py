@@ -271,11 +271,11 @@ BROKEN_METHODS: dict[str, tuple[Piece, str]] = {
     "no separators allowed": (sequential(extra_allowed_ids=lambda self, spells: []), "limit allows separators"),
     "slots of other rows": (
         ours(rows_of=lambda self, flat, *given: (flat.row + 1).astype(np.int32)),
-        "rows of slots",
+        "row of each slot",
     ),
     "slots of one row": (
         sequential(rows_of=lambda self, flat, *given: np.zeros(len(flat.row), np.int32)),
-        "rows of slots",
+        "row of each slot",
     ),
 }
 

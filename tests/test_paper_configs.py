@@ -61,7 +61,7 @@ def test_configs_have_the_settings_of_the_paper(task, size, objective):
 @pytest.mark.parametrize("size, devices", [("base", 1), ("large", 2)])
 @pytest.mark.parametrize("task", ["cnn_dailymail", "pubmed"])
 def test_the_longest_batch_fits_the_papers_cards(task, size, devices):
-    """By the arithmetic of `plan`, for the longest targets of those that share rows of slots, and of all."""
+    """By the arithmetic of `plan`, for the longest targets, packed as in training, and for all targets."""
     packed = [p.max_target for p in PUBLISHED.values() if p.max_target <= 512]
     assert PUBLISHED[task].max_target == {"cnn_dailymail": max(packed), "pubmed": 1024}[task]
     # Of 24 GB some belongs to the driver, and some is lost in pieces.
@@ -82,7 +82,7 @@ def test_dry_run(task, size, objective, tiny, compiled_once, tmp_path):
         "train.init_from": tiny / "checkpoint",
         "data.data_dir": tiny / "data",
         "data.max_source": 16,
-        "data.max_target": 5,  # three to a row of slots: all batches have one shape, and one program does for all
+        "data.max_target": 5,  # three in a sequence: all batches have one shape, and one program does for all
         "train.length_group": 1,
         "train.evaluate_examples": 1,
         "grid.time_max": 8,

@@ -51,7 +51,7 @@ def random_params(tags: SpanTags, seed: int, width: int = WIDTH, scale: float = 
 
 
 def batch_of(answers: list[list[list[int]]], sources: list[list[int]], delay: int, names: list[int]) -> dict[str, Any]:
-    """A training batch with two examples in a row of slots; `names`: the number of forced tokens of each row."""
+    """A training batch with two examples in a sequence; `names`: the number of forced tokens of each row."""
     flats = [grid.flatten(rows, delay=delay, bos=0, eos=END, final=not names, names=names) for rows in answers]
     pairs = [flats[i : i + 2] for i in range(0, len(flats), 2)]
     slots = [sum(len(flat.inputs) for flat in pair) for pair in pairs]

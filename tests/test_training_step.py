@@ -93,7 +93,7 @@ def summed_loss(params, given, delay):
 
 @pytest.mark.parametrize("delay, pack", [(1, 1), (1, 3), (2, 2)])
 def test_the_loss_of_a_batch_is_the_definition(delay, pack):
-    """Neither padding, nor an eos that is only fed, nor a neighbour in the same row of slots has a part in it."""
+    """Neither padding, nor an eos that is only fed, nor a neighbour in the same sequence has a part in it."""
     given, params = examples(6, delay), parameters()
     total, count = loss_of(Sums(), params, batch_of(given, delay, pack), None)
     expected, tokens = summed_loss(params, given, delay)

@@ -72,7 +72,7 @@ def test_decoding_equals_plain_python(distance, delay):
 
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_training_loss_equals_plain_python(distance):
-    """Several examples in a row of slots: the others' tokens do not count."""
+    """Several examples in a sequence: the others' tokens do not count."""
     method, model = Places(2, rows=4, times=12), DistanceConfig(**vars(MODEL), distance=distance)
     config = dataclasses.replace(change(RUN_ON_ONE, train={"batch_size": 6}), method=method, model=model)
     tokenizer, params = demo.DemoTask().tokenizer(), oracle.random_params(MODEL, np.random.default_rng(1))

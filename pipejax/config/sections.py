@@ -143,7 +143,7 @@ class TrainConfig:
     steps: int = setting(1000, least=1, resume=True, per_update=True)  # updates
     batch_size: int = setting(24, least=1, most=2**20)  # examples per update
     accumulate: int = setting(1, least=1)  # parts of a batch, computed one after the other
-    pack: int = setting(  # Examples whose targets share a row of slots; 0: up to four, depending on the batch size.
+    pack: int = setting(  # Examples whose targets share a padded sequence; 0: up to four, depending on the batch size.
         0, least=0
     )
     length_group: int = setting(16, least=1, most=2**16)  # batches drawn together and sorted by length; 1: no sorting

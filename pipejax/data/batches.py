@@ -1,7 +1,8 @@
-"""Training batches: packing targets into rows of slots, the order of examples, and the work of each process.
+"""Training batches: packing targets into sequences, the order of examples, and the work of each process.
 
-A slot is one decoder position. Shapes: B batch, L source length, G rows of target slots, N slots of a row. The targets
-of B / G consecutive examples are packed one after the other into a row, so that little of the row is padding.
+A slot is one decoder position. The targets of B / G consecutive examples are packed one after the other into a sequence
+of slots, so that little of the sequence is padding. (A sequence is a row of the batch's arrays; a row of the grid is a
+part of one target.) Shapes: B batch, L source length, G sequences, N slots of a sequence.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def pack_size(config: TrainConfig) -> int:
 
 
 def longest(config: Config) -> Pair:
-    """Returns the longest shape that the config allows: (source tokens, slots of a row)."""
+    """Returns the longest shape that the config allows: (source tokens, slots of a sequence)."""
     slots = methods.trained(config).most_slots(config.data.max_target)
     return round_up(config.data.max_source), round_up(slots * pack_size(config.train))
 
@@ -75,17 +76,17 @@ def collate(
     pack: int = 1,
     fit: Callable[[Pair], Pair] = lambda need: (round_up(need[0]), round_up(need[1])),
 ) -> Batch:
-    """Pads examples to one batch, with `pack` of them in each row of slots; packing reorders the examples.
+    """Pads examples to one batch, with the targets of `pack` examples in each sequence; packing reorders the examples.
 
     Args:
       examples: the B encoded examples.
-      pack: examples per row of slots; it divides B.
-      fit: a function from the length of the longest source and of the longest row of slots to the lengths (L, N) to
-        which the batch is padded.
+      pack: examples per sequence; it divides B.
+      fit: a function from the length of the longest source and of the longest sequence to the lengths (L, N) to which
+        the batch is padded.
 
     Returns:
       The batch with the arrays source i32 [B, L]; source_length i32 [B]; number i32 [B], the index in `examples`; slots
-      i32 [G], the used slots of each row; inputs, targets, row, time, and example (0 to pack - 1, the example to
+      i32 [G], the used slots of each sequence; inputs, targets, row, time, and example (0 to pack - 1, the example to
       which a slot belongs) i32 [G, N]; weights f32 [G, N].
     """
     order = _packing_order(examples, pack)
@@ -93,12 +94,12 @@ def collate(
 
 
 def _packing_order(examples: Sequence[Encoded], pack: int) -> list[int]:
-    """Returns the indices of a batch's examples in the order in which they fill the rows of slots."""
+    """Returns the indices of a batch's examples in the order in which they fill the sequences."""
     return deal([len(e.target.inputs) for e in examples], pack)
 
 
 def _make_batch(examples: Sequence[Encoded], numbers: Sequence[int], pack: int, fit: Callable[[Pair], Pair]) -> Batch:
-    """Makes a batch of examples in the order in which they fill the rows of slots; `numbers` are their indices."""
+    """Makes a batch of examples in the order in which they fill the sequences; `numbers` are their indices."""
     sources = [e.source for e in examples]
     lengths = np.asarray([len(s) for s in sources], np.int32)
     groups = [examples[i : i + pack] for i in range(0, len(examples), pack)]
@@ -155,9 +156,9 @@ class TrainingBatches(Sequence[Batch]):
     order of the batches is shuffled.
 
     With n processes, each process encodes every n-th drawn example and sends the lengths to the others. Then each
-    process encodes the examples that its own rows of slots still lack: in total at most 2 / n of the examples, unless
-    several processes hold the same rows. All other examples are represented by zeros of the right lengths. All
-    processes must request the same batches in the same order.
+    process encodes the examples of its own sequences that it has not encoded yet. In total it encodes at most 2 / n of
+    the examples, unless several processes hold the same sequences. Zeros of the same lengths stand for all other
+    examples. All processes must request the same batches in the same order.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class TrainingBatches(Sequence[Batch]):
         return found
 
     def _encode_share(self, numbers: range) -> list[Encoded]:
-        """Returns the examples with these numbers; outside this process's share, zeros of the right lengths."""
+        """Returns the examples with these numbers; outside this process's share, zeros of the same lengths."""
         index, count = self.share.index, self.share.count
         own = [self._encoded[i] for i in numbers[index::count]]
         known = [(e.id, len(e.source), len(e.target.inputs), *e[3:]) for e in own]  # everything but the tokens
@@ -242,7 +243,7 @@ class TrainingBatches(Sequence[Batch]):
     def _encode_missing(self, numbers: range, drawn: Sequence[Encoded], places: np.ndarray) -> list[Encoded]:
         """Returns the examples of a batch at these places of a draw.
 
-        An example is encoded if this process holds its row of slots.
+        An example is encoded if this process holds its sequence.
         """
         share = self.share
         lacks = [

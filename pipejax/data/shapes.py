@@ -1,13 +1,14 @@
 """Padded lengths, and the choice of a few padded shapes for training batches from the lengths of the examples.
 
 Every length costs a compilation, and every padding token costs time. Training, encoding and decoding weigh these costs
-differently, so each has its own rounding function. A shape of a run is a pair of lengths: source tokens, and slots of a
-row. Source lengths are rounded up to a few levels; within a level, examples are sorted by their slots, so that a batch
-has little padding in both. Batches drawn from a sample of the lengths show which pairs are needed, and `_select` takes
-the pairs that save the most padding, as long as another one saves more in the run's steps than its compilation costs. A
-run begins with the most useful pairs and adds one every few steps.
+differently, so each has its own rounding function. A shape of a run is a pair of lengths: the source tokens of an
+example, and the slots of a sequence, in which one or more targets are packed. Source lengths are rounded up to a few
+levels; within a level, examples are sorted by their number of slots, so that both the sources and the targets of a
+batch have little padding. Batches drawn from a sample of the lengths show which pairs are needed. `_select` takes the
+pairs that save the most padding, and stops when another pair would save less time in the run's steps than its
+compilation costs. A run begins with the most useful pairs and adds one every few steps.
 
-Shapes: B batch, G rows of slots.
+Shapes: B batch, G sequences.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-Pair = tuple[int, int]  # source tokens, slots of a row
+Pair = tuple[int, int]  # the source tokens of an example, the slots of a sequence
 TRIED, EXAMPLES = 640, 2**17  # the most batches that `choose_pairs` draws, and the most examples in them
 FIRST, EVERY = 4, 8  # pairs that a run begins with; steps until it adds one
 SOURCE = 2.0  # weight of source padding against slot padding, because sources have ten times the tokens
@@ -71,7 +72,7 @@ class Shapes:
     levels: tuple[int, ...]  # increasing source lengths, the first sort key of examples
     pairs: tuple[Pair, ...]
     limit: Pair  # the longest shape that a batch can need
-    means: tuple[float, float]  # mean source tokens, and mean slots of a row, without padding
+    means: tuple[float, float]  # mean source tokens, and mean slots of a sequence, without padding
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
         """Returns indices that sort examples so that neighbours have similar lengths.
@@ -134,7 +135,7 @@ def choose_pairs(
       lengths: source tokens and slots of a sample of examples, i64 [n, 2].
       size: examples per batch, B.
       group: batches that are drawn and sorted together.
-      pack: examples per row of slots.
+      pack: examples per sequence.
       most: the most pairs.
       limit: the longest shape that a batch can need.
       steps: the number of steps of the run.

@@ -21,10 +21,10 @@ PRIOR = 2.0  # the weight of the prior acceptance rates, in drafted tokens
 
 @flax.struct.dataclass
 class TrackRecord:
-    """Decaying counts of the drafted tokens, by trust."""
+    """Decaying counts of drafted tokens, for each degree of trust."""
 
-    right: Array  # f32 [B, K], tokens that were right
-    judged: Array  # f32 [B, K], tokens that were verified: right ones, and the first wrong one of each draft
+    right: Array  # f32 [B, K], the correct tokens
+    judged: Array  # f32 [B, K], the correct tokens, and the first incorrect one of each draft
 
     @classmethod
     def empty(cls, batch: int, degrees: int) -> "TrackRecord":
@@ -32,10 +32,10 @@ class TrackRecord:
         return cls(jnp.zeros((batch, degrees)), jnp.zeros((batch, degrees)))
 
     def odds(self, supposed: Sequence[float], trust: Array) -> Array:
-        """f32 [B, R], the estimated probability that a drafted token is right if the tokens before it are right.
+        """f32 [B, R], the estimated probability that a drafted token is correct if the tokens before it are correct.
 
         Args:
-          supposed: K prior probabilities, by trust.
+          supposed: the prior probabilities, one for each of the K degrees of trust.
           trust: i32 [B, R].
         """
         # The mean of a beta distribution after the counted tokens, with PRIOR tokens as prior knowledge.
@@ -43,12 +43,12 @@ class TrackRecord:
         return jnp.take_along_axis(jnp.minimum(odds, 0.999), trust, axis=1)
 
     def add(self, trust: Array, *, drafted: Array, run: Array, counts: Array) -> "TrackRecord":
-        """Adds the drafts of a call; the tokens of a row up to its first wrong one are counted.
+        """Adds the drafts of a call; of each row the tokens up to the first incorrect one are counted.
 
         Args:
           trust: i32 [B, R].
           drafted: i32 [B, R], number of drafted tokens.
-          run: i32 [B, R], number of drafted tokens before the first wrong one.
+          run: i32 [B, R], number of drafted tokens before the first incorrect one.
           counts: i32 [B, R], number of accepted drafted tokens; negative if the call accepted no column of the
             row, or not the columns of all forced tokens of the row.
         """
@@ -64,16 +64,16 @@ def choose_lengths(
 ) -> Array:
     """i32 [B, R], how many tokens to draft for each row so that a call generates the most tokens for its cost.
 
-    A call of n columns costs `fixed` + n, and generates one token for each row and the drafted tokens that are right.
-    The k-th drafted token of a row is right with the probability odds**k, or odds**(k + 1) for a row in `hangs`. The
-    drafted tokens of all rows are sorted by this probability, and the number of them that are fed maximises the
-    expected number of generated tokens divided by the cost. As probabilities decrease along a row, the tokens that are
-    fed are always the first ones of each draft.
+    A call of n columns costs `fixed` + n, and generates one token for each row and the correct drafted tokens. The k-th
+    drafted token of a row is correct with the probability odds**k, or odds**(k + 1) for a row in `hangs`. The drafted
+    tokens of all rows are sorted by this probability, and the number of them that are fed maximises the expected number
+    of generated tokens divided by the cost. As these probabilities decrease along a row, the fed tokens of a row are
+    always the first tokens of its draft.
 
     Args:
       count: i32 [B, R], number of tokens that could be drafted.
-      odds: f32 [B, R], the probability that a token is right if the tokens before it are right.
-      hangs: bool [B, R], rows that are queried only if a draft of another row is right.
+      odds: f32 [B, R], the probability that a token is correct if the tokens before it are correct.
+      hangs: bool [B, R], rows that are queried only because of a draft of another row, which then also must be correct.
       needed: i32 scalar, number of columns without drafts.
       fixed: the fixed cost of a call, in columns.
       most: D.
@@ -83,7 +83,7 @@ def choose_lengths(
     chances = odds[:, :, None] ** (place + hangs[:, :, None])
     chances = jnp.where(place <= count[:, :, None], chances, 0.0)
     if sizes is None:
-        # The optimum consists of all drafts that are better than the mean column of the call that feeds them.
+        # The optimum has every drafted token whose probability exceeds the call's number of tokens per unit of cost.
         mean = needed / (fixed + needed)
         for _ in range(ROUNDS):
             better = chances > mean
@@ -91,7 +91,7 @@ def choose_lengths(
         return (chances > mean).sum(axis=2)
     chances, columns = chances.reshape(-1), jnp.asarray(sizes)
     best, order = jax.lax.top_k(chances, chances.size)  # stable: the first of equal ones comes first
-    right = jnp.pad(jnp.cumsum(best), (1, 0))  # the expected number of right tokens among the best k
+    right = jnp.pad(jnp.cumsum(best), (1, 0))  # the expected number of correct tokens among the best k
     free = jnp.clip(columns - needed, 0, chances.size)
     speed = (needed + right[free]) / (fixed + jnp.where(columns < needed, NEVER, columns))
     drafted = free[speed.argmax()]

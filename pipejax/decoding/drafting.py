@@ -1,30 +1,30 @@
 """Speculative decoding of rows: a drafter guesses the next tokens of each row, and one call verifies all guesses.
 
 In a call each open row feeds its newest token and the tokens drafted after it, as one column each. The model generates
-a token for every column. A drafted token is right if it equals the token that the model generates from the column
+a token for every column. A drafted token is correct if it equals the token that the model generates from the column
 before it. By `grid.visible` (paper section 3.2, eq. 4), a token generated from a query at time t depends on the tokens
 up to time t of its own row and of the rows above (the rows with lower numbers). So the generated token is accepted only
-if all of these tokens were fed and are right, in this call or an earlier one. The accepted tokens are therefore exactly
-the tokens of greedy decoding. The cache slots of other fed tokens are hidden.
+if all of these tokens are correct and were fed, in this call or an earlier one. The accepted tokens are therefore
+exactly the tokens of greedy decoding. The cache slots of rejected tokens are hidden.
 
-The rule for a query of row i at time t in a call: its token is accepted if and only if the fed tokens of row i up to
-time t are right, and for each open row above i the fed tokens up to time t are right. The token that a call generates
-after the last draft of a row was not fed in this call, so rows below cannot rely on it before the next call. A row that
-has ended does not limit the rows below it, and row 0 is limited by no other row.
+The rule for a query of row i at time t in a call: its token is accepted if and only if the fed tokens up to time t are
+correct in row i and in each open row above it. The token that a call generates after the last draft of a row was not
+fed in this call, so rows below cannot rely on it before the next call. A row that has ended does not limit the rows
+below it, and row 0 is limited by no other row.
 
-Forced tokens, such as row names (`forced`), are drafts that are always right, so each call feeds all of them that it
-can accept. The drafter sees them as generated tokens, and drafts the tokens after them.
+Forced tokens, such as row names (`forced`), are drafts that are always correct, so each call feeds all forced tokens
+that it can accept. The drafter sees these tokens as generated tokens, and drafts the tokens after them.
 
-A row begins once the rows above it are generated up to its start. If their drafts reach its start, the row is queried
-in the same call, and begins if these drafts turn out to be right.
+A row begins once the rows above it are generated up to its start time. If the drafts of the rows above reach this time,
+the row is queried in the same call, and begins if these drafts are accepted.
 
 Example with a delay of 1 and two drafted tokens: row 0 feeds its newest token a at time 3 and the drafts b and c at
 times 4 and 5, and row 1 feeds x, y and z at the same times. If the model generates b from a but not c from b, row 0
 gains b and the model's token in place of c, and its tokens are known up to time 5. The column of z, at time 5, depends
-on c, so row 1 gains at most two tokens, even if y and z are right.
+on c, so row 1 gains at most two tokens, even if y and z are correct.
 
-Drafting is not part of the paper, which calls speculative decoding orthogonal to its method. It follows from equation 4
-and changes no answer.
+Drafting is not part of the paper, which calls speculative decoding orthogonal to its method. The rule above follows
+from equation 4, so drafts change no answer.
 
 Shapes: B batch, R rows of the grid, T the most tokens of a row, D the most tokens of a row that a drafter drafts in a
 call, C the most drafted and forced tokens of a row in a call, P the probe columns of a row in a call.
@@ -57,27 +57,27 @@ class DraftState:
     """The part of the state that exists only with drafts, for each example."""
 
     calls: Array  # i32 [B], decoder calls that answered the example
-    used: Array  # i32 [B], slots that these calls used
+    used: Array  # i32 [B], number of cache slots that these calls used
     apart: bool = flax.struct.field(pytree_node=False)  # whether examples count their slots separately
     fed: Array  # i32 [B, 1 + C, R], the newest token of each row in the last call, and its drafts
     live: Array  # bool [B, 1 + C, R], whether each of these tokens was fed
     kept: Array  # bool [B, 1 + C + P, R], whether each of these tokens was accepted; False for probes
     forced: Array  # i32 [B, R], the number of forced tokens with which the last drafts began
     trust: Array  # i32 [B, R], the drafter's confidence in the last drafts, an index into `Drafter.odds`
-    record: TrackRecord  # how often drafts were right
+    record: TrackRecord  # how often drafts were correct
     guesses: Array  # i32 [B, R, D], the model's tokens after the accepted ones
     guessed: Array  # i32 [B, R], number of tokens in `guesses`
     drafter: Tree  # the state of the drafter
     probed: Probed | None  # as in `Written`
     hidden: Array | None  # [B, R, W], as in `Written`
-    trace: tracing.Trace | None = None  # the fate of all drafts, if `Drafts.trace`
+    trace: tracing.Trace | None = None  # which drafts were fed and accepted in each call, if `Drafts.trace`
 
 
 class Verdict(NamedTuple):
     """The comparison of a call's drafts with the model's tokens; arrays [B, R]."""
 
     asks: Array  # bool, whether the row had queries
-    run: Array  # i32, number of its drafted tokens before the first wrong one
+    run: Array  # i32, number of drafted tokens before the first incorrect one
     limit: Array  # i32, number of drafted columns that the rows above allow; -1: not even the newest token's column
     gain: Array  # i32, number of tokens that the row gains if it has begun
     ends: Array  # bool, whether the last of the gained tokens is an end token
@@ -87,16 +87,16 @@ class Verdict(NamedTuple):
 class Drafts:
     """Drafting for a strategy `Rows`: the drafter, and the number of drafts in a call. Static under jit.
 
-    A drafted token that is rarely right is not worth its column of the call: see `choose_lengths`.
+    A drafted token that is rarely correct is not worth the time of its column: see `choose_lengths`.
     """
 
-    drafter: Drafter | None  # None: all drafts are forced tokens
+    drafter: Drafter | None  # None: the only drafts are forced tokens
     tokens: int = 8  # D, the most tokens of a row that the drafter drafts in a call
     forced: int = 0  # the most forced tokens of a row in a call
     query_counts: tuple[int, ...] = ()  # the sizes of a batch's calls to compile for, ascending, without the largest
     fixed: float = 3.0  # the fixed cost of a call, in units of the cost of a column
     rounded: bool = True  # whether the cost of a call counts all columns of its size, or only the columns that are fed
-    trace: bool = False  # whether the fate of drafts is kept (`Decoded.trace`)
+    trace: bool = False  # whether to record which drafts were fed and accepted (`Decoded.trace`)
     names: OnGrid | None = None  # the strategy whose `cut` gives the codes of `Decoded.truncated`; None: the rows
     source: SourceIds | None = None  # the sources of a batch, while its decode is traced: see `bind_source`
     table: Array | None = None  # i32 [B, R, T], the forced tokens of the batch, as in `DecodingOptions`
@@ -184,13 +184,13 @@ class Drafts:
         )
 
     def query(self, rows: Rows, state: RowState) -> tuple[RowState, Query]:
-        """Returns the queries of a call (lines 5-8 of Algorithm 1, for several time-steps of a row at once).
+        """Returns the queries of a call: lines 5-8 of Algorithm 1, for several time-steps of a row at once.
 
         A call feeds the newest token and the drafts of each open row, the bos and the drafts of rows that may begin,
         and end tokens that are not fed yet. Drafts begin with the forced tokens that can be accepted. The number of
-        drafts after them is chosen in three steps: the drafter offers a number of tokens (`offered`); tokens that rows
-        above make impossible to accept are removed (`useful`); and `choose_lengths` keeps the tokens that are worth
-        their cost.
+        drafts after them is chosen in three steps: the drafter offers a number of tokens (`offered`); tokens that the
+        call cannot accept because of the rows above are removed (`useful`); and `choose_lengths` keeps the tokens that
+        are worth their cost.
         """
         assert state.drafts is not None
         old, width, index = state.drafts, self.width(rows), jnp.arange(rows.rows)
@@ -202,7 +202,7 @@ class Drafts:
         may_draft = (is_open | begins) & has_room
 
         def reach(drafted: Array, before_end: Array) -> tuple[Array, Array]:
-            """Computes how much a call can accept if `drafted` tokens of each row are fed and all are right.
+            """Computes how much a call can accept if `drafted` tokens of each row are fed and all are correct.
 
             Args:
               drafted: i32 [B, R].
@@ -237,7 +237,7 @@ class Drafts:
                 needed += probes.live.sum()
             _, useful = reach(jnp.where(may_draft, jnp.maximum(offered, 0), 0), before_end)
             odds = old.record.odds(self.drafter.odds, trust)
-            # A row that is queried only because of drafts above it needs one more draft to be right.
+            # A row that is queried only because of drafts above it also needs a draft of another row to be correct.
             more = self.choose_lengths(rows, useful - forced, odds, ~certain, needed)
             asks, drafted = reach(forced + more, before_end)
         feeds_end = rows.find_unfed(state, asks)
@@ -409,8 +409,8 @@ def verify(rows: Rows, state: RowState, answers: Array) -> Verdict:
     asks, drafts = live[:, 0] & ~state.ended, state.drafts.fed[:, 1:]
     run = count_before(~(live[:, 1:] & (drafts == answers[:, :-1])), axis=1)
     right = columns[:-1, None] < run[:, None]
-    # The time up to which a row's tokens are fed and right; NEVER for a row whose end token is among them, which does
-    # not limit the rows below.
+    # The time up to which a row's tokens are fed and correct. NEVER for a row with a correct end token among its
+    # drafts: such a row does not limit the rows below it.
     far = jnp.where((right & is_end(drafts, ends_of(rows))).any(axis=1), NEVER, newest + run)
     far = jnp.where(asks, far, jnp.where(rows.has_started(state), NEVER, -1))
     limit = rows.least_above(far) - newest

@@ -115,7 +115,7 @@ class Method:
 
     name: ClassVar[str] = ""  # the name in commands and records
     can: ClassVar[frozenset[str]] = frozenset()  # the abilities, a subset of ABILITIES
-    choices: ClassVar[int] = 0  # number of right tokens of a slot; targets and weights are [N, choices], or [N] if 0
+    choices: ClassVar[int] = 0  # number of target tokens of a slot; targets and weights are [N, choices], or [N] if 0
     baseline: ClassVar[str] = "sequential"  # the method with whose steps for the same rows reports compare this method
     parts_text: ClassVar[bool] = False  # whether rows are parts of one decoded text and so have no token ids
 

@@ -3,7 +3,7 @@
 A run whose config has an `auxiliary` object trains these parameters alone (`train.freeze=backbone`), and keeps them as
 an item of its checkpoints beside the parameters of the backbone. A drafter reads them as `TargetModel.auxiliary`.
 
-Shapes: B batch, L source length, G rows of slots, N slots of such a row, D width of the backbone.
+Shapes: B batch, L source length, G sequences (packed targets), N slots of a sequence, D width of the backbone.
 """
 
 from collections.abc import Mapping

@@ -48,12 +48,12 @@ class Lines:
 
 
 class Numbering(NamedTuple):
-    """The keys (see `place`) of a batch's tokens, and the beginnings of examples that share a row of slots."""
+    """The keys (see `place`) of a batch's tokens, and the beginnings of examples that share a sequence."""
 
     sources: Array  # u32 [B, L], the keys of source tokens
     slots: Array  # u32 [G, N], the keys of target slots
-    first_slot: Array | None  # u32 [G, N], the first slot of each slot's example; None if each row has one example
-    first_source: Array | None  # u32 [G, N], the first token of its source in the row's concatenated sources, or None
+    first_slot: Array | None  # u32 [G, N], the first slot of each slot's example; None: one example per sequence
+    first_source: Array | None  # u32 [G, N], the first token of its source in the sequence's joined sources, or None
 
 
 _numbering: ContextVar[Numbering | None] = ContextVar("numbering", default=None)

@@ -244,7 +244,7 @@ def _check_positions(case: BackboneCase) -> None:
 
 
 def _check_packing(case: BackboneCase) -> None:
-    """Packs both targets into one row of slots, each with its own source, and compares with the batch."""
+    """Packs both targets into one sequence, each with its own source, and compares with the batch."""
     scene, size = case.scene, case.scene.tokens.shape[1]
     example = np.repeat([0, 1], size)
     mask = np.zeros((1, 2 * size, 2 * size), bool)
@@ -418,7 +418,7 @@ BACKBONE_REQUIREMENTS: tuple[Requirement[BackboneCase], ...] = (
         f"If `is_relative`, logits do not change if all positions are shifted, by up to {max(SHIFTS)}.",
         _check_positions,
     ),
-    Requirement("packing", "Targets that are packed into one row of slots see only their own sources.", _check_packing),
+    Requirement("packing", "Targets that are packed into one sequence see only their own sources.", _check_packing),
     Requirement(
         "steps", "Decoding by steps, also undone ones, gives the logits of the teacher-forced pass.", _check_steps
     ),

@@ -1,4 +1,4 @@
-"""Checks the training layout of a method: decodes a target with its right tokens, and compares what each slot sees."""
+"""Checks the training layout of a method: decodes with the target's tokens, and compares what each slot sees."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from pipejax.testing.recomputation import Cell, History, follow
 from pipejax.testing.scripted import chosen
 
 FIRST_WORD = 10  # an id of the tokenizer from which on ids are words, not special tokens or separators
-Key = Any  # of a slot: its row and time, or for a query with a lineage its context
+Key = Any  # the key of a slot: its row and time, or the context of a query with a lineage
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A target laid out for training, and the answer that decoding gives if each slot generates its right token."""
+    """A target laid out for training, and the answer that decoding gives if each slot generates its target token."""
 
     method: Method
     strategy: Strategy
@@ -56,7 +56,7 @@ class Layout:
 
     @cached_property
     def rights(self) -> list[list[int]]:
-        """The right tokens of each slot: those with a weight, or the first one if none has a weight."""
+        """The target tokens of each slot: those with a weight, or the first one if none has a weight."""
         flat = self.target.flat
         pairs = zip(flat.targets.reshape(len(flat.inputs), -1), flat.weights.reshape(len(flat.inputs), -1), strict=True)
         return [targets[weights > 0].tolist() or [int(targets[0])] for targets, weights in pairs]
@@ -89,7 +89,7 @@ class Layout:
 
     @cached_property
     def right_of(self) -> dict[Key, list[int]]:
-        """The right tokens by the key of the slot; slots with a weight take precedence."""
+        """The target tokens of each slot, by its key; slots with a weight take precedence."""
         found = dict[Key, list[int]]()
         for weighs in (False, True):
             pairs = zip(self.keys, self.rights, self.has_weight, strict=True)
@@ -97,14 +97,14 @@ class Layout:
         return found
 
     def is_written(self, key: Key, last: int) -> bool:
-        """Whether a slot is part of an answer: in the rows up to `last`, or after the right tokens of a branch."""
+        """Whether a slot is part of an answer: in the rows up to `last`, or after the target tokens of a branch."""
         if not self.has_lineages:
             return bool(key[0] <= last)
         before = tuple(sorted((distance - 1, token) for distance, token in key if distance))
         return not before or any(distance == 0 and token in self.right_of.get(before, ()) for distance, token in key)
 
     def decode(self, changed: Key = None) -> tuple[History, Decoded, dict[Key, set[Any]]]:
-        """Decodes with the right tokens as answers; where there is none, with the end token.
+        """Decodes with the target tokens as the model's answers; a slot without a target token generates the end token.
 
         Args:
           changed: the key of a slot that generates another token instead; None: none.
@@ -201,7 +201,7 @@ def check_seen(layout: Layout) -> None:
 
 
 def check_rows(layout: Layout) -> None:
-    """Raises a UserError if the right tokens of a target that was not cut give other rows than the target's.
+    """Raises a UserError if decoding the tokens of a target that was not cut gives other rows than the target's.
 
     The rows of a strategy whose queries have lineages, such as branches, are compared as a set.
     """

@@ -1,6 +1,6 @@
-"""Checks the loss of a method on random logits: it is a sum over slots, ignores padding, and teaches the right tokens.
+"""Checks the loss of a method on random logits: it is a sum over slots, ignores padding, and teaches the target tokens.
 
-Shapes: G rows, N slots of a row, V vocabulary, C choices of a slot.
+Shapes: G sequences, N slots of a sequence, V vocabulary, C choices of a slot.
 """
 
 from functools import partial
@@ -30,12 +30,12 @@ class Slots(NamedTuple):
 class Losses(NamedTuple):
     """The results of a method's loss, each a pair of the summed loss and its divisor, f32 [2]."""
 
-    whole: Any  # of all slots
+    whole: Any  # the loss of all slots
     examples: Any  # the sum over the halves of the examples
     slots: Any  # the sum over the halves of the slots
-    padded: Any  # of all slots, with other logits and targets at slots with weight 0
-    louder: Any  # of all slots, with doubled logits
-    gradient: Any  # f32 [G, N, V], of the summed loss
+    padded: Any  # the loss of all slots, with other logits and targets at slots with weight 0
+    louder: Any  # the loss of all slots, with doubled logits
+    gradient: Any  # f32 [G, N, V], the gradient of the summed loss
 
 
 def measure(method: Method, slots: Slots) -> Losses:
@@ -104,7 +104,7 @@ def check_padding(method: Method, losses: Losses) -> None:
 
 
 def check_targets(method: Method, slots: Slots, losses: Losses) -> None:
-    """Requires that gradient descent raises a right token's logit more than all others at every slot with a weight.
+    """Requires that gradient descent raises the logit of a target token most at every slot with a weight.
 
     The divisor must be positive, and must not depend on the logits.
     """
@@ -115,7 +115,7 @@ def check_targets(method: Method, slots: Slots, losses: Losses) -> None:
         most = int(gradient.argmin())
         if not (np.isfinite(gradient).all() and gradient[most] < 0):
             found = "a gradient that raises no logit at a slot with a weight"
-            refuse(method, "loss", found, "a gradient that raises the logit of a right token")
+            refuse(method, "loss", found, "a gradient that raises the logit of a target token")
         if most not in rights:
             expected = f"token {' or '.join(map(str, rights))}, as in `targets`"
             refuse(method, "loss", f"a gradient that raises the logit of token {most} most", expected)

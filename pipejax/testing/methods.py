@@ -322,7 +322,7 @@ METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
     ),
     Requirement(
         "loss teaches the targets",
-        "At every slot with a weight, the gradient of `loss` raises the logit of a right token most. The divisor does "
+        "At every slot with a weight, the gradient of `loss` raises the logit of a target token most. The divisor does "
         "not depend on logits.",
         lambda case: losses.check_targets(case.method, case.slots, case.losses),
     ),
@@ -345,7 +345,7 @@ METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
     ),
     Requirement(
         "rows are kept",
-        "If each slot generates its right token, `order` and `read` return the rows of the target. `read` leaves out "
+        "If each slot generates its target token, `order` and `read` return the rows of the target. `read` leaves out "
         "no row.",
         _check_read,
     ),
@@ -363,7 +363,7 @@ METHOD_REQUIREMENTS: tuple[Requirement[MethodCase], ...] = (
         "`extra_allowed_ids` has the tokens of a target that are neither tokens of its rows nor ends.",
         _check_allowed,
     ),
-    Requirement("rows of slots", "`rows_of` assigns the tokens of each row to this row.", _check_rows_of),
+    Requirement("row of each slot", "`rows_of` assigns the tokens of each row to this row.", _check_rows_of),
     Requirement(
         "answers",
         "Records, with drafts and in streams too, equal a full recomputation: rows, `steps`, `calls`, `truncated` and "

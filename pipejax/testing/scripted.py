@@ -19,7 +19,7 @@ from pipejax.system.errors import UserError
 from pipejax.testing.recomputation import History, choose, follow
 
 Script = Callable[[int, int], int]  # the token generated at a row and a time
-Rights = Sequence[Sequence[int]]  # the right tokens of each query, the best one first
+Rights = Sequence[Sequence[int]]  # the tokens that each query should generate, the best one first
 # The probabilities of an end token in scripts: rows that never end, that end soon, and that all are empty.
 END_SHARES = (0.0, 0.15, 0.5, 1.0)
 
@@ -42,7 +42,7 @@ def of_example(strategy: Strategy, decoded: Decoded, example: int = 0) -> Answer
 
 
 def chosen(strategy: Strategy, rights: Rights, vocabulary: int) -> Tree:
-    """The argument of `Stepper.advance` [n, ...] that follows from logits in which only the right tokens are likely."""
+    """The argument of `Stepper.advance` [n, ...], from logits in which only the tokens in `rights` are likely."""
     if strategy.choose is None:
         return np.asarray([right[0] for right in rights], np.int32)
     logits = np.full((len(rights), vocabulary), -10.0, np.float32)

@@ -158,7 +158,7 @@ class Branching(Method):
         return max(most, 1)
 
     def loss(self, logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
-        """The zero-bounded log-sum-exp loss (Su et al. 2022): right tokens above 0, all others below."""
+        """The zero-bounded log-sum-exp loss (Su et al. 2022): target tokens above 0, all others below."""
         is_right = (jax.nn.one_hot(targets, logits.shape[-1]) * weights[..., None]).sum(-2) > 0
         zero = jnp.zeros((*logits.shape[:-1], 1))
         real = weights.max(axis=-1) > 0

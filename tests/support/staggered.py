@@ -111,7 +111,7 @@ class Staggered(Method):
 
     rows: int = setting(3, least=1, most=9)
     width: int = setting(6, least=1)
-    second: float = setting(0.25, least=0.0, most=1.0)  # how much the second right token counts
+    second: float = setting(0.25, least=0.0, most=1.0)  # the weight of the second target token
 
     name: ClassVar[str] = "staggered"
     can: ClassVar[frozenset[str]] = frozenset(("sample", "score", "limit", "stream", "serve", "export"))
@@ -133,7 +133,7 @@ class Staggered(Method):
         return self.rows * self.width
 
     def loss(self, logits: Any, targets: Any, weights: Any) -> Any:
-        """The logarithm of the right tokens' weighted probabilities."""
+        """The logarithm of the weighted probabilities of the target tokens."""
         log_probs = jax.nn.log_softmax(logits)
         chosen = jnp.take_along_axis(log_probs, targets, axis=-1)
         real = weights[..., 0] > 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipejax.decoding import Strategy
 
-CHOICES = 32  # the most right tokens of a slot, and the most phrases
+CHOICES = 32  # the most target tokens of a slot, and the most phrases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Branching(Method):
     choices: ClassVar[int] = CHOICES
 
     def target(self, rows: Sequence[str], spells: Spells, ids: Ids, *, most: int, where: str) -> Target:
-        """See `Method`. The layout has a slot for each token of each phrase, and each slot has all right tokens.
+        """See `Method`. The layout has a slot for each token of each phrase. A slot has several target tokens.
 
-        The right tokens of a slot are those with which a phrase of the target continues after the same beginning. A
+        The target tokens of a slot are those with which a phrase of the target continues after the same beginning. A
         beginning that several phrases share counts once. The first phrase has the latest times and the last one the
         earliest, so that no phrase sees another one. Phrases that are too long or too many are left out. If no phrase
         is left, the first phrase is cut.
@@ -47,7 +47,7 @@ class Branching(Method):
         is_open = bool(spelled) and not kept
         if not kept:
             kept = [spelled[0][: min(self.times, most) - 1] if spelled else ()]
-        following = dict[tuple[int, ...], dict[int, None]]()  # the right tokens after each beginning of a phrase
+        following = dict[tuple[int, ...], dict[int, None]]()  # the target tokens after each beginning of a phrase
         for row in kept:
             for j, token in enumerate((*row, ids.eos)):
                 following.setdefault(row[:j], {})[token] = None
@@ -73,9 +73,10 @@ class Branching(Method):
         return most
 
     def loss(self, logits: "Array", targets: "Array", weights: "Array") -> "tuple[Array, Array]":
-        """See `Method`. The loss raises right tokens above 0 and lowers all others below 0 (ZLPR, Su et al. 2022).
+        """See `Method`. The loss raises logits of target tokens above 0, and lowers others below 0 (Su et al. 2022).
 
-        It is log(1 + Σ exp(-s)) over the right tokens plus log(1 + Σ exp(s)) over all others, for logits s.
+        The loss (ZLPR) is log(1 + Σ exp(-s)) over the target tokens plus log(1 + Σ exp(s)) over all other tokens, for
+        logits s.
         """
         import jax.numpy as jnp
 

@@ -109,7 +109,7 @@ class Drafter(Protocol):
 
     @property
     def odds(self) -> tuple[float, ...]:
-        """The prior probability, for each degree of trust, that a drafted token is right."""
+        """The prior probability, for each degree of trust, that a drafted token is correct."""
 
     def init(self, source: SourceIds, rows: int) -> Tree:
         """The state before the first call, for a grid of `rows` rows. `source` has ids [B, L]."""

@@ -2,7 +2,7 @@
 
 The small model has a separate cache, which contains only accepted tokens between drafts. The first step of a draft
 feeds all tokens that were accepted since the last draft; every further step feeds the newest drafted token of each row.
-The slots of drafted tokens are freed at the end of the draft; tokens that turn out to be right are fed again later.
+The slots of drafted tokens are freed at the end of the draft; tokens that are accepted are fed again later.
 
 Shapes as in `drafter`; K = D + 2, the most tokens of a row in a step: bos and all tokens that one call can accept.
 """
