@@ -603,6 +603,7 @@ BROKEN_BACKBONES: dict[str, tuple[Piece, str]] = {
         in_blocks(lambda slots: dataclasses.replace(slots, row=None, time=None)),
         "attention in blocks",
     ),
+    "blocks without groups": (in_blocks(lambda slots: dataclasses.replace(slots, group=None)), "attention in blocks"),
     "blocks in which positions do not matter": (
         in_blocks(lambda slots: dataclasses.replace(slots, position=0 * slots.position)),
         "attention in blocks",

@@ -41,12 +41,12 @@ from pipejax.testing.recomputation import (
 )
 from pipejax.testing.requirements import Requirement, check_all
 
-LENGTHS = (LONGEST, 23)  # of the sources
-DELAYS = (40, 2)  # of the targets
+LENGTHS = (LONGEST, 23)  # the lengths of the sources
+DELAYS = (40, 2)  # the delays of the targets
 CHUNK = 4  # slots of a step
-SHIFTS = (7, 64, 300)  # of all positions
+SHIFTS = (7, 64, 300)  # the numbers added to all positions
 BF16 = 0.1  # the largest relative error of logits in bfloat16, root mean square
-RATE = 0.3  # of dropout
+RATE = 0.3  # the rate of dropout
 
 
 class Scene(NamedTuple):
@@ -257,14 +257,19 @@ def _check_packing(case: BackboneCase) -> None:
 
 
 def _check_blocks(case: BackboneCase) -> None:
-    """Compares attention in blocks with attention by arrays, if the backbone supports it."""
+    """Compares attention in blocks with attention by arrays, if the backbone supports it.
+
+    All rows of the first example are in group 0, and each row of the second example has a group of its own.
+    """
     if not case.config.head_width():
         return
     scene, (row, time) = case.scene, case.coordinates
-    slots = Slots(np.where(row >= 0, 0, -1).astype(np.int32), row, time, scene.position)
+    group = np.where([[False], [True]], np.maximum(row, 0), 0).astype(np.int32)
+    slots = Slots(np.where(row >= 0, 0, -1).astype(np.int32), row, time, scene.position, group)
     in_blocks = case.config.module(blocks=Blocks(interpret=True))
     found = teacher_forced(in_blocks, case.params, *scene[:3], slots, scene.position)
-    case.expect_same("attention in blocks", case.real_slots(found))
+    mask = scene.mask & grid.shares_group(group[:, :, None], group[:, None])
+    case.expect_same("attention in blocks", case.real_slots(found), case.logits_of(scene._replace(mask=mask)))
 
 
 def _check_bfloat16(case: BackboneCase) -> None:
