@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
-# The style of every page: its colours, font and margins. A page adds the greatest width of `body`.
+# The style of every page: its colours, font and margins. Each page adds its own `max-width` of `body`.
 STYLE = f"""\
 :root {{
   color-scheme: light dark;

@@ -35,7 +35,7 @@ SIDE: Keys = t5gemma.SIDE | {
     "vocab_size": Key(int, 262_208),
     "attn_logit_softcapping": Key(float, 0.0, null=0.0),
     "final_logit_softcapping": Key(float, 0.0, null=0.0),
-    "sliding_window_pattern": Key(int, 6, null=None),  # in older files: every n-th layer has full attention
+    "sliding_window_pattern": Key(int, 6, null=None),  # only in older files: every n-th layer has full attention
     "rope_theta": Key(float, 1e6, null=None),  # in older files: for full layers; the next key is for the other layers
     "rope_local_base_freq": Key(float, 10_000.0, null=None),
 }

@@ -37,7 +37,7 @@ class Metadata(TypedDict, total=False):
     data: str
     data_whole: str
     dev: str
-    shapes: dict[str, object]  # in the format of `Shapes.to_json`
+    shapes: dict[str, object]  # the padded shapes, in the format of `Shapes.to_json`
     score: list[float]
     tokenizer: dict[str, str]  # digests of the tokenizer's files, by name
     init: str  # the fingerprint of the weights that the run began with

@@ -7,7 +7,7 @@ from pipejax.system.cli import note
 from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
-STUDENT = "student.json"  # in the run directory
+STUDENT = "student.json"  # the name of the file in the run directory
 
 
 def shared_encoder(directory: str | Path) -> str:

@@ -40,7 +40,7 @@ class ModelOrigin:
     """Facts about a model that its run does not record."""
 
     base_model: str = ""  # the hub name of the model whose weights the training started from
-    scores: Mapping[str, object] | None = None  # in the format of `pipejax evaluate --json`
+    scores: Mapping[str, object] | None = None  # the scores, in the format of `pipejax evaluate --json`
     license: str = ""  # the hub's name of the license
 
 

@@ -42,7 +42,7 @@ class Generation:
     """The settings of `generate` in a directory."""
 
     file: Path  # the file that contains them
-    values: Mapping[str, object]  # by key, without null values
+    values: Mapping[str, object]  # the settings by key, without null values
 
     @property
     def drawn(self) -> bool:

@@ -25,7 +25,7 @@ from pipejax.system.errors import UserError
 from pipejax.system.files import look
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model_name_or_path"
-PREFIX = "base_model.model."  # of the tensors' names
+PREFIX = "base_model.model."  # the beginning of the tensors' names
 FOLLOWED = (
     BASE,
     "revision",

@@ -64,7 +64,7 @@ class Stored:
     file: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' naming
+    dtype: str  # the name that safetensors uses for the dtype
     fetch: Callable[[], np.ndarray]
 
     def read(self) -> np.ndarray:

@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
 class SourceIds(NamedTuple):
     """The ids of a source, as input of the encoder."""
 
-    ids: Sequence[int]  # at most `data.max_source`
+    ids: Sequence[int]  # at most `data.max_source` ids
     left_out: int  # the number of ids that were cut
 
 

@@ -101,7 +101,7 @@ class Carry:
     used: Array  # i32 [B|1], number of used slots: of each example, or of the batch if its examples share slots
     filled: Filled  # the coordinates of the slots
     cache: Tree  # the cache of the model
-    log_probs: Array | None = None  # as in `Decoded`
+    log_probs: Array | None = None  # f32 [B, R, W], as in `Decoded`
     states: tuple[Tree, ...] = ()  # the state of each of `DecodingOptions.rules`, arrays [B, R, ...]
     steps_left: Array | None = None  # i32 scalar, steps until the loop pauses; None: the loop does not pause
 
@@ -112,7 +112,7 @@ class Segment:
 
     over: Array  # bool scalar, whether every example is done; if not, a larger cache is needed or the loop has paused
     decoded: Decoded  # the rows so far, or the final result if `over`
-    carry: Carry  # for the next program
+    carry: Carry  # the carry for the next program
     steps_left: Array | None = None  # as in `Carry`
 
 

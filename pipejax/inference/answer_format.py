@@ -48,7 +48,7 @@ class AnswerFormat(abc.ABC):
     where: str  # the place of the format in messages: a file, or the name of an argument
     text: str  # the definition of the format: answers by the same text have the same format
     names: tuple[str, ...]  # the names of the rows, in the order in which the text of an answer contains them
-    rows: tuple[FormatRow, ...]  # in the order of the grid
+    rows: tuple[FormatRow, ...]  # the rows, in the order of the grid
 
     @property
     def prefixes(self) -> RowPrefixes:

@@ -29,17 +29,17 @@ class Record(TypedDict):
     row_ids: list[list[int]]  # token ids
     steps: int  # time-steps of Algorithm 1
     calls: int  # decoder calls; fewer than steps if drafts or prefixes were accepted, or if no row was open for a while
-    columns: NotRequired[dict[str, str | None]]  # by column in `data.targets`: "" for a blank cell, None without a row
+    columns: NotRequired[dict[str, str | None]]  # the cell of each column in `data.targets`; "": blank, None: no row
     truncated: str | None  # the limit that truncated the answer, one of `decoding.TRUNCATIONS`
     method: str  # the name of the method
-    repeated: NotRequired[list[int]]  # with `decode.unique_rows`: the numbers of the rows that were left out
-    sample: NotRequired[int]  # with `decode.samples` above 1: the number of the answer, from 0
-    log_prob: NotRequired[float]  # with `decode.scores`: of the whole answer, including the end tokens of its rows
-    log_probs: NotRequired[list[list[float]]]  # with `decode.scores`: of each token of `row_ids`
-    trace: NotRequired[list[list[decoding.Asked]]]  # with `decode.trace`: the drafted and accepted tokens of each call
-    # With `decode.trace` and a tokenizer: the texts of the tokens in `row_ids` and `trace`, by id.
+    repeated: NotRequired[list[int]]  # the numbers of the rows that were left out (`decode.unique_rows`)
+    sample: NotRequired[int]  # the number of the answer, from 0 (`decode.samples` above 1)
+    log_prob: NotRequired[float]  # the sum over the answer, with end tokens of rows (`decode.scores`)
+    log_probs: NotRequired[list[list[float]]]  # the log-probability of each token of `row_ids`
+    trace: NotRequired[list[list[decoding.Asked]]]  # the drafted and accepted tokens of each call
+    # The text of each token id in `row_ids` and `trace` (`decode.trace`, with a tokenizer).
     pieces: NotRequired[dict[str, str]]
-    seconds: NotRequired[float]  # from `evaluation`, at batch size 1
+    seconds: NotRequired[float]  # the seconds that `evaluation` measured, at batch size 1
 
 
 def texts(record: Record) -> list[str]:

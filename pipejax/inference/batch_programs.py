@@ -36,7 +36,7 @@ from pipejax.system.compiled import CompiledPrograms
 
 Array = jax.Array
 Call = Callable[..., Tree]  # (name of a program, *arguments) -> its results, or their shapes
-DONATED = {"place": 0, "step": 2}  # by program, the argument whose memory is donated to the result
+DONATED = {"place": 0, "step": 2}  # the index of the argument whose memory each program reuses for its result
 
 
 class Changes(NamedTuple):

@@ -64,7 +64,7 @@ class DecodeShape(NamedTuple):
     """The shape of a decode, for which the configurations are compared."""
 
     kind: Hashable  # strategy, batch and options
-    length: Hashable  # of the sources
+    length: Hashable  # the padded length of the sources
     facts: str  # everything that the programs depend on, as text
 
 
@@ -150,7 +150,7 @@ def changes(*, steps: int, kernels: bool) -> tuple[Configuration, ...]:
       steps: the default number of steps in an iteration.
       kernels: whether the backend has its own kernels.
     """
-    graph = COMMAND_BUFFERS not in os.environ.get("XLA_FLAGS", "")  # otherwise the user has chosen
+    graph = COMMAND_BUFFERS not in os.environ.get("XLA_FLAGS", "")  # False if the user has set these flags
     found = Configuration(graph=True), Configuration(steps=1), Configuration(kernels=False)
     possible = graph, steps > 1, kernels
     return tuple(itertools.compress(found, possible))

@@ -32,20 +32,20 @@ class OpenDrafter:
 
     drafter: Drafter
     directory: str = ""  # `decode.draft_checkpoint`
-    config: Config | None = None  # of the small T5 in this directory
-    params: Tree = dataclasses.field(default=None, repr=False, compare=False)  # None: it has none
-    shares_encoder: bool = False  # whether the encoder of the small T5 is the one of the model that it drafts for
+    config: Config | None = None  # the config of the small T5 in this directory
+    params: Tree = dataclasses.field(default=None, repr=False, compare=False)  # None: the drafter has no parameters
+    shares_encoder: bool = False  # whether the small T5 uses the encoder of the model that it drafts for
 
 
 @flax.struct.dataclass
 class SmallModel:
     """The parameters of a small T5; see `drafters.SmallModel`."""
 
-    encoding: Tree  # for `Backend.encode`; for `Backend.memorize` if `shares_encoder`
+    encoding: Tree  # parameters for `Backend.encode`; for `Backend.memorize` if `shares_encoder`
     decoding: Tree
     module: Module = flax.struct.field(pytree_node=False)
     backend: Backend = flax.struct.field(pytree_node=False)
-    shares_encoder: bool = flax.struct.field(pytree_node=False, default=False)  # whether its encoder is the large T5's
+    shares_encoder: bool = flax.struct.field(pytree_node=False, default=False)  # whether it uses the large T5's encoder
 
     def read(self, source: SourceIds) -> Memory:
         """See `drafters.SmallModel`."""

@@ -91,11 +91,11 @@ class Generator:
         self.origin: JsonObject = {}  # the step of the weights and their params_fp
         self.learned = ""  # the fingerprint of the training examples; "": unknown
         self.trained: Config | None = None  # the config of the training; None: unknown
-        self._logged: set[str] = set()  # lines that were logged, since each is logged once
+        self._logged: set[str] = set()  # the lines logged so far, as each line is logged once
         self._asked: frozenset[str] = frozenset()  # keys of the settings passed to a call
         self.answer_format: AnswerFormat | None = None  # the format that answers follow: see `under`
-        self._formats: dict[str, AnswerFormats] = {}  # by their name in `registry.RULES`; shared by copies
-        self.adapters: dict[str, Generator] = {}  # by name, sharing weights and programs with this generator
+        self._formats: dict[str, AnswerFormats] = {}  # formats by name in `registry.RULES`; copies share the dict
+        self.adapters: dict[str, Generator] = {}  # adapters by name; weights and programs are shared
         self.adapter: int | None = None  # the number of this generator's adapter, 0 for the base; None: no adapters
 
     def __repr__(self) -> str:
@@ -247,7 +247,7 @@ class Generator:
                     yield record_of(
                         source, method, whole, 0, start=made.start, config=self.config, tokenizer=self.tokenizer
                     )
-        except Exception:  # after such errors (of a device, or lack of memory) the arrays of the batch may be invalid
+        except Exception:  # after an error of the device or a lack of memory, the arrays may be invalid
             # The traceback of the error refers to the batch, so the batch's arrays are freed here.
             batch.clear()
             raise

@@ -289,7 +289,7 @@ class Programs:
           backend: lays out weights and computes steps.
         """
         self.config, self.devices = config, list(devices)
-        blocks = choose_blocks(config, self.devices[0])  # for the encoder
+        blocks = choose_blocks(config, self.devices[0])  # the attention of the encoder
         self.model = config.module(dtype=dtype, **({"blocks": blocks} if blocks else {}))
         self.backend = backend
         self.configurations = ConfigurationTable()
@@ -398,7 +398,7 @@ class Programs:
                 arguments = weights, memory, carry, read, options
                 found: Segment = self._run(Call(strategy, slots, arguments, shape, configuration), report)
                 for x in jax.tree.leaves((found.over, found.decoded)):
-                    x.copy_to_host_async()  # so that the host waits once
+                    x.copy_to_host_async()  # all copies begin before the host waits for the first one
                 return found
 
             sizes = schedule(strategy, batch_size, self.devices[0].platform, configuration)

@@ -13,7 +13,7 @@ class Report:
     """Totals of a decode."""
 
     examples: int = 0
-    seconds: float = 0.0  # for generation and detokenisation, without compilation and tokenisation
+    seconds: float = 0.0  # the time of generation and detokenisation, without compilation and tokenisation
     times_encoder: bool = False  # whether batches wait for the encoder, to measure its seconds
     encoder_seconds: float = 0.0  # a part of `seconds`; 0 without `times_encoder`
     compile_seconds: float = 0.0

@@ -65,11 +65,11 @@ class Steps(NamedTuple):
 
     strategy: Strategy
     places: int
-    length: int  # L, of the memory
-    slots: int  # C, of the cache
+    length: int  # L, the number of slots of the memory
+    slots: int  # C, the number of slots of the cache
     kind: StepKind
     answer_format: str  # `AnswerFormat.program_label`; "": free rows
-    shapes: tuple[Hashable, ...] = ()  # of the options
+    shapes: tuple[Hashable, ...] = ()  # the shapes of the options
 
 
 class Switch:
@@ -315,7 +315,7 @@ class RunningBatch:
     def steps_for(self, tokens: int, taken: int) -> int:
         """Returns the smallest number of steps in which an answer can grow by `tokens` tokens, after `taken` steps."""
         step = taken
-        while tokens > 0 and step < self.starts.max():  # until all rows have begun
+        while tokens > 0 and step < self.starts.max():  # repeats until all rows have begun
             tokens -= int((self.starts <= step).sum())
             step += 1
         return step - taken + max(-(-tokens // len(self.starts)), 0)

@@ -21,7 +21,7 @@ from pipejax.model.t5 import Memory, is_unchanged
 from pipejax.model.t5_config import T5Config
 from pipejax.system import Tree
 
-HEAD_WIDTH = 64  # of the published T5 but the 3B and 11B ones
+HEAD_WIDTH = 64  # the head width of all published T5s except 3B and 11B
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ Kept = tuple[Projections, Seen, Lines | None, Array, Array]  # arguments and res
 LOWEST = -1e30  # lower than every score; finite, so that differences with it are not NaN
 TOLERANCE = 0.05  # the largest accepted value of `difference`; the rounding of bfloat16 causes about 0.01
 BLOCK = 64  # queries or keys of a block; the tensor cores of a Hopper GPU need at least this number
-BACKWARD_BLOCK = 32  # of the blocks over which backward kernels loop; larger ones exceed the registers of an Ada GPU
+BACKWARD_BLOCK = 32  # the size of blocks in the loops of backward kernels; 64 exceeds the registers of an Ada GPU
 GROUP = 8  # buckets whose sums fit into the registers of a program
 NOWHERE = 2**30  # greater than every example, row, time and group
 
@@ -123,7 +123,7 @@ class Order(NamedTuple):
     next_begin: Array  # the first block of the second plain run
     next_end: Array  # the block after the second run
     last: Array  # the block after the last one to visit
-    ahead: Array  # 1 if the differences of the first run are W or more; 0 if they are -W or less
+    ahead: Array  # 1 if the differences of positions in the first run are W or more; 0 if they are -W or less
 
 
 class Plan(NamedTuple):
@@ -131,9 +131,9 @@ class Plan(NamedTuple):
 
     queries: Slots  # padded to whole blocks, see `Facts`
     keys: Slots
-    forward: Order  # of `_attend`
-    backward: Order  # of `_backward_queries` and `_backward_buckets`
-    across: Order  # of `_backward_keys`
+    forward: Order  # the order of `_attend`
+    backward: Order  # the order of `_backward_queries` and `_backward_buckets`
+    across: Order  # the order of `_backward_keys`
 
 
 def planned(seen: Seen, batch: int, width: int) -> Seen:
@@ -154,7 +154,7 @@ def planned(seen: Seen, batch: int, width: int) -> Seen:
         slots = jax.tree.map(fill, slots)
         number = jnp.arange(slots.example.shape[1])
         example = jnp.where(number < count, slots.example, -1)
-        if slots.consecutive:  # beyond the end as well, so that each pair has a place of its own in the band
+        if slots.consecutive:  # the padding continues the positions, so that each pair has its own place in the band
             slots = dataclasses.replace(slots, position=jnp.broadcast_to(number, example.shape))
         return dataclasses.replace(slots, example=example)
 
@@ -410,7 +410,7 @@ def _sum_band(band: Array, order: Order, sizes: TileSizes) -> Array:
     Entries that `_backward_queries` has not written are undefined and are left out.
     """
     longest, query = band.shape[3] // 2, jnp.arange(band.shape[2])
-    key = query[:, None] - jnp.arange(-longest, longest)  # at index 0, the difference -W, nothing is written
+    key = query[:, None] - jnp.arange(-longest, longest)  # nothing is written at index 0, the difference -W
     first, last = (jnp.repeat(x, sizes.own, axis=1)[..., None] for x in (order.first, order.last))
     block = key // sizes.other
     written = (key >= 0) & (key[None] < sizes.keys) & (block >= first) & (block < last)

@@ -279,7 +279,7 @@ def _memory(
     dtype = memory_dtype(weights)
     depth = 4 // dtype.itemsize
     results: list[jax.ShapeDtypeStruct] = []
-    for rows, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # for keys, then for values
+    for rows, inputs in ((slots, config.d_kv), (config.d_kv, slots)):  # first keys, then values
         panels = rows // cpu_kernel.PANEL, inputs // depth, cpu_kernel.PANEL, depth
         results.append(jax.ShapeDtypeStruct((batch, config.num_heads, *panels), dtype))
         scales = rows if dtype == jnp.int8 else 0

@@ -26,7 +26,7 @@ from pipejax.system.files import sync, sync_output, write_text, writing
 logger = logging.getLogger(__name__)
 
 Settings = dict[str, object]  # the settings that the records depend on, as JSON
-DEFAULTS = {**config_lib.flat(Config()), "--skip-bad": False}  # of settings that a note of an older release may lack
+DEFAULTS = {**config_lib.flat(Config()), "--skip-bad": False}  # for settings that an older release's note lacks
 
 
 class Unfinished:

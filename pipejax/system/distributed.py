@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed  # for the client of the coordination service
+from jax._src import distributed  # has the client of the coordination service
 from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # the detection that jax.distributed.initialize() uses
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding

@@ -27,7 +27,7 @@ PINNED: dict[str, bool | int | str] = {
 _WORDS = {
     False: ("0", "false", "f", "no", "n", "off"),
     True: ("1", "true", "t", "yes", "y", "on"),
-}  # as JAX reads booleans
+}  # the words that JAX reads as booleans
 # The number of open files that a process must be allowed. A save opens several files per array, and Orbax hangs without
 # them.
 FILES = 256
@@ -63,7 +63,7 @@ def check_platform() -> None:
         raise UserError(found=f"{found}, whose Python lacks {' and '.join(lacking)}; {expected}{wsl}")
     if importlib.util.find_spec("jax") is not None and importlib.util.find_spec("jaxlib") is not None:
         return  # JAX is installed, even if built by the user
-    if sys.platform == "darwin" and platform.machine() == "x86_64":  # also under Rosetta
+    if sys.platform == "darwin" and platform.machine() == "x86_64":  # this is also true under Rosetta
         raise UserError(found=f"Python for a Mac with an Intel processor, for which JAX has no package; {expected}")
     if sys.maxsize < 2**32:
         raise UserError(found=f"Python of 32 bits, for which JAX has no package; {expected}, with Python of 64 bits")

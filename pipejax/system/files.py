@@ -146,7 +146,7 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_PARTIAL = "-partial"  # in the name of a directory that is not complete yet
+_PARTIAL = "-partial"  # a part of the name of a directory that is not complete yet
 
 
 def sync(path: Path) -> None:

@@ -53,7 +53,7 @@ class Gpus(NamedTuple):
 class Trial:
     """A comparison that is made once on a machine."""
 
-    name: str  # such as "kernels of a decoding step", for lines and for the name of the file
+    name: str  # the name in log lines and in the name of the file, such as "kernels of a decoding step"
     program: str  # everything else that the verdict depends on
 
     def verdict(self, choices: Collection[str], decide: Callable[[], Verdict]) -> Verdict:

@@ -36,7 +36,7 @@ def check_facts(config: Backbone) -> None:
     for field, other in variants(config):
         try:
             facts = strict_json.loads(json.dumps(other.facts()))
-        except UserError:  # the backbone has no config.json, or none for this value
+        except UserError:  # the backbone cannot be written as a config.json, or not with this value
             continue
         again = _read(other, facts)
         for part in dataclasses.fields(other):
@@ -51,7 +51,7 @@ def variants(config: Backbone) -> Iterator[tuple[str, Any]]:
     """The backbone itself, then for each field of numbers, flags or choices a legal backbone with another value of it.
 
     Yields:
-      The name of the field, or "", and the backbone.
+      The name of the changed field ("" for the backbone itself), and the backbone.
     """
     yield "", config
     for field in dataclasses.fields(config):  # type: ignore[arg-type]  # a backbone is a dataclass

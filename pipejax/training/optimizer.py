@@ -85,7 +85,7 @@ def updates_made(state: optax.OptState) -> jax.Array:
 
 
 def trained_paths(config: TrainConfig) -> Callable[[str], bool]:
-    """Returns a predicate on parameter paths: whether `train.freeze` and `train.lora_rank` leave it trained."""
+    """Returns a function of a parameter's path: whether `train.freeze` and `train.lora_rank` let it be trained."""
     if config.freeze == "backbone":
         return lambda path: path.startswith(f"{auxiliary.ITEM}/")
     return lambda path: not path.startswith(FROZEN[config.freeze]) and (not config.lora_rank or lora.is_factor(path))

@@ -27,12 +27,12 @@ class Results(NamedTuple):
     gains: dict[str, Interval]  # differences of scores, of steps and of calls, paired by example
     steps: Interval  # mean of an example
     calls: Interval
-    truncated: dict[str, int]  # number of examples by what cut their answer
+    truncated: dict[str, int]  # number of cut answers for each value of the record's `truncated`
     seconds: float  # mean of an example, without compilation and tokenisation
     encoder_seconds: float  # the part of `seconds` that the encoder takes
     speed_ratio: Interval  # seconds of the first entry divided by seconds of this entry, paired by block
-    decoder_speed_ratio: Interval  # the same without the encoder
-    peak_bytes: int | None  # of a device, for the largest program of the entry; None: unknown
+    decoder_speed_ratio: Interval  # like `speed_ratio`, without the encoder
+    peak_bytes: int | None  # the bytes of a device that the entry's largest program needs; None: unknown
 
 
 class _Measured:

@@ -27,7 +27,7 @@ class Published:
 
     name: str
     directory: str  # relative to the data directory: TFDS's NAME/VERSION, or NAME/CONFIG/VERSION
-    files: str  # for messages: the files that `--manual-dir` should contain, and their address
+    files: str  # the files that `--manual-dir` should contain, and their address, in words for messages
     read: Callable[[Manual], Mapping[str, Records]]  # returns the records by TFDS's name of the split
     source: Callable[[Record], str]  # the model's input
     targets: Callable[[Record], Sequence[str]]  # the target rows

@@ -41,8 +41,8 @@ class Grid:
     steps: int
     truncated: str | None
     cells: tuple[Cell, ...]  # includes the empty last row, if there was one
-    sequential: tuple[int, ...]  # for each sequential step, the pipelined time of its token; 0: separator or eos
-    names: tuple[str | None, ...] = ()  # by row; None: the row has no name
+    sequential: tuple[int, ...]  # the pipelined time of the token of each sequential step; 0: separator or eos
+    names: tuple[str | None, ...] = ()  # the name of each row; None: the row has no name
 
     @property
     def height(self) -> int:

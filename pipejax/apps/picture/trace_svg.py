@@ -45,8 +45,8 @@ def marks(grid: Grid, trace: Sequence[Sequence[RowCall]]) -> list[Mark]:
     """Returns the tokens that the calls wrote and the drafts that they rejected, in the order of the calls."""
     texts = {(cell.row, cell.time): cell.text for cell in grid.cells if cell.kind != "bos"}
     found: list[Mark] = []
-    next_of: dict[tuple[int, int], int] = {}  # by position, the index of the rejected draft shown there last
-    fronts: dict[int, int] = {}  # by row, the time of its newest token
+    next_of: dict[tuple[int, int], int] = {}  # the index of the rejected draft shown last at each position
+    fronts: dict[int, int] = {}  # the time of the newest token of each row
     for number, call in enumerate(trace, start=1):
         for row, written, accepted, drafted in call:
             front = fronts.get(row, row * grid.delay)

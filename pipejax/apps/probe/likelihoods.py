@@ -26,7 +26,7 @@ from pipejax.system import Tree
 Array = jax.Array
 SLOTS = 512  # the most slots per call and example, unless one target has more; attention grows with their square
 SHAPES = 4  # the most padded sizes; each is compiled
-WHOLE, HIDDEN = GRID, -GRID  # as a Δt: earlier rows are visible to their ends, or not at all
+WHOLE, HIDDEN = GRID, -GRID  # values of Δt: earlier rows are visible to their ends, or not at all
 NONE = -1  # no row
 
 

@@ -50,8 +50,8 @@ class Summary(TypedDict):
     tokens: int
     nll: dict[str, float]  # nats per token, by condition
     chance: float | None  # nats per token of guessing without the source, see `chance_of`; None: unknown
-    conditions: dict[str, Parts]  # for each condition but the first
-    graph: list[list[Cost]]  # for each row, its cost without each earlier row
+    conditions: dict[str, Parts]  # the costs under each condition but the first
+    graph: list[list[Cost]]  # [row][earlier row], the cost of a row when it cannot see the earlier row
     says: str  # the sentence about the result
 
 

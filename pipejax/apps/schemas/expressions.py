@@ -44,7 +44,7 @@ class _Node(NamedTuple):
 
     kind: str
     parts: tuple[int, ...] = ()
-    mask: int = 0  # of bytes: which
+    mask: int = 0  # the set of bytes that the expression matches, one bit for each
     least: int = 0  # the least count of a repetition
     most: int | None = None
 

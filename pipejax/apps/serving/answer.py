@@ -29,7 +29,7 @@ class Closed(Exception):
 class Request:
     """A source to decode, with its options."""
 
-    source: Source  # from `Generator.source`
+    source: Source  # the result of `Generator.source`
     method: str  # the name of the method
     sampling: Sampling = MOST_LIKELY
     max_tokens: int | None = None  # the most tokens of all rows together; None: the bounds of the grid

@@ -53,7 +53,7 @@ class Compiler:
         try:
             with cli.unneeded():
                 self.compiled.find(key, make)
-        except Exception as failed:  # such as device errors and lack of memory: the waiting requests get the error
+        except Exception as failed:  # the waiting requests get the error, such as a lack of memory
             logger.error(f"compiling failed: {failed}")
             error = failed
             # The frames of the traceback would keep intermediate results alive.

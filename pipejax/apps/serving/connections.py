@@ -105,7 +105,7 @@ class _Transport:
     def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._inner, self._loop = inner, loop
         self._left, self._discards = DISCARDED, False
-        self._heard = self._ends = 0.0  # in the loop's time
+        self._heard = self._ends = 0.0  # times of the event loop
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -37,7 +37,7 @@ class Lanes:
         """
         self._generator, self._switch, self._encodings, self._compiled = generator, switch, encodings, compiled
         self.batches: dict[Lane, RunningBatch] = {}
-        self.requests: dict[Lane, dict[int, Running]] = {}  # of each lane, by place
+        self.requests: dict[Lane, dict[int, Running]] = {}  # the request at each place of each lane
 
     @property
     def running(self) -> int:

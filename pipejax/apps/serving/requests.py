@@ -26,7 +26,7 @@ from pipejax.system.fields import WHOLE, Facts
 Apply = Callable[
     [Mapping[str, object], Generator, str], Generator
 ]  # applies a schema to a model, for the method with the given name
-Neutral = Mapping[str, tuple[object, ...]]  # by field, the values that have no effect
+Neutral = Mapping[str, tuple[object, ...]]  # the values of each field that have no effect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RequestFields:
 # The settings of sampling that a request may send, by name. If `Facts.request` is a range, requests have this range.
 SAMPLING = {field.name: field for field in dataclasses.fields(DecodeConfig) if field.metadata.get("request")}
 SHARED = (*SAMPLING, "method", "stop", "stream", "stream_options", "truncate")
-FORMER = {"strategy": "method"}  # present names of fields, by former names that work until the next release
+FORMER = {"strategy": "method"}  # maps former names of fields, which work until the next release, to present names
 SEEDS = 2**31  # seeds are drawn below this number for requests without one
 STOPS, STOP_LENGTH = 4, 200  # the most stop texts, and the most characters of each
 ROLES = ("user", "system", "developer", "assistant", "tool", "function")
@@ -68,7 +68,7 @@ class ClientRequest:
     sources: tuple[Source, ...]  # token ids
     cut_tokens: int  # tokens of the prompts beyond the model's limit
     method: str  # the name of the method
-    sampling: Sampling  # with the request's seed, from which the seed of each source is derived
+    sampling: Sampling  # its seed is the request's, from which the seed of each source is derived
     n: int
     max_tokens: int | None
     row_tokens: int | None  # the most tokens of each row, in place of `max_tokens`, if answers follow a schema

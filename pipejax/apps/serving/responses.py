@@ -15,7 +15,7 @@ from pipejax.apps.serving.refusals import Refused
 from pipejax.apps.serving.row_text import Piece
 
 Json = dict[str, object]
-LEAST_LOG_PROB = -9999.0  # in place of -inf, which JSON does not have
+LEAST_LOG_PROB = -9999.0  # replaces -inf, which JSON does not have
 
 
 class Completions:
@@ -26,7 +26,7 @@ class Completions:
     def __init__(self, completion: Completion, *, model: str, fingerprint: object) -> None:
         self._completion, self._model, self._fingerprint = completion, model, fingerprint
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._offsets = [0] * len(completion.choices)  # by choice, the number of characters sent with log-probabilities
+        self._offsets = [0] * len(completion.choices)  # characters sent with log-probabilities, by choice
 
     def whole(self) -> Json:
         """Returns the object of completed answers."""

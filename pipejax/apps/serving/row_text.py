@@ -51,7 +51,7 @@ class Writing:
         self._start, self._separator, self._as_written = start, separator, as_written
         self._rows: dict[int, Growing] = defaultdict(lambda: Growing(tokenizer))
         self._waiting: dict[int, deque[Piece]] = defaultdict(deque)  # pieces of later rows
-        self._due: dict[int, int] = {}  # by unfinished row, the time of its next token
+        self._due: dict[int, int] = {}  # the time of the next token of each unfinished row
         self._row = self._latest = 0  # the first unfinished row, and the last row that has begun
         self._last: int | None = None  # the row of the last piece with text
         self._cut = _StopTexts(stop)
@@ -135,7 +135,7 @@ class FormatWriting:
         self._format = answer_format
         rows = range(len(answer_format.rows))
         self._tokens: list[list[int]] = [[] for _ in rows]
-        self._due = {row: start(row) for row in rows}  # by unfinished row, the time of its next token
+        self._due = {row: start(row) for row in rows}  # the time of the next token of each unfinished row
         self._waiting = deque(enumerate(answer_format.order))  # the parts that have no piece yet, and their rows
 
     def add(self, row: int, token: int, log_prob: float) -> list[Piece]:

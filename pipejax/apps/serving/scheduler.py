@@ -162,7 +162,7 @@ class Scheduler:
             self.admit()
             for lane in self.lanes.in_use():
                 self.advance(lane)
-        except Exception as error:  # such as device errors and lack of memory: the waiting readers get the error
+        except Exception as error:  # the waiting readers get the error, such as a lack of memory
             logger.exception("decoding failed")
             self._fail([one.answer for one in self.lanes.clear()], error)
 

@@ -46,7 +46,7 @@ def plan(
         step_kinds.add(StepKind.of(Sampling.of(own.config.decode, 0), log_probs=False))
         for i, slots in enumerate(batch.cache_sizes):
             order = LAST if i else PLANNED if size == places else LATER  # the first cache size suffices for any prompt
-            for one, n in itertools.product(sorted(step_kinds), lengths):  # without logits first, for all lengths
+            for one, n in itertools.product(sorted(step_kinds), lengths):  # for all lengths, steps without logits first
                 source = None if one else n  # the encoder is requested with the answers without logits
                 ask(batch.needs_of(source, memory_length(n), slots, {one}, own.adapter), order)
     if not (schemas and generator.tokenizer):

@@ -40,8 +40,8 @@ class Statistics(TypedDict):
     # kept ones.
     bounded_ratio: NotRequired[float]
     kept_ratio: NotRequired[float]
-    changed_percent: NotRequired[dict[str, float]]  # by TEXTS: examples whose text changes
-    changed_first: NotRequired[dict[str, str]]  # by TEXTS: the place of the first such example, and what changes
+    changed_percent: NotRequired[dict[str, float]]  # the percentage of examples whose text changes, for each of TEXTS
+    changed_first: NotRequired[dict[str, str]]  # the first such example and what changes, for each of TEXTS
 
 
 @dataclasses.dataclass
@@ -138,7 +138,7 @@ def _count(
     late, many = max(ends, default=1) > bounds.time_max, len(rows) > bounds.sub_max
     cuts = lengths.cuts
     cuts["max_source"] += source > data.max_source
-    # With the eos of the empty row that ends the target.
+    # The target also has the eos of its last, empty row.
     cuts["max_target"] += sum(rows) + len(rows) + (bounds.delay > 0) > data.max_target
     cuts["time_max"] += late
     cuts["sub_max"] += many

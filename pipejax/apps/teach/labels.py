@@ -31,7 +31,7 @@ GREEDILY = (
         if field.metadata.get("ability") == "sample" and field.name != "seed"
     ),
 )
-DIRECTORY = "labels"  # of the answers, in the directory of the run
+DIRECTORY = "labels"  # the directory of the answers, in the directory of the run
 ANSWERS = "answers.jsonl"  # records in the format of `pipejax decode`
 SETTINGS = "settings.json"  # the settings that the answers depend on, and the number of held-out sources
 FLAGS = {"input": "--input", "weights": "--checkpoint", "held_out": "--held-out"}

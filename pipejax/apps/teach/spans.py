@@ -34,7 +34,7 @@ MARKS = (0.4, 0.8)  # the thresholds of a candidate's probability that separate 
 class Tagger:
     """The parameters of the drafter."""
 
-    params: Tree  # of the tagger
+    params: Tree  # the parameters of the tagger
     tags: SpanTags = flax.struct.field(pytree_node=False)
     end: int = flax.struct.field(pytree_node=False)  # the end token of rows
 
@@ -45,7 +45,7 @@ class Candidates:
 
     tokens: Array  # i32 [B, M, W], with names and end tokens
     length: Array  # i32 [B, M], number of tokens; 0: there is no such candidate
-    chance: Array  # f32 [B, M], the probability that the row of this number is this candidate
+    chance: Array  # f32 [B, M], the probability that row m of the answer is candidate m
 
 
 class _Values:
@@ -78,7 +78,7 @@ class _Values:
 class Spans:
     """Drafts rows that a tagger finds in the source."""
 
-    odds: tuple[float, ...] = (0.3, 0.7, 0.97)  # by degree of trust, which `MARKS` gives for a candidate's probability
+    odds: tuple[float, ...] = (0.3, 0.7, 0.97)  # one for each degree of trust, see `MARKS`
     wants: ClassVar[frozenset[str]] = frozenset({"parameters", "encoded"})
 
     def load(self, directory: str, target: TargetModel) -> Tagger:

@@ -70,10 +70,10 @@ class SpanTags(Auxiliary):
     rows: int = setting(32, least=1, most=2**10)  # R, the most rows of an answer that are drafted
     longest: int = setting(32, least=2, most=2**10)  # W, the most tokens of a row, the end token included
     names: tuple[int, ...] = setting(())  # the ids of the names of rows, in order, STOP after each name
-    entries: tuple[int, ...] = setting(())  # for each entry its name's number, its ids and STOP
+    entries: tuple[int, ...] = setting(())  # the entries, each as the number of its name, its ids and STOP
     initial: tuple[int, ...] = setting(
         ()
-    )  # pairs: a token where a span begins, and the token with which its row begins
+    )  # pairs of the token with which a span begins and the token with which its row begins
 
     @functools.cached_property
     def row_names(self) -> tuple[tuple[int, ...], ...]:

@@ -81,9 +81,9 @@ class TargetModel:
     """The model for which a drafter drafts, an argument of `Drafter.load`."""
 
     config: Config
-    fingerprint: str = ""  # of its parameters, the `params_fp` of its checkpoint; "": unknown
-    auxiliary: Tree = None  # the auxiliary parameters of its checkpoint; None: it has none
-    encoder_fingerprint: str = ""  # `checkpoint.fingerprint.encoder_digest` of its parameters; "": unknown
+    fingerprint: str = ""  # the fingerprint of the parameters, `params_fp` of the checkpoint; "": unknown
+    auxiliary: Tree = None  # the auxiliary parameters of the checkpoint; None: there are none
+    encoder_fingerprint: str = ""  # `checkpoint.fingerprint.encoder_digest` of the parameters; "": unknown
 
 
 class Drafter(Protocol):

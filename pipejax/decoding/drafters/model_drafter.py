@@ -33,7 +33,7 @@ class Ahead:
     """The state of a draft."""
 
     tokens: Array  # i32 [B, R, T], accepted tokens, then drafted ones
-    length: Array  # i32 [B, R], number of both
+    length: Array  # i32 [B, R], number of accepted and drafted tokens
     ended: Array  # bool [B, R], whether the last token of each row is an end token
     known: Array  # i32 [B, R], number of accepted tokens
     fed: Array  # i32 [B, R], number of tokens, bos included, that the small model was fed
@@ -158,7 +158,7 @@ class DrafterCache:
     """The small T5's cache between drafts."""
 
     fed: Array  # i32 [B, R], number of tokens of each row, bos included, in the cache
-    used: Array  # i32 [B], number of slots that they use
+    used: Array  # i32 [B], number of slots that these tokens use
     filled: Filled
     cache: Tree
 
@@ -180,7 +180,7 @@ class SmallModel(Protocol):
 class FromModel:
     """Drafts by a small T5 with the same vocabulary. Its parameters are a `SmallModel`."""
 
-    odds: tuple[float, ...] = (0.5, 0.75, 0.95)  # by the mean probability of the drafted tokens, see `MARKS`
+    odds: tuple[float, ...] = (0.5, 0.75, 0.95)  # one for each degree of trust: see `MARKS`
     least: float = 0.4  # a draft ends before the first token below this probability
     wants: ClassVar[frozenset[str]] = frozenset({"parameters", "encoded"})
     loops: ClassVar[bool] = True

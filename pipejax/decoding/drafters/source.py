@@ -31,7 +31,7 @@ class FromSource:
     places from which this row and the rows above copied, otherwise the first place.
     """
 
-    odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # by the number of matching tokens, 1 to 3
+    odds: tuple[float, ...] = (0.4, 0.6, 0.8)  # one for each number of matching tokens, 1 to 3
 
     def init(self, source: SourceIds, rows: int) -> CopyState:
         """The state without drafts."""

@@ -43,7 +43,7 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
 NATIVE = "-march=native"
-LEVELS = (  # from the fastest one on
+LEVELS = (  # in this order, the fastest first
     Level(
         "amx",
         frozenset(_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
@@ -54,7 +54,7 @@ LEVELS = (  # from the fastest one on
     Level("vnni", frozenset(_VNNI), "-march=x86-64-v4 -mavx512vnni", Reading(20.0, 15.0, 15.0, 8.0)),
     Level("avx512", frozenset(_V4), "-march=x86-64-v4", Reading(20.0, 15.0, 5.0, 8.0)),
     Level("avx2", frozenset(_V3), "-march=x86-64-v3", Reading(7.0, 5.0, 3.0, 4.0)),
-    Level("native", frozenset(), NATIVE, Reading(7.0, 5.0, 3.0, 4.0)),  # also for Arm processors
+    Level("native", frozenset(), NATIVE, Reading(7.0, 5.0, 3.0, 4.0)),  # the only level that Arm processors support
 )
 TARGETS = ("pipejax_step", "pipejax_encode", "pipejax_product", "pipejax_peaks", "pipejax_left")
 PANEL = 16  # outputs of a panel; kPanel in digits.h
